@@ -1,0 +1,51 @@
+"""For every test: a time limit that shows all stacks, and result lines for scripts/test; with MPI the ranks agree."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hang_watch import HangWatch
+from mpi_outcomes import Agreement, MPIOutcomes
+from result_lines import ResultLines, leave_out
+from time_limit import TimeLimit
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="write a JSON line per started and ended test")
+    parser.addoption("--leave-out", type=Path, help="run no test that this --results file names")
+
+
+@pytest.hookimpl(trylast=True)  # once pytest's own terminal reporter is there
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "time_limit(seconds): a test may take longer than usual")
+    config.addinivalue_line("markers", "quick: a test under tests/launch for `scripts/test quick`")
+    config.addinivalue_line("markers", "slow: a test for `scripts/test full` only")
+    if config.option.with_mpi:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        folder = world.bcast(_new_folder() if world.rank == 0 else None)
+        watch = HangWatch(folder, world.rank)
+        config.pluginmanager.register(MPIOutcomes(config, Agreement(world), watch))
+        rank = world.rank
+    else:
+        rank, watch = 0, HangWatch(_new_folder(), rank=0)
+    config.pluginmanager.register(TimeLimit(watch))
+    config.add_cleanup(watch.close)
+    if rank == 0:
+        config.add_cleanup(lambda: shutil.rmtree(watch.folder, ignore_errors=True))
+        if config.option.results:
+            config.pluginmanager.register(ResultLines(config.option.results))
+
+
+def _new_folder() -> Path:
+    parent = os.environ.get("MPISTRAT_TEST_OUTPUT")
+    return Path(tempfile.mkdtemp(prefix="ranks-", dir=parent))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.leave_out:
+        leave_out(config, items, config.option.leave_out)

@@ -1,0 +1,22 @@
+"""Tests that start mpiexec themselves, once under each MPI."""
+
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import MPI_NAMES, Launcher
+
+HERE = Path(__file__).parent
+SECONDS_PER_TEST = 180
+
+
+@pytest.fixture(params=MPI_NAMES)
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    """One of the two MPIs; a test that takes it runs under both."""
+    return Launcher.named(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("time_limit") is None:
+            item.add_marker(pytest.mark.time_limit(SECONDS_PER_TEST))

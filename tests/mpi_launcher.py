@@ -1,0 +1,156 @@
+"""Starts ranks under a chosen MPI, as scripts/test and the tests in tests/launch do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX_VARIABLES = {"MPICH": "MPISTRAT_TEST_MPICH", "Open MPI": "MPISTRAT_TEST_OPENMPI"}
+MPI_NAMES = tuple(_PREFIX_VARIABLES)
+_JOB_VARIABLE = "MPISTRAT_TEST_JOB"
+
+_SETTINGS = {
+    "MPICH": {},
+    "Open MPI": {
+        # Test machines and containers have few cores and run as root.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        # The wheel has no UCX device to find and says so at every window.
+        "OMPI_MCA_osc": "^ucx",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished `mpiexec`: its exit code, what it wrote, how long it took, and what it left running."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    left_behind: tuple[str, ...]
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One installed MPI: `prefix` holds its bin/mpiexec and lib/libmpi.so."""
+
+    name: str
+    prefix: Path
+
+    @classmethod
+    def named(cls, name: str) -> "Launcher":
+        prefix = os.environ.get(_PREFIX_VARIABLES[name])
+        if not prefix:
+            raise RuntimeError(
+                f"{_PREFIX_VARIABLES[name]} is not set: give the folder that holds {name}'s bin/mpiexec, "
+                "or run scripts/test, which installs both MPIs and sets it"
+            )
+        return cls(name, Path(prefix))
+
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        return [str(self.prefix / "bin" / "mpiexec"), "-n", str(ranks), *program]
+
+    def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
+        return {
+            **os.environ,
+            **_SETTINGS[self.name],
+            "PATH": f"{self.prefix / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "MPI4PY_LIBMPI": str(self.library()),
+            "OMP_NUM_THREADS": "1",
+            **extra,
+        }
+
+    def library(self) -> Path:
+        """The shared library itself: in the wheels `libmpi.so` is a linker script, which cannot be loaded."""
+        found = sorted((self.prefix / "lib").glob("libmpi.so.*"))
+        if not found:
+            raise RuntimeError(
+                f"no lib/libmpi.so.* in {self.prefix}, which should hold {self.name}"
+            )
+        return found[0]
+
+    def run_python(
+        self,
+        ranks: int,
+        *arguments: str | Path,
+        seconds: float = 60.0,
+        env: Mapping[str, str] = {},
+        cwd: Path | None = None,
+    ) -> Job:
+        """Run `mpiexec -n ranks python arguments…` to its end; at `seconds` it is killed and TimeoutExpired raised."""
+        command = self.command(ranks, [sys.executable, *map(str, arguments)])
+        return run_job(command, self.environment(env), seconds, cwd)
+
+
+def run_job(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    seconds: float,
+    cwd: Path | None = None,
+) -> Job:
+    """Run a command that starts processes of its own, and account for all of them."""
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env={**env, _JOB_VARIABLE: mark},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+        took = time.monotonic() - started
+        left = _wait_until_gone(mark, seconds=3.0)
+    except subprocess.TimeoutExpired as late:
+        _kill(mark)
+        stdout, stderr = process.communicate()
+        raise subprocess.TimeoutExpired(command, seconds, stdout, stderr) from late
+    finally:
+        _kill(mark)
+    return Job(process.returncode, stdout, stderr, took, left)
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that carry a job's mark in their environment: daemons and children that left its session, too."""
+    wanted = f"{_JOB_VARIABLE}={mark}".encode()
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(folder.name)] = command.strip()
+        except OSError:
+            continue  # ended meanwhile, or belongs to another user
+    return found
+
+
+def _wait_until_gone(mark: str, seconds: float) -> tuple[str, ...]:
+    end = time.monotonic() + seconds
+    while (left := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return tuple(left.values())
+
+
+def _kill(mark: str) -> None:
+    for pid in _marked(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

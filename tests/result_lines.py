@@ -1,0 +1,59 @@
+"""Records each test as it starts and ends: scripts/test counts even when a job dies, and goes on after it."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+
+class ResultLines:
+    """A pytest plugin that writes `{"test": …, "outcome": "started|passed|failed|skipped"}` lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+        self._outcome = "passed"
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(report.nodeid, "failed")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._outcome = "passed"
+        self._write(nodeid, "started")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or (report.skipped and self._outcome == "passed"):
+            self._outcome = report.outcome
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._write(nodeid, self._outcome)
+
+    def _write(self, nodeid: str, outcome: str) -> None:
+        self._file.write(json.dumps({"test": nodeid, "outcome": outcome}) + "\n")
+
+
+@dataclass
+class Results:
+    """What a file of result lines says so far; a test that started and never ended has failed."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> "Results":
+        results = cls()
+        if path.exists():
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                results.outcomes[record["test"]] = record["outcome"]
+        return results
+
+    def count(self, *outcomes: str) -> int:
+        return sum(outcome in outcomes for outcome in self.outcomes.values())
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], path: Path) -> None:
+    """Deselect the tests that the results in `path` name."""
+    known = Results.read(path).outcomes
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+    items[:] = [item for item in items if item.nodeid not in known]
