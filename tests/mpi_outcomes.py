@@ -39,7 +39,8 @@ class Agreement:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm.Dup()
-        self.rank, self.size = comm.rank, comm.size
+        self.rank: int = comm.rank
+        self.size: int = comm.size
 
     def exchange(self, mine: Outcome) -> list[Outcome] | None:
         """Return every rank's outcome, or None if all are the same and none failed. All ranks call it."""

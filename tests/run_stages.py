@@ -1,0 +1,147 @@
+"""Runs every stage of scripts/test, whatever the ones before it did, and adds them up in one table."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hang_watch import stacks_text
+from mpi_launcher import MPI_NAMES, Launcher, run_job
+from result_lines import Results
+
+TOP = Path(__file__).parents[1]
+SECONDS_PER_LAUNCH = 1800.0  # a last resort: tests have limits of their own
+NEW_LAUNCHES = 3  # after a test that ended its job, the tests after it run in a new one
+NO_TESTS_COLLECTED = 5
+
+
+@dataclass
+class Stage:
+    """One command, or one launch of pytest, and what came of it."""
+
+    name: str
+    command: Sequence[str] = ()  # a command without tests
+    pytest: Sequence[str] = ()  # or the arguments of pytest
+    mpi: str = ""
+    ranks: int = 0  # 0: without mpiexec
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    output: str = field(default="", repr=False)
+
+    def run(self) -> None:
+        started = time.monotonic()
+        if self.command:
+            self._run_command()
+        else:
+            with tempfile.TemporaryDirectory(prefix="mpistrat-") as folder:
+                self._run_pytest(Path(folder))
+        self.seconds = time.monotonic() - started
+
+    def _run_command(self) -> None:
+        code, self.output = _launch(self.command, dict(os.environ))
+        self.failed = int(code != 0)
+
+    def _run_pytest(self, folder: Path) -> None:
+        lines = folder / "results"
+        command = [sys.executable, "-m", "pytest", "--quiet", "--color=no", *self.pytest]
+        command += [f"--results={lines}", f"--leave-out={lines}"]
+        env = dict(os.environ)
+        if self.ranks:
+            launcher = Launcher.named(self.mpi)
+            command = launcher.command(self.ranks, [*command, "--with-mpi"])
+            env = launcher.environment()
+        for _ in range(1 + NEW_LAUNCHES):
+            known = len(Results.read(lines).outcomes)
+            output = Path(tempfile.mkdtemp(dir=folder))
+            code, text = _launch(command, {**env, "MPISTRAT_TEST_OUTPUT": str(output)})
+            self.output += text + _stacks_not_printed(output)
+            results = Results.read(lines)
+            # A launch that got to its end has no test that only started.
+            if "started" not in list(results.outcomes.values())[known:]:
+                break
+        self.passed, self.skipped = results.count("passed"), results.count("skipped")
+        self.failed = results.count("failed", "started")
+        if code not in (0, NO_TESTS_COLLECTED) and not self.failed:
+            self.failed = 1  # it died between tests
+
+
+def _launch(command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
+    try:
+        job = run_job(command, env, SECONDS_PER_LAUNCH, TOP)
+    except subprocess.TimeoutExpired as late:
+        texts = [text or "" for text in (late.stdout, late.stderr)]
+        return 1, "".join(map(str, texts)) + f"\nkilled after {SECONDS_PER_LAUNCH:g} s\n"
+    left = [f"left running: {process}\n" for process in job.left_behind]
+    return job.returncode or int(bool(left)), job.output + "".join(left)
+
+
+def _stacks_not_printed(output: Path) -> str:
+    """The stacks of a job whose ranks could not print them."""
+    folders = [f for f in output.glob("ranks-*") if not (f / "stacks-printed").exists()]
+    return "".join(stacks_text(folder) for folder in folders)
+
+
+def stages(mode: str) -> Iterator[Stage]:
+    scripts = ["scripts/quickstart", "scripts/test", "scripts/environment.sh", ".ci/run"]
+    yield Stage("format", ["ruff", "format", "--check", "."])
+    yield Stage("lint", ["ruff", "check", "."])
+    yield Stage("types", ["mypy"])
+    yield Stage("shell", ["shellcheck", "--external-sources", *scripts])
+
+    choice = {"quick": "not slow", "usual": "not slow", "full": ""}[mode]
+    yield Stage("unit", pytest=["tests/unit", "-m", choice])
+    sizes = {"MPICH": (2,)} if mode == "quick" else dict.fromkeys(MPI_NAMES, (1, 2, 3, 4, 8))
+    for mpi, all_ranks in sizes.items():
+        for ranks in all_ranks:
+            yield Stage("mpi", pytest=["tests/mpi", "-m", choice], mpi=mpi, ranks=ranks)
+    launch = "quick and not slow" if mode == "quick" else choice
+    yield Stage("launch", pytest=["tests/launch", "-m", launch])
+
+    yield Stage("conformance", pytest=["tests/conformance", "-m", choice], ranks=0)
+    if mode != "quick":
+        for mpi in MPI_NAMES:
+            for ranks in (2, 3, 4):
+                conformance = ["tests/conformance", "-m", choice]
+                yield Stage("conformance", pytest=conformance, mpi=mpi, ranks=ranks)
+
+
+def report(stage: Stage) -> None:
+    """A failed stage in full; of the others their last line."""
+    mark = "FAILED" if stage.failed else "ok"
+    title = f"{stage.name} {stage.mpi} {stage.ranks or ''}".strip()
+    lines = stage.output.strip().splitlines()
+    if stage.failed:
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(f" {title} ".center(width, "="), stage.output.strip(), sep="\n")
+    print(f"{mark:6}  {title:24}  {stage.seconds:6.1f} s  {lines[-1] if lines else ''}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["quick", "usual", "full"])
+    done = list(stages(parser.parse_args().mode))
+    for stage in done:
+        stage.run()
+        report(stage)
+
+    print(f"\n{'stage':<13}{'MPI':<10}{'ranks':>5}{'passed':>8}{'failed':>8}{'seconds':>9}")
+    for stage in done:
+        counts = f"{stage.passed if stage.pytest else '':>8}{stage.failed:>8}{stage.seconds:>9.1f}"
+        print(f"{stage.name:<13}{stage.mpi or '-':<10}{stage.ranks or '-':>5}{counts}")
+    print(f"{'all':<28}{'':>16}{sum(stage.seconds for stage in done):>9.1f}\n")
+    passed, failed = (sum(getattr(stage, what) for stage in done) for what in ("passed", "failed"))
+    skipped = sum(stage.skipped for stage in done)
+    print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
