@@ -1,0 +1,41 @@
+"""Importing mpistrat is cheap: it starts no MPI and loads no array library but NumPy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = ("mpi4py.MPI", "torch", "cupy", "torch_xla", "scipy", "matplotlib")
+SECONDS = 0.2
+TRIES = 9
+
+# Seconds of the import itself: the interpreter's start is over, and NumPy's import counts.
+PROGRAM = """
+import json, sys, time
+started = time.perf_counter()
+import mpistrat
+seconds = time.perf_counter() - started
+print(json.dumps({"seconds": seconds, "modules": sorted(sys.modules)}))
+"""
+
+
+def import_in_new_process() -> dict:
+    command = [sys.executable, "-c", PROGRAM]
+    top = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=top, capture_output=True, text=True, check=True)
+    return json.loads(result.stdout)
+
+
+def test_import_loads_nothing_heavy() -> None:
+    modules = import_in_new_process()["modules"]
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_import_is_fast() -> None:
+    """The best of several tries: noise on a busy machine only ever adds."""
+    best = float("inf")
+    for _ in range(TRIES):
+        best = min(best, import_in_new_process()["seconds"])
+        if best < SECONDS:
+            break
+    assert best < SECONDS
