@@ -1,0 +1,79 @@
+"""scripts/test's own bookkeeping: what it counts, and that it goes on after a test that ended its job."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import run_stages
+from run_stages import Stage
+
+TESTS = Path(run_stages.__file__).parent
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with our conftest and one file of tests, in the place of the project."""
+    for module in TESTS.glob("*.py"):
+        shutil.copy(module, tmp_path)
+    shutil.copy(TESTS.parent / "setup.cfg", tmp_path)
+    monkeypatch.setattr(run_stages, "TOP", tmp_path)
+    return tmp_path
+
+
+def stage(mpi: str = "", ranks: int = 0) -> Stage:
+    return Stage("some", pytest=["-o", "pythonpath=.", "test_it.py"], mpi=mpi, ranks=ranks)
+
+
+@pytest.mark.parametrize("mpi", run_stages.MPI_NAMES)
+def test_goes_on_after_a_hang_and_a_crash(project: Path, mpi: str) -> None:
+    (project / "test_it.py").write_text("""
+import os, time, pytest
+def test_a(): pass
+@pytest.mark.time_limit(1)
+def test_hangs():
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1": time.sleep(100)
+def test_c(): pass
+def test_crashes(): os._exit(3)
+def test_d(): pass
+""")
+    some = stage(mpi, ranks=2)
+    some.run()
+    assert (some.passed, some.failed) == (3, 2), some.output
+    assert "HUNG: test_it.py::test_hangs" in some.output
+
+
+def test_counts_without_mpi(project: Path) -> None:
+    (project / "test_it.py").write_text("""
+import pytest
+def test_a(): pass
+def test_b(): assert False
+@pytest.fixture
+def broken():
+    yield
+    raise OSError
+def test_c(broken): pass
+""")
+    some = stage()
+    some.run()
+    assert (some.passed, some.failed) == (1, 2), some.output
+
+
+def test_a_file_that_cannot_be_imported_is_a_failure(project: Path) -> None:
+    (project / "test_it.py").write_text("import no_such_module")
+    some = stage()
+    some.run()
+    assert (some.passed, some.failed) == (0, 1), some.output
+
+
+def test_no_tests_is_no_failure(project: Path) -> None:
+    (project / "test_it.py").write_text("")
+    some = stage()
+    some.run()
+    assert (some.passed, some.failed) == (0, 0), some.output
+
+
+def test_a_failing_command_is_a_failure(project: Path) -> None:
+    some = Stage("some", ["python", "-c", "raise SystemExit('no')"])
+    some.run()
+    assert (some.failed, some.output) == (1, "no\n")
