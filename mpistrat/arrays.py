@@ -1,0 +1,239 @@
+"""One face for NumPy, torch and CuPy arrays; imports none of the last two.
+
+`array_api_compat` gives the arithmetic; here is what it leaves open: which Python values count as
+arrays, dtype names shared by all libraries, and the way between a device and host memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import array_api_compat as api
+import numpy as np
+
+Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
+PYTHON_NUMBERS = (bool, int, float, complex)
+
+
+def is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_cupy(value: object) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def _is_numpy(value: object) -> bool:
+    return isinstance(value, (np.ndarray, np.generic))
+
+
+def is_array(value: object) -> bool:
+    return _is_numpy(value) or is_torch(value) or is_cupy(value)
+
+
+def as_array(value: Any) -> Array:
+    """`value` if it is an array; a NumPy array made of a Python number or a list of them else."""
+    if is_array(value):
+        return value
+    if isinstance(value, PYTHON_NUMBERS) or isinstance(value, (list, tuple)):
+        array = np.asarray(value)
+        if array.dtype.kind in "biufc":
+            return array
+    raise TypeError(f"expected an array or a number, got {type(value).__name__}: {value!r:.80}")
+
+
+def dtype_name(array: Array) -> str:
+    """The dtype's name as all libraries spell it: "float32", "bfloat16", "int64", "bool"."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def itemsize(array: Array) -> int:
+    return int(array.dtype.itemsize)
+
+
+def num_elements(array: Array) -> int:
+    return int(array.numel() if is_torch(array) else array.size)
+
+
+def is_floating(array: Array) -> bool:
+    return array.dtype.is_floating_point if is_torch(array) else array.dtype.kind == "f"
+
+
+def is_integer(array: Array) -> bool:
+    name = dtype_name(array)
+    return name.startswith(("int", "uint"))
+
+
+def is_bool(array: Array) -> bool:
+    return dtype_name(array) == "bool"
+
+
+def detach(array: Array) -> Array:
+    """The same memory, cut off from autograd."""
+    return array.detach() if is_torch(array) else array
+
+
+def detach_read(value: Any) -> Any:
+    """What a variable reads as, cut off from autograd; other values as they are."""
+    if hasattr(value, "read_value"):
+        value = value.read_value()
+    return detach(value)
+
+
+def copy(array: Array) -> Array:
+    """A fresh, contiguous copy, cut off from autograd."""
+    if is_torch(array):
+        import torch
+
+        return array.detach().clone(memory_format=torch.contiguous_format)
+    return np.array(array) if isinstance(array, np.generic) else array.copy()
+
+
+def zeros(shape: Sequence[int], like: Array) -> Array:
+    """Zeros of `shape` with `like`'s library, dtype and device."""
+    xp = api.array_namespace(like)
+    return xp.zeros(tuple(shape), dtype=like.dtype, device=api.device(like))
+
+
+def empty_like(array: Array) -> Array:
+    """An array like `array` (C-contiguous), its elements not yet set."""
+    if is_torch(array):
+        import torch
+
+        return torch.empty_like(array)
+    return np.empty_like(array)
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """`array` as `dtype`: a name, or a dtype of the array's own library."""
+    xp = api.array_namespace(array)
+    return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype)
+
+
+def cast_like(array: Array, like: Array) -> Array:
+    """`array` in `like`'s library, dtype and device; a NumPy array may become a tensor."""
+    if is_torch(like):
+        import torch
+
+        return torch.as_tensor(array).to(like)
+    if is_cupy(like):
+        import cupy
+
+        return cupy.asarray(array, dtype=like.dtype)
+    return to_numpy(array).astype(like.dtype, copy=False)
+
+
+def scatter(array: Array, indices: Array, rows: Array, combine: str) -> Array:
+    """A copy of `array` whose rows at `indices` are combined with `rows`; repeated indices all count.
+
+    Args:
+        combine: "add", "sub", "mul", "div", "min", "max" or "update".
+    """
+    result = copy(array)
+    rows = cast_like(detach_read(rows), result)
+    if is_torch(result):
+        import torch
+
+        index = torch.as_tensor(indices).to(result.device, torch.int64)
+        if combine == "update":
+            result[index] = rows
+        elif combine in ("add", "sub"):
+            result.index_add_(0, index, rows, alpha=1 if combine == "add" else -1)
+        else:
+            reduction = {"mul": "prod", "div": "prod", "min": "amin", "max": "amax"}[combine]
+            result.index_reduce_(0, index, 1 / rows if combine == "div" else rows, reduction)
+        return result
+    xp = api.array_namespace(result)
+    ufunc = {
+        "add": xp.add,
+        "sub": xp.subtract,
+        "mul": xp.multiply,
+        "div": xp.divide,
+        "min": xp.minimum,
+        "max": xp.maximum,
+    }.get(combine)
+    if ufunc is None:
+        result[to_numpy(indices)] = rows
+    else:
+        ufunc.at(result, to_numpy(indices), rows)
+    return result
+
+
+def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
+    """`axis` as a tuple of axes counted from the front; ValueError when one is out of range."""
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    for one in axes:
+        if not isinstance(one, int) or not -array.ndim <= one < array.ndim:
+            raise ValueError(
+                f"axis {one!r} is out of range for an array of shape {tuple(array.shape)}"
+            )
+    return tuple(one % array.ndim for one in axes)
+
+
+def sum_over(array: Array, axes: tuple[int, ...]) -> Array:
+    """Sum over `axes`, in the array's own dtype (integers do not widen)."""
+    if is_bool(array):
+        raise TypeError(f"cannot sum booleans (shape {tuple(array.shape)}); cast to an integer")
+    return api.array_namespace(array).sum(array, axis=axes, dtype=array.dtype)
+
+
+def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
+    """How many elements `sum_over(array, axes)` adds up for each of its own, as an int64."""
+    return np.asarray(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
+
+
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+    return api.array_namespace(arrays[0]).concat(list(arrays), axis=axis)
+
+
+def true_divide(array: Array, divisor: Any) -> Array:
+    """`array / divisor`; integers give float64, those of 16 bits or fewer float32."""
+    if is_integer(array):
+        array = cast(array, "float64" if itemsize(array) > 2 else "float32")
+    with np.errstate(all="ignore"):  # 0 / 0 is the mean of nothing: NaN, without a warning
+        return array / np.asarray(divisor, array.dtype) if _is_numpy(array) else array / divisor
+
+
+def to_host(array: Array) -> Array:
+    """`array` as a C-contiguous NumPy array or CPU tensor; the same memory where it already is one."""
+    if is_torch(array):
+        return array.detach().cpu().contiguous()
+    if is_cupy(array):
+        return array.get()
+    return np.ascontiguousarray(array) if array.ndim else np.asarray(array)
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """A NumPy view or copy, for reading; bfloat16, which NumPy lacks, becomes float32."""
+    host = to_host(array)
+    if is_torch(host):
+        if dtype_name(host) == "bfloat16":
+            host = host.float()
+        return host.numpy()
+    return host
+
+
+def to_device_of(array: Array, like: Array) -> Array:
+    """`array` (on the host) on `like`'s device and in `like`'s library."""
+    if is_torch(like):
+        return array.to(like.device, non_blocking=True)
+    if is_cupy(like):
+        import cupy
+
+        return cupy.asarray(array)
+    return array
+
+
+def to_device(array: Array, device: str) -> Array:
+    """`array` on `device`, as far as its library knows devices.
+
+    NumPy arrays stay on the host. "cpu:0" and "cpu:1" name replicas that share the host's memory.
+    """
+    if is_torch(array):
+        kind, _, index = device.partition(":")
+        return array.to("cpu" if kind == "cpu" else f"{kind}:{index or 0}")
+    return array

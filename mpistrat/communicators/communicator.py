@@ -1,0 +1,72 @@
+"""What every communicator can do."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, NoReturn
+
+from mpistrat.arrays import Array
+
+REDUCTIONS = ("sum", "max", "min")
+
+
+class Communicator(abc.ABC):
+    """One group of ranks. Every method is collective: all ranks call it, in the same order.
+
+    Buffers are C-contiguous NumPy arrays or CPU tensors. `label` says in words what is exchanged
+    (a structure, parameter names); it is part of what the ranks must agree on.
+
+    Attributes:
+        rank: this process's number in the group, 0 <= rank < size.
+        size: number of ranks in the group.
+    """
+
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def all_reduce(
+        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+    ) -> None:
+        """Combine `buffer` of all ranks element by element, into `out` or in place.
+
+        Args:
+            buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
+            op: "sum", "max" or "min".
+            out: a second buffer of the same shape and dtype; None overwrites `buffer`.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+        """Overwrite `buffer` with rank `root`'s; same shape and dtype on every rank."""
+
+    @abc.abstractmethod
+    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
+        """The buffers of all ranks, in rank order. Same dtype and rank (ndim); shapes may differ."""
+
+    @abc.abstractmethod
+    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+        """Rank `root`'s `value`, any picklable object."""
+
+    @abc.abstractmethod
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        """The picklable `value` of every rank, in rank order."""
+
+    @abc.abstractmethod
+    def barrier(self, *, label: str = "") -> None:
+        """Return once every rank has called it."""
+
+    @abc.abstractmethod
+    def split(self, color: int, key: int = 0) -> Communicator:
+        """The communicator of the ranks that gave the same `color`, ordered by `key`, then rank."""
+
+    @abc.abstractmethod
+    def abort(self, code: int) -> NoReturn:
+        """End the whole job with exit code `code`. Not collective."""
+
+    def raise_together(self, error: Exception) -> NoReturn:
+        """Raise `error` in place of a collective whose operands this rank found to be wrong.
+
+        The other ranks, which wait in that collective, must learn of it: wrappers that check see to it.
+        """
+        raise error

@@ -1,0 +1,43 @@
+"""The communicator of one process alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from mpistrat.arrays import Array
+from mpistrat.communicators.communicator import Communicator
+
+
+class LocalCommunicator(Communicator):
+    """A group of one rank, without MPI."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(
+        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+    ) -> None:
+        if out is not None:
+            out[...] = buffer
+
+    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+        pass
+
+    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
+        return [buffer]
+
+    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+        return value
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        return [value]
+
+    def barrier(self, *, label: str = "") -> None:
+        pass
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self
+
+    def abort(self, code: int) -> NoReturn:
+        os._exit(code)

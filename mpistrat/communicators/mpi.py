@@ -1,0 +1,125 @@
+"""Host buffers over MPI.
+
+mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.cluster_resolver.start_deadline import start_deadline
+from mpistrat.communicators import job_end
+from mpistrat.communicators.checked import CheckedCommunicator
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.local import LocalCommunicator
+
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+# MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
+# float16: both are summed as float32 and rounded once.
+_SUMMED_AS_FLOAT32 = ("float16", "bfloat16")
+
+
+def _view(buffer: Array) -> np.ndarray:
+    """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
+    if is_torch(buffer):
+        try:
+            return buffer.detach().numpy()
+        except TypeError:
+            import torch
+
+            bits = {1: torch.uint8, 2: torch.int16}[buffer.element_size()]
+            return buffer.detach().view(bits).numpy()
+    return buffer
+
+
+class MpiCommunicator(Communicator):
+    """The ranks of an MPI intracommunicator, which must be used by nobody else."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+
+    def all_reduce(
+        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+    ) -> None:
+        target = buffer if out is None else out
+        if dtype_name(buffer) in _SUMMED_AS_FLOAT32:
+            wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
+            self.comm.Allreduce(MPI.IN_PLACE, _view(wide), _OPS[op])
+            target[...] = wide
+        elif out is None:
+            self.comm.Allreduce(MPI.IN_PLACE, _view(buffer), _OPS[op])
+        else:
+            self.comm.Allreduce(_view(buffer), _view(out), _OPS[op])
+
+    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+        self.comm.Bcast([_view(buffer), MPI.BYTE], root)
+
+    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
+        shapes = np.empty((self.size, max(1, buffer.ndim)), np.int64)
+        self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
+        view = _view(buffer)
+        lengths = shapes.prod(axis=1)
+        gathered = np.empty(int(lengths.sum()), view.dtype)
+        # Counted in elements of a byte-string type: MPI need not know the dtype.
+        element = MPI.BYTE.Create_contiguous(view.dtype.itemsize).Commit()
+        try:
+            self.comm.Allgatherv([view, view.size, element], [gathered, lengths, element])
+        finally:
+            element.Free()
+        parts = []
+        for part, shape in zip(np.split(gathered, np.cumsum(lengths)[:-1]), shapes, strict=True):
+            part = part.reshape(shape if buffer.ndim else ())
+            if is_torch(buffer):
+                import torch
+
+                part = torch.from_numpy(part).view(buffer.dtype)
+            parts.append(part)
+        return parts
+
+    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+        return self.comm.bcast(value, root)
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        return self.comm.allgather(value)
+
+    def barrier(self, *, label: str = "") -> None:
+        self.comm.Barrier()
+
+    def split(self, color: int, key: int = 0) -> MpiCommunicator:
+        return MpiCommunicator(self.comm.Split(color, key))
+
+    def abort(self, code: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.comm.Abort(code)
+        raise AssertionError("MPI_Abort returned")
+
+
+_CACHED = MPI.Comm.Create_keyval()
+
+
+def communicator_for(comm: MPI.Intracomm) -> Communicator:
+    """Our communicator over the ranks of the user's `comm`; collective over it at the first call.
+
+    There is one duplicate per user communicator, cached on it as an attribute and never freed: MPICH
+    ends after 2,046 of them, and freeing is collective, which a destructor cannot be.
+    """
+    if comm.Get_size() == 1:
+        return LocalCommunicator()
+    ours = comm.Get_attr(_CACHED)
+    if ours is None:
+        with start_deadline("the duplication of a communicator"):
+            duplicate = comm.Dup()
+            name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
+        ours = CheckedCommunicator(MpiCommunicator(duplicate), name)
+        comm.Set_attr(_CACHED, ours)
+        job_end.watch(ours)
+    return ours

@@ -1,0 +1,135 @@
+"""Who is in force on this thread: which strategy, and inside which replica.
+
+Every thread has a stack of modes. A mode is a strategy with a replica context (inside `run`) or
+without one (cross-replica: inside `scope()`, and inside the function of a `merge_call`). Below the
+stack lies the default strategy in its replica context.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mpistrat.replica_context import ReplicaContext
+    from mpistrat.strategy import Strategy
+
+
+class Mode(NamedTuple):
+    strategy: Strategy
+    replica_context: ReplicaContext | None  # None: cross-replica context
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[Mode] = []
+        # Local replica whose component `extended.update` is updating right now.
+        self.updated_replica: int | None = None
+
+
+per_thread = _PerThread()
+_default_mode: Mode | None = None
+
+
+def set_default_mode(mode: Mode) -> None:
+    """Called once, by the module of the default strategy."""
+    global _default_mode
+    _default_mode = mode
+
+
+def current_mode() -> Mode:
+    modes = per_thread.modes
+    if modes:
+        return modes[-1]
+    if _default_mode is None:
+        # The default strategy stands above this module in the layers and registers itself here.
+        import importlib
+
+        importlib.import_module("mpistrat.strategies.default")
+    assert _default_mode is not None
+    return _default_mode
+
+
+def get_strategy() -> Strategy:
+    """The strategy in force on this thread; the default strategy if there is none."""
+    return current_mode().strategy
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is in force on this thread."""
+    return bool(per_thread.modes)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica this thread runs; None in a cross-replica context."""
+    return current_mode().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this thread is inside `scope()` or a merge function, and not inside `run`."""
+    return current_mode().replica_context is None
+
+
+class entered:  # noqa: N801 - used like a function: `with entered(mode):`
+    """Puts one mode onto this thread's stack for the time of a `with` block."""
+
+    __slots__ = ("mode",)
+
+    def __init__(self, strategy: Strategy, replica_context: ReplicaContext | None) -> None:
+        self.mode = Mode(strategy, replica_context)
+
+    def __enter__(self) -> None:
+        per_thread.modes.append(self.mode)
+
+    def __exit__(self, *exc: object) -> None:
+        per_thread.modes.pop()
+
+
+def require_cross_replica(strategy: Strategy, call: str) -> None:
+    """Raise RuntimeError unless `strategy` may act as a whole here, at top level or in its scope."""
+    if not per_thread.modes:
+        return
+    mode = per_thread.modes[-1]
+    if mode.strategy is not strategy:
+        raise RuntimeError(
+            f"{call} was called on {strategy} while {mode.strategy} is in force; strategies must not "
+            "be mixed: leave the other strategy's scope or run first"
+        )
+    if mode.replica_context is not None:
+        raise RuntimeError(
+            f"{call} was called inside run (replica "
+            f"{mode.replica_context.replica_id_in_sync_group}); it acts on all replicas at once. Call "
+            "it outside run, or from run through get_replica_context().merge_call(fn)"
+        )
+
+
+def require_replica(context: ReplicaContext, call: str) -> None:
+    """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
+    mode = current_mode()
+    if mode.replica_context is context:
+        return
+    where = (
+        f"replica {mode.replica_context.replica_id_in_sync_group} of {mode.strategy}"
+        if mode.replica_context is not None
+        else f"the cross-replica context of {mode.strategy}"
+    )
+    raise RuntimeError(
+        f"{call} was called on the context of replica {context.replica_id_in_sync_group} of "
+        f"{context.strategy}, but this thread is in {where}; a replica context is valid only inside "
+        "the run that made it: ask get_replica_context() again"
+    )
+
+
+def current_local_replica() -> int | None:
+    """Index among this rank's replicas of the one that runs, or is updated, here; None if none."""
+    if per_thread.updated_replica is not None:
+        return per_thread.updated_replica
+    modes = per_thread.modes
+    if not modes or modes[-1].replica_context is None:
+        return None
+    return modes[-1].replica_context.local_index
+
+
+def describe(value: Any) -> str:
+    """A short name of a value for error messages."""
+    return f"{type(value).__name__}: {value!r:.80}"

@@ -1,0 +1,75 @@
+"""Adding up and joining the components of one value, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.indexed_slices import IndexedSlices
+
+
+def signature(array: Array) -> str:
+    return f"{arrays.dtype_name(array)}{list(array.shape)}"
+
+
+def check_summable(values: Sequence[Array]) -> None:
+    """All of one dtype and shape, and numbers; nothing is broadcast or promoted."""
+    first = values[0]
+    if arrays.is_bool(first):
+        raise InvalidArgumentError(
+            f"cannot reduce booleans ({signature(first)}); cast to an integer"
+        )
+    for other in values[1:]:
+        if other.shape != first.shape or other.dtype != first.dtype:
+            given = ", ".join(f"replica {i}: {signature(v)}" for i, v in enumerate(values))
+            raise InvalidArgumentError(
+                f"all replicas must pass the same shape and dtype; got {given}"
+            )
+
+
+def add_n(values: Sequence[Array]) -> Array:
+    """The sum of `values`, in order; a new array when there is more than one."""
+    total = values[0]
+    for other in values[1:]:
+        total = total + other
+    return total
+
+
+def add_slices(values: Sequence[IndexedSlices]) -> IndexedSlices:
+    """The sum of sparse values: rows and indices one after the other, duplicates kept."""
+    return IndexedSlices(
+        arrays.concatenate([v.values for v in values]),
+        arrays.concatenate([v.indices for v in values]),
+        values[0].dense_shape,
+    )
+
+
+def divide(total: Any, count: int) -> Any:
+    """A sum over `count` replicas as their mean."""
+    if isinstance(total, IndexedSlices):
+        return IndexedSlices(
+            arrays.true_divide(total.values, count), total.indices, total.dense_shape
+        )
+    return arrays.true_divide(total, count)
+
+
+def check_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
+    """The axis counted from the front, if arrays of `shapes` can be concatenated along it."""
+    first = shapes[0]
+    if not first:
+        raise ValueError("cannot gather scalars; give them an axis first, e.g. value[None]")
+    if not -len(first) <= axis < len(first):
+        raise ValueError(f"axis {axis} is out of range for arrays of shape {list(first)}")
+    axis %= len(first)
+    for shape in shapes[1:]:
+        if len(shape) != len(first) or any(
+            a != b for i, (a, b) in enumerate(zip(shape, first, strict=True)) if i != axis
+        ):
+            given = ", ".join(f"replica {i}: {list(s)}" for i, s in enumerate(shapes))
+            raise InvalidArgumentError(
+                f"gather along axis {axis} needs shapes that are equal elsewhere; got {given}"
+            )
+    return axis

@@ -1,0 +1,223 @@
+"""Policies that leave the result on every device: between the devices of a rank, and over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.cross_device_ops import accumulation, packing
+from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
+from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import PerReplica
+
+
+class _PackedAllReduce(CrossDeviceOps):
+    """Reduces packs of fused arrays among the devices of one rank.
+
+    Args:
+        num_packs: into how many equal pieces the dense arrays of a batch are fused; 0 fuses nothing.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueError(f"num_packs must be >= 0 (0: no packing), got {num_packs}")
+        self._num_packs = num_packs
+        self._one_device = ReductionToOneDevice()
+
+    def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
+        return self._one_device.combine(reduce_op, values)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        values = per_replica_value.values
+        if len(values) == 1:
+            return place(values[0], destinations)
+        return place(self.combine(reduce_op, values), destinations)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        pairs = value_destination_pairs
+        dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
+        if self._num_packs == 0 or len(dense) < 2:
+            return [self.reduce_implementation(reduce_op, v, d, options) for v, d in pairs]
+        replicas = range(len(pairs[0][0].values))
+        columns = [[pairs[i][0].values[r] for i in dense] for r in replicas]
+        for rows in zip(*columns, strict=True):
+            accumulation.check_summable(rows)
+        packs = [packing.concat_and_split(column, self._num_packs) for column in columns]
+        reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
+        unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
+        results: list[Any] = [None] * len(pairs)
+        for i, value in zip(dense, unpacked, strict=True):
+            results[i] = place(value, pairs[i][1])
+        for i, (value, where) in enumerate(pairs):
+            if i not in dense:
+                results[i] = self.reduce_implementation(reduce_op, value, where, options)
+        return results
+
+    @staticmethod
+    def _can_pack(value: PerReplica, like: PerReplica) -> bool:
+        return len(value.values) == len(like.values) > 1 and not any(
+            isinstance(v, IndexedSlices)
+            or isinstance(like.values[0], IndexedSlices)
+            or v.dtype != like.values[0].dtype
+            for v in value.values
+        )
+
+
+class NcclAllReduce(_PackedAllReduce):
+    """All-reduce among the GPUs of one rank.
+
+    Values in host memory are reduced on one device. One rank per GPU, which is how MPI programs use
+    GPUs, leaves nothing to reduce inside a rank.
+    """
+
+
+class HierarchicalCopyAllReduce(_PackedAllReduce):
+    """All-reduce among the devices of one rank in two levels: two halves, then the two sums.
+
+    The copies follow the wiring of machines whose GPUs come in two fully connected groups.
+    """
+
+    def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
+        half = len(values) // 2
+        if half < 2 or isinstance(values[0], IndexedSlices):
+            return super().combine(reduce_op, values)
+        accumulation.check_summable(values)
+        sums = [super().combine(ReduceOp.SUM, part) for part in (values[:half], values[half:])]
+        total = super().combine(ReduceOp.SUM, sums)
+        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+
+
+class MpiAllReduce(CrossDeviceOps):
+    """All-reduce over all replicas of all ranks of a communicator, through host memory.
+
+    Each rank first adds up its own components; the sums of a batch are packed by dtype and by
+    `CommunicationOptions.bytes_per_pack`, all-reduced over MPI, and unpacked.
+
+    Called by: every rank of `communicator`, in the same order, with as many components each.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        pair = (per_replica_value, destinations)
+        return self.batch_reduce_implementation(reduce_op, [pair], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        local = [value.values for value, _ in value_destination_pairs]
+        totals = self.all_reduce(reduce_op, local, options)
+        return [
+            place(total, destinations)
+            for total, (_, destinations) in zip(totals, value_destination_pairs, strict=True)
+        ]
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp,
+        values: Sequence[Sequence[Any]],
+        options: CommunicationOptions,
+        label: str = "",
+    ) -> list[Any]:
+        """Sum or average each of `values` over its components on all ranks; results are fresh arrays.
+
+        Args:
+            values: for each value its components on this rank, arrays or IndexedSlices.
+            label: what the values are, e.g. their structure; must be equal on all ranks.
+        """
+        try:
+            sums = [_add_up(components) for components in values]
+        except Exception as error:
+            self.communicator.raise_together(error)
+        results: list[Any] = [None] * len(sums)
+        dense = [i for i, total in enumerate(sums) if not isinstance(total, IndexedSlices)]
+        for i, total in enumerate(sums):
+            if isinstance(total, IndexedSlices):
+                results[i] = self._all_gather_slices(total, label)
+        groups = packing.group_by_size([sums[i] for i in dense], options.bytes_per_pack)
+        position = len(dense)
+        for group in reversed(groups):
+            position -= len(group)
+            for offset, total in enumerate(self._reduce_pack(group, label)):
+                results[dense[position + offset]] = total
+        if reduce_op is ReduceOp.MEAN:
+            size = self.communicator.size
+            return [
+                accumulation.divide(total, len(components) * size)
+                for total, components in zip(results, values, strict=True)
+            ]
+        return results
+
+    def _reduce_pack(self, group: list[Array], label: str) -> list[Array]:
+        if len(group) == 1:
+            host = arrays.to_host(group[0])
+            total = arrays.empty_like(host)
+            self.communicator.all_reduce(host, out=total, label=label)
+            return [arrays.to_device_of(total, group[0])]
+        flat = arrays.to_host(arrays.concatenate([value.reshape(-1) for value in group]))
+        shapes = ",".join(str(list(value.shape)) for value in group)
+        self.communicator.all_reduce(flat, label=f"{label} {shapes}")
+        return packing.unpack(arrays.to_device_of(flat, group[0]), group)
+
+    def _all_gather_slices(self, slices: IndexedSlices, label: str) -> IndexedSlices:
+        values = self.communicator.all_gather(arrays.to_host(slices.values), label=label)
+        indices = self.communicator.all_gather(arrays.to_host(slices.indices), label=label)
+        return IndexedSlices(
+            arrays.to_device_of(arrays.concatenate(values), slices.values),
+            arrays.to_device_of(arrays.concatenate(indices), slices.indices),
+            slices.dense_shape,
+        )
+
+    def gather_implementation(
+        self,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        axis: int,
+        options: CommunicationOptions,
+    ) -> Any:
+        values = per_replica_value.values
+        try:
+            if any(isinstance(v, IndexedSlices) for v in values):
+                raise NotImplementedError("gather does not support IndexedSlices; reduce with SUM")
+            front = accumulation.check_joinable([tuple(v.shape) for v in values], axis)
+            local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
+        except Exception as error:
+            self.communicator.raise_together(error)
+        parts = self.communicator.all_gather(arrays.to_host(local), label=f"axis {front}")
+        accumulation.check_joinable([tuple(part.shape) for part in parts], front)
+        joined = arrays.concatenate(parts, front)
+        return place(arrays.to_device_of(joined, values[0]), destinations)
+
+
+def _add_up(components: Sequence[Any]) -> Any:
+    if isinstance(components[0], IndexedSlices):
+        return accumulation.add_slices(components)
+    accumulation.check_summable(components)
+    return accumulation.add_n(components)

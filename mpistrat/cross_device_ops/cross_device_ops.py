@@ -1,0 +1,191 @@
+"""The base class of all policies: checks in public methods, algorithms in `_implementation` hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.cross_device_ops import accumulation
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import DistributedValues, Mirrored, PerReplica
+
+
+def check_destinations(destinations: Any) -> None:
+    """ValueError unless `destinations` names devices: a string, an array, a distributed value."""
+    if isinstance(destinations, str):
+        if destinations:
+            return
+    elif (
+        isinstance(destinations, (DistributedValues, IndexedSlices))
+        or arrays.is_array(destinations)
+        or hasattr(destinations, "assign")
+    ):
+        return
+    raise ValueError(
+        "destinations must be a distributed value, a variable, an array or the name of a device; got "
+        f"{destinations!r:.60}"
+    )
+
+
+def num_destinations(destinations: Any) -> int:
+    return len(destinations.values) if isinstance(destinations, DistributedValues) else 1
+
+
+def place(value: Any, destinations: Any) -> Any:
+    """`value` where `destinations` says: itself for one device, a `Mirrored` of copies for several."""
+    if isinstance(destinations, str) and arrays.is_array(value):
+        return arrays.to_device(value, destinations)
+    count = num_destinations(destinations)
+    if count == 1:
+        return value
+    if isinstance(value, IndexedSlices):
+        return Mirrored([value] * count)
+    components = [value, *(arrays.copy(value) for _ in range(count - 1))]
+    if arrays.is_torch(value):
+        devices = [getattr(arrays.detach_read(v), "device", None) for v in destinations.values]
+        components = [
+            c.to(d) if d is not None else c for c, d in zip(components, devices, strict=True)
+        ]
+    return Mirrored(components)
+
+
+def components_of(value: Any) -> tuple[Any, ...]:
+    """The arrays of a per-replica operand; a plain one is a single component."""
+    if isinstance(value, DistributedValues):
+        components = value.values
+    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        components = (arrays.as_array(value),)
+    else:
+        components = (value,)
+    return tuple(
+        c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
+        for c in components
+    )
+
+
+class CrossDeviceOps:
+    """How the components of values on this rank are reduced, broadcast and gathered.
+
+    Subclass it and implement `reduce_implementation` and `batch_reduce_implementation` to give a
+    strategy an algorithm of your own. Operands hold the components of this rank's replicas; a strategy
+    that spans ranks combines the results over the ranks itself.
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine the components of one value and put the result on `destinations`.
+
+        Args:
+            reduce_op: a `ReduceOp`, not a string.
+            per_replica_value: components of the same shape and dtype; a plain array is one component.
+            destinations: a distributed value or variable (its devices), an array, or a device's name.
+
+        Returns:
+            `Mirrored` where `destinations` has several components, else an array.
+        """
+        _check_op(reduce_op)
+        check_destinations(destinations)
+        value = PerReplica(components_of(per_replica_value))
+        return self.reduce_implementation(
+            reduce_op, value, destinations, options or CommunicationOptions()
+        )
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """`reduce` for many (value, destinations) pairs at once; results in the same order."""
+        _check_op(reduce_op)
+        pairs = value_destination_pairs
+        if not isinstance(pairs, (list, tuple)) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+        ):
+            raise ValueError(
+                "value_destination_pairs must be a list of (value, destinations) tuples; got "
+                f"{pairs!r:.80}"
+            )
+        for _, destinations in pairs:
+            check_destinations(destinations)
+        if not pairs:
+            return []
+        checked = [(PerReplica(components_of(value)), where) for value, where in pairs]
+        return self.batch_reduce_implementation(
+            reduce_op, checked, options or CommunicationOptions()
+        )
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copies of `tensor` on `destinations`: `Mirrored` for several devices, else an array."""
+        check_destinations(destinations)
+        return self.broadcast_implementation(arrays.as_array(tensor), destinations)
+
+    def gather(
+        self,
+        per_replica_value: Any,
+        destinations: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Concatenate the components along `axis`, in replica order, on `destinations`."""
+        check_destinations(destinations)
+        if isinstance(per_replica_value, IndexedSlices):
+            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
+        value = PerReplica(components_of(per_replica_value))
+        return self.gather_implementation(
+            value, destinations, axis, options or CommunicationOptions()
+        )
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Hook of `reduce`, with checked operands."""
+        raise NotImplementedError(f"{type(self).__name__} must implement reduce_implementation")
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Hook of `batch_reduce`, with checked operands."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement batch_reduce_implementation"
+        )
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Hook of `broadcast`."""
+        return place(tensor, destinations)
+
+    def gather_implementation(
+        self,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        axis: int,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Hook of `gather`."""
+        values = per_replica_value.values
+        if any(isinstance(v, IndexedSlices) for v in values):
+            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
+        if len(values) == 1:
+            return values[0]
+        axis = accumulation.check_joinable([tuple(v.shape) for v in values], axis)
+        return place(arrays.concatenate(values, axis), destinations)
+
+
+def _check_op(reduce_op: ReduceOp) -> None:
+    if not isinstance(reduce_op, ReduceOp):
+        raise ValueError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, got {reduce_op!r}")

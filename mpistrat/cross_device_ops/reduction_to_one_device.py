@@ -1,0 +1,69 @@
+"""Reduce on one device, then copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.cross_device_ops import accumulation
+from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import PerReplica
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Copies all components to one device, adds them there, and copies the result.
+
+    Args:
+        reduce_to_device: name of the device; None takes the first component's.
+        accumulation_fn: adds up a list of arrays; None adds them in replica order. A mean divides
+            what it returns by the number of components.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[Sequence[Array]], Array] | None = None,
+    ) -> None:
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn or accumulation.add_n
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        values = per_replica_value.values
+        if len(values) == 1:
+            return place(values[0], destinations)
+        return place(self.combine(reduce_op, values), destinations)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
+        """The sum or mean of two or more components of one value."""
+        if isinstance(values[0], IndexedSlices):
+            total: Any = accumulation.add_slices(values)
+        else:
+            if self.reduce_to_device is not None:
+                values = [arrays.to_device(value, self.reduce_to_device) for value in values]
+            elif arrays.is_torch(values[0]):
+                values = [value.to(values[0].device) for value in values]
+            accumulation.check_summable(values)
+            total = self.accumulation_fn(values)
+        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total

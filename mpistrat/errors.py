@@ -1,0 +1,50 @@
+"""Exception classes, named as TensorFlow's users know them where they would catch them."""
+
+from __future__ import annotations
+
+
+class OpError(Exception):
+    """Base of the errors that an operation on distributed values raises."""
+
+
+class InvalidArgumentError(OpError, ValueError):
+    """Operands do not fit each other (shapes, dtypes, structures)."""
+
+
+class NotFoundError(OpError):
+    """A requested entity, a file or a reader, does not exist."""
+
+
+class OutOfRangeError(OpError):
+    """The end of an iterator was passed."""
+
+
+class FailedPreconditionError(OpError):
+    """The system is not in the state that the operation needs."""
+
+
+class AbortedError(OpError):
+    """The operation was ended by another party."""
+
+
+class CancelledError(OpError):
+    """The operation was cancelled before it could finish."""
+
+
+class DeadlineExceededError(OpError):
+    """The operation did not finish within its time limit."""
+
+
+class UnavailableError(OpError):
+    """A peer that the operation needs cannot be reached."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """The ranks called different collectives, or the same one with different operands.
+
+    Raised by every rank of the group, before any bytes move.
+    """
+
+
+class TopologyError(RuntimeError):
+    """The environment, the launcher and MPI disagree about who is who."""

@@ -1,0 +1,10 @@
+"""The names that `tf.distribute.experimental` keeps."""
+
+from mpistrat.options import CollectiveHints as CollectiveHints
+from mpistrat.options import CommunicationImplementation as CommunicationImplementation
+from mpistrat.options import CommunicationOptions as CommunicationOptions
+from mpistrat.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from mpistrat.strategies.multi_worker_mirrored import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from mpistrat.values import DistributedValues as DistributedValues

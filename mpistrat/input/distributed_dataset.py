@@ -1,0 +1,85 @@
+"""Global batches in, each replica's slice out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import arrays, nest
+from mpistrat.values import regroup
+
+if TYPE_CHECKING:
+    from mpistrat.strategy_extended import StrategyExtended
+
+
+def slice_bounds(batch_size: int, replica: int, num_replicas: int) -> tuple[int, int]:
+    """Replica i's part of a global batch: pieces of ceil(batch / replicas), the last ones short or empty."""
+    share = -(-batch_size // num_replicas)
+    return min(replica * share, batch_size), min((replica + 1) * share, batch_size)
+
+
+class DistributedDataset(Iterable[Any]):
+    """Steps of per-replica batches; made by `strategy.experimental_distribute_dataset`.
+
+    Each iteration over it is an epoch, and every rank must iterate. With one replica per rank a step is
+    that replica's batch; with several it is a structure of `PerReplica` batches.
+    """
+
+    def __init__(self, dataset: Any, extended: StrategyExtended, per_replica: bool = False) -> None:
+        if not isinstance(dataset, Iterable):
+            raise ValueError(
+                "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
+                f"{dataset!r:.60}"
+            )
+        self._dataset = dataset
+        self._extended = extended
+        self._per_replica = per_replica
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._per_replica:
+            return self._steps_of_replica_batches()
+        if "torch" in sys.modules:
+            from mpistrat.input import torch_loader
+
+            if torch_loader.is_map_style(self._dataset):
+                return torch_loader.steps(self._dataset, self._extended)
+        return self._steps_of_global_batches()
+
+    def _steps_of_replica_batches(self) -> Iterator[Any]:
+        """Each step takes one batch for each of this rank's replicas; a step that lacks one is the end."""
+        k = self._extended.num_local_replicas
+        batches = iter(self._dataset)
+        while len(step := [batch for _, batch in zip(range(k), batches, strict=False)]) == k:
+            yield regroup_batches(step)
+
+    def _steps_of_global_batches(self) -> Iterator[Any]:
+        extended = self._extended
+        for batch in self._dataset:
+            sizes = {_batch_size(leaf) for leaf in nest.leaves(batch)}
+            if len(sizes) != 1:
+                raise ValueError(
+                    "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
+                    f"{sorted(sizes)}"
+                )
+            (size,) = sizes
+            slices = []
+            for i in range(extended.num_local_replicas):
+                first, end = slice_bounds(
+                    size, extended.first_replica_id + i, extended.num_replicas_in_sync
+                )
+                slices.append(nest.map_structure(lambda leaf, a=first, b=end: leaf[a:b], batch))
+            yield regroup_batches(slices)
+
+
+def regroup_batches(batches: list[Any]) -> Any:
+    return batches[0] if len(batches) == 1 else regroup(batches)
+
+
+def _batch_size(leaf: Any) -> int:
+    if not arrays.is_array(leaf) or leaf.ndim == 0:
+        raise ValueError(
+            "a dataset must yield batches of arrays whose first dimension is the batch; call batch first. "
+            f"Got {leaf!r:.60}"
+        )
+    return int(leaf.shape[0])

@@ -1,0 +1,43 @@
+"""What an input function, or a function of values, is told about its place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """Which input pipeline a dataset function is to make, and for how many replicas.
+
+    Args:
+        num_input_pipelines: pipelines over all ranks.
+        input_pipeline_id: this one, 0 <= id < num_input_pipelines.
+        num_replicas_in_sync: replicas over all ranks.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """One replica's share of a global batch; ValueError unless it divides evenly."""
+        if global_batch_size % self.num_replicas_in_sync != 0:
+            raise ValueError(
+                f"the global batch size {global_batch_size} does not divide by the number of replicas, "
+                f"{self.num_replicas_in_sync}"
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """For which replica a value function makes a value."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"mpistrat.ValueContext(replica id {self.replica_id_in_sync_group}, "
+            f" total replicas in sync: {self.num_replicas_in_sync})"
+        )

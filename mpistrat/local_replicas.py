@@ -1,0 +1,206 @@
+"""Several replicas in one rank: they take turns, one at a time, in replica order.
+
+Replica 0 runs on the calling thread, the others on threads of their own, so that each keeps its own
+thread-local state. A turn ends only where the replicas meet: in a `merge_call`, or at the end. The
+order is fixed: every replica up to the meeting, the merge function, every replica from there on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+MergeFunction = Callable[[list[tuple[Any, ...]]], Any]
+
+
+class ReplicaState(Protocol):
+    """State that belongs to a replica and lives in one place per rank (gradients, buffers, RNG)."""
+
+    def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """Capture the calling thread's modes; the result sets them up on a replica's thread."""
+        ...
+
+    def begin(self) -> None:
+        """A run starts; replica 0's state is out."""
+        ...
+
+    def end(self) -> None:
+        """A run has ended; replica 0's state is out."""
+        ...
+
+    def switch(self, leaving: int, entering: int) -> None:
+        """Put away local replica `leaving`'s state and bring out `entering`'s."""
+        ...
+
+
+class _Stopped(BaseException):
+    """Unwinds a replica's stack after another replica, or the merge function, has failed."""
+
+
+class _Replica(threading.Thread):
+    """The thread of one replica but the first; it waits for work, and works when given the turn."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(name=f"mpistrat-replica-{index}", daemon=True)
+        self.turn = threading.Lock()
+        self.back = threading.Lock()
+        self.turn.acquire()
+        self.back.acquire()
+        self.work: Callable[[], None] | None = None
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.turn.acquire()
+            assert self.work is not None
+            self.work()
+            self.work = None
+            self.back.release()
+
+
+class LocalReplicas:
+    """Runs a function on each of `count` replicas of this rank. One run at a time per thread."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.states: list[ReplicaState] = []
+        self._idle: list[list[_Replica]] = []  # threads of finished runs, for the next run
+        self._current = threading.local()
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """The results of `body(i)` for each local replica i; the first exception, unchanged.
+
+        Raises:
+            RuntimeError: the replicas met a different number of times.
+        """
+        threads = self._idle.pop() if self._idle else [_Replica(i) for i in range(1, self.count)]
+        run = _Run(self, threads, body)
+        outer = getattr(self._current, "run", None)
+        self._current.run = run
+        try:
+            return run.run()
+        finally:
+            self._current.run = outer
+            self._idle.append(threads)
+
+    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+        """Wait until every replica has called this; `merge` of all operands, run by replica 0.
+
+        Called by: replica `index`, inside `run`.
+        """
+        run: _Run = self._current.run
+        return run.meet(index, merge, operands)
+
+    def adopt(self, run: _Run) -> None:
+        """Make `run` the current one of the calling thread."""
+        self._current.run = run
+
+
+class _Run:
+    def __init__(
+        self, replicas: LocalReplicas, threads: Sequence[_Replica], body: Callable[[int], Any]
+    ) -> None:
+        self._replicas = replicas
+        self._threads = threads
+        self._body = body
+        self._results: list[Any] = [None] * replicas.count
+        self._operands: list[tuple[Any, ...] | None] = [None] * replicas.count
+        self._merged: Any = None
+        self._error: BaseException | None = None
+        self._active = 0  # the replica whose state is out
+        self._started = [False] * replicas.count
+        self._stopping = False
+
+    def run(self) -> list[Any]:
+        for state in self._replicas.states:
+            state.begin()
+        for index, thread in enumerate(self._threads, start=1):
+            thread.work = self._prepare(index)
+        try:
+            self._results[0] = self._body(0)
+            if self._error is None:
+                self._let_others_run(to_meeting=False)
+        except BaseException as error:
+            self._error = self._error or error
+        if self._error is not None:
+            self._stop()
+        self._switch_to(0)
+        for state in self._replicas.states:
+            state.end()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+        if self._stopping:
+            raise _Stopped
+        self._operands[index] = operands
+        if index > 0:
+            thread = self._threads[index - 1]
+            thread.back.release()
+            thread.turn.acquire()
+            if self._stopping:
+                raise _Stopped
+            return self._merged
+        self._let_others_run(to_meeting=True)
+        self._switch_to(0)
+        everyone = [operand for operand in self._operands if operand is not None]
+        self._operands = [None] * self._replicas.count
+        self._merged = merge(everyone)
+        return self._merged
+
+    def _let_others_run(self, to_meeting: bool) -> None:
+        """Give each other replica its turn, to its next meeting or to its end."""
+        for index, thread in enumerate(self._threads, start=1):
+            if thread.work is not None:
+                self._give_turn(index)
+                if self._error is not None:
+                    raise self._error
+            if (thread.work is not None) != to_meeting:
+                raise RuntimeError(
+                    "all replicas must call merge_call (or a collective, a variable's update or "
+                    f"backward(), which need it) equally often; replicas 0 and {index} of this rank "
+                    "did not"
+                )
+
+    def _give_turn(self, index: int) -> None:
+        self._switch_to(index)
+        self._started[index] = True
+        thread = self._threads[index - 1]
+        thread.turn.release()
+        thread.back.acquire()
+
+    def _switch_to(self, index: int) -> None:
+        if index != self._active:
+            for state in self._replicas.states:
+                state.switch(self._active, index)
+            self._active = index
+
+    def _prepare(self, index: int) -> Callable[[], None]:
+        entered = [state.inherit() for state in self._replicas.states]
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            self._replicas.adopt(self)
+            try:
+                with contextlib.ExitStack() as stack:
+                    for enter in entered:
+                        stack.enter_context(enter())
+                    self._results[index] = context.run(self._body, index)
+            except _Stopped:
+                pass
+            except BaseException as error:
+                self._error = self._error or error
+
+        return work
+
+    def _stop(self) -> None:
+        """Unwind the replicas that wait in a meeting; the others have ended or never started."""
+        self._stopping = True
+        for index, thread in enumerate(self._threads, start=1):
+            if thread.work is not None and self._started[index]:
+                self._give_turn(index)
+            thread.work = None

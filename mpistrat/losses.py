@@ -1,0 +1,64 @@
+"""Losses whose gradients, summed over replicas, are those of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.context import get_replica_context, get_strategy
+
+
+def _replicas(call: str) -> int:
+    if get_replica_context() is None:
+        raise RuntimeError(f"{call} was called outside run; it scales one replica's loss")
+    return get_strategy().num_replicas_in_sync
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
+    """The sum of this replica's losses divided by the GLOBAL batch size.
+
+    The sum of the results over the replicas is the mean over the global batch, and so are the gradients
+    that `backward()` leaves with `gradients="sum"`; calling this chooses "sum" where nothing was chosen.
+
+    Context: replica.
+    Args:
+        per_example_loss: array of shape [this replica's examples, ...]; an empty one gives 0.
+        sample_weight: multiplied to it, broadcast from the left: [examples] or its shape.
+        global_batch_size: examples over all replicas; None is this replica's times the replicas.
+    Returns:
+        a scalar.
+    Raises:
+        ValueError: `global_batch_size` is not a positive integer. RuntimeError: outside `run`.
+    """
+    replicas = _replicas("compute_average_loss")
+    loss = arrays.as_array(per_example_loss)
+    if loss.ndim == 0:
+        raise ValueError(
+            "per_example_loss must have a dimension of examples, got a scalar; use reduction='none'"
+        )
+    if sample_weight is not None:
+        weight = arrays.as_array(sample_weight)
+        loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
+    if global_batch_size is None:
+        global_batch_size = loss.shape[0] * replicas
+        if global_batch_size == 0:
+            raise ValueError(
+                "this replica's batch is empty; pass global_batch_size, which it does not tell"
+            )
+    elif isinstance(global_batch_size, bool) or not global_batch_size > 0:
+        raise ValueError(f"global_batch_size must be positive, got {global_batch_size!r}")
+    strategy = get_strategy()
+    strategy.losses_are_averaged = True
+    return loss.sum() / global_batch_size
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """A loss that every replica computes alike, divided by the number of replicas. Context: replica.
+
+    Args:
+        regularization_loss: an array or a number; its sum is scaled.
+    """
+    replicas = _replicas("scale_regularization_loss")
+    return arrays.as_array(regularization_loss).sum() / replicas

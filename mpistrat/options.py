@@ -1,0 +1,94 @@
+"""Options of collectives, of `run` and of inputs: frozen values that check themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which transport a collective should prefer; `AUTO` lets the strategy choose."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+    MPI = "MPI"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for one collective, or for all collectives of a strategy.
+
+    Args:
+        bytes_per_pack: close a bucket of fused arrays once it exceeds this many bytes; 0 puts
+            everything into one bucket per dtype.
+        timeout_seconds: the longest time a collective may take; None is no limit.
+        implementation: a `CommunicationImplementation` or its name in any case.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
+        given = self.implementation
+        if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
+            object.__setattr__(self, "implementation", CommunicationImplementation[given.upper()])
+        elif not isinstance(given, CommunicationImplementation):
+            names = ", ".join(CommunicationImplementation.__members__)
+            raise ValueError(f"implementation must be one of {names}; got {given!r}")
+
+    def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
+        """These options, overridden by every field of `other` that is not at its default."""
+        if other is None:
+            return dataclasses.replace(self)
+        merged = self
+        if other.bytes_per_pack != 0:
+            merged = dataclasses.replace(merged, bytes_per_pack=other.bytes_per_pack)
+        if other.timeout_seconds is not None:
+            merged = dataclasses.replace(merged, timeout_seconds=other.timeout_seconds)
+        if other.implementation is not CommunicationImplementation.AUTO:
+            merged = dataclasses.replace(merged, implementation=other.implementation)
+        return merged
+
+
+def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keeps
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """Deprecated spelling of `CommunicationOptions(bytes_per_pack, timeout_seconds)`."""
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`; accepted for compatibility, used by TPU strategies only."""
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object | None = None
+
+
+class InputReplicationMode(enum.Enum):
+    """Whether an input function is called once per worker or once per replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """Options of distributed inputs.
+
+    Args:
+        experimental_fetch_to_device: prefetch to the replica's device; None means True.
+        experimental_replication_mode: one input pipeline per worker, or per replica.
+        experimental_place_dataset_on_device: keep the pipeline itself on the device.
+        experimental_per_replica_buffer_size: batches prefetched for each replica.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1

@@ -1,0 +1,99 @@
+"""Collectives that torch's autograd can go back through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpistrat import arrays
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrat.replica_context import ReplicaContext
+
+
+class _AllReduce(torch.autograd.Function):
+    """The gradient of a sum (mean) over replicas is the sum (mean) of the upstream gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Any, op: Any, options: Any, label: str, *leaves: Any) -> Any:
+        ctx.given = (context, op, options)
+        return tuple(context.strategy.extended.all_reduce(context, op, leaves, options, label))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        context, op, options = ctx.given
+        _check_device(context, upstream)
+        gradients = context.strategy.extended.all_reduce(
+            context, op, upstream, options, "gradient of all_reduce"
+        )
+        return None, None, None, None, *gradients
+
+
+class _AllGather(torch.autograd.Function):
+    """Each replica's gradient is its own slice of the sum of the upstream gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Any, axis: int, options: Any, value: torch.Tensor) -> Any:
+        extended = context.strategy.extended
+        gathered = extended.all_gather(context, value, axis, options)
+        sizes = extended.all_gather(context, torch.tensor([value.shape[axis]]), 0, options)
+        first = int(sizes[: context.replica_id_in_sync_group].sum())
+        ctx.given = (context, axis, options, first, value.shape[axis])
+        return gathered if extended.num_replicas_in_sync > 1 else gathered.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:
+        context, axis, options, first, length = ctx.given
+        _check_device(context, [upstream])
+        (total,) = context.strategy.extended.all_reduce(
+            context, ReduceOp.SUM, [upstream], options, "gradient of all_gather"
+        )
+        return None, None, None, total.narrow(axis, first, length)
+
+
+def _check_device(context: ReplicaContext, gradients: Sequence[Any]) -> None:
+    """On a GPU, autograd runs all replicas of a rank on one thread, which must not wait for itself."""
+    if context.strategy.extended.num_local_replicas > 1 and any(g.is_cuda for g in gradients):
+        raise RuntimeError(
+            "the gradient of a collective between several replicas of one rank on a GPU is not supported;"
+            " start one rank per replica"
+        )
+
+
+def all_reduce(
+    context: ReplicaContext,
+    op: ReduceOp,
+    leaves: Sequence[Any],
+    options: CommunicationOptions | None,
+    label: str,
+) -> list[Any]:
+    """`ReplicaContext.all_reduce` of tensors, at least one of which requires a gradient."""
+    tensors = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
+    results = list(leaves)
+    reduced = _AllReduce.apply(context, op, options, label, *(leaves[i] for i in tensors))
+    for i, result in zip(tensors, reduced, strict=True):
+        results[i] = result
+    others = [i for i in range(len(leaves)) if i not in tensors]
+    if others:
+        rest = context.strategy.extended.all_reduce(
+            context, op, [leaves[i] for i in others], options, label
+        )
+        for i, result in zip(others, rest, strict=True):
+            results[i] = result
+    return results
+
+
+def _differentiable(leaf: Any) -> bool:
+    return arrays.is_torch(leaf) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def all_gather(
+    context: ReplicaContext, value: torch.Tensor, axis: int, options: CommunicationOptions | None
+) -> torch.Tensor:
+    """`ReplicaContext.all_gather` of a tensor that requires a gradient."""
+    result: torch.Tensor = _AllGather.apply(context, axis, options, value)
+    return result

@@ -1,0 +1,119 @@
+"""Flat buffers: the dense gradients of one backward, one message per dtype and device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpistrat import arrays
+from mpistrat.communicators import Communicator
+
+_BUFFERS_KEPT = 2
+
+
+class FlatBuffers:
+    """Packs contributions, reduces them, and hands out views of the sums as gradients.
+
+    A buffer is used again once no gradient, and nothing the program made of one, refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def reduce(
+        self,
+        communicator: Communicator,
+        slots: list[int],
+        parameters: list[torch.Tensor | None],
+        contributions: list[list[Any]],
+        scale: float | None,
+    ) -> list[torch.Tensor]:
+        """The reduced gradients of `slots`, all of which are dense.
+
+        Args:
+            contributions: for each local replica its gradients by slot; None counts as zero.
+            scale: multiplied to the sums, or None.
+        """
+        views: dict[int, torch.Tensor] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for slot in slots:
+            parameter = parameters[slot]
+            assert parameter is not None, "a dropped parameter cannot have a gradient"
+            groups.setdefault((parameter.dtype, parameter.device), []).append(slot)
+        for group in groups.values():
+            like = [parameters[slot] for slot in group]
+            flat = self._buffer(like)
+            pieces = _pieces(flat, like)
+            _fill(pieces, [contributions[0][slot] for slot in group])
+            for others in contributions[1:]:
+                for piece, slot in zip(pieces, group, strict=True):
+                    if others[slot] is not None:
+                        piece.add_(others[slot])
+            _all_reduce(communicator, flat, len(group))
+            if scale is not None:
+                flat.mul_(scale)
+            views.update(zip(group, pieces, strict=True))
+        return [views[slot] for slot in slots]
+
+    def _buffer(self, like: list[Any]) -> torch.Tensor:
+        length = sum(parameter.numel() for parameter in like)
+        key = (length, like[0].dtype, like[0].device)
+        kept = self._kept.setdefault(key, [])
+        for flat in kept:
+            if _is_free(flat):
+                return flat
+        flat = torch.empty(length, dtype=like[0].dtype, device=like[0].device)
+        self._kept[key] = [flat, *kept][:_BUFFERS_KEPT]
+        return flat
+
+
+def _is_free(flat: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of `flat`."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    # One reference is `flat`'s own, one that of the storage object asked here.
+    return count is not None and count(flat.untyped_storage()._cdata) <= 2
+
+
+def _pieces(flat: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:
+    """Views of `flat`, shaped and strided as the parameters are, so that optimizers need no copies."""
+    pieces = []
+    for piece, parameter in zip(flat.split([p.numel() for p in like]), like, strict=True):
+        dense = parameter.is_contiguous() or _is_dense(parameter)
+        stride = parameter.stride() if dense else None
+        pieces.append(
+            piece.view(parameter.shape)
+            if stride is None
+            else piece.as_strided(parameter.shape, stride, piece.storage_offset())
+        )
+    return pieces
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fill(pieces: list[torch.Tensor], gradients: list[Any]) -> None:
+    absent = [piece for piece, gradient in zip(pieces, gradients, strict=True) if gradient is None]
+    if absent:
+        torch._foreach_zero_(absent)
+    targets = [p for p, g in zip(pieces, gradients, strict=True) if g is not None]
+    sources = [g.to_dense() if g.is_sparse else g for g in gradients if g is not None]
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _all_reduce(communicator: Communicator, flat: torch.Tensor, parameters: int) -> None:
+    label = f"gradients of {parameters} parameters"
+    if flat.device.type == "cpu":
+        communicator.all_reduce(flat, label=label)
+    elif communicator.size > 1:
+        host = arrays.to_host(flat)
+        communicator.all_reduce(host, label=label)
+        flat.copy_(host)

@@ -1,0 +1,224 @@
+"""What `backward()` reduces: each adds the reduction of its own contribution to `.grad`, once.
+
+Before the backward, every `.grad` that is already reduced is set aside; so what is in `.grad` afterwards
+is this replica's contribution. The ranks agree on which parameters were used anywhere, the
+contributions of those are packed into one flat buffer per dtype, all-reduced, and added to what was set
+aside. `.grad` then is a view of the flat buffer: nothing is copied out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpistrat.context import get_replica_context
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.pytorch import buffers
+from mpistrat.pytorch.flat_buffers import FlatBuffers
+from mpistrat.pytorch.registry import Registry
+from mpistrat.pytorch.unsynchronized import Unsynchronized
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+_UNUSED, _DENSE, _SPARSE = 0, 1, 2
+_HEADER = 2
+
+
+class GradientReducer:
+    """Reduces the gradients of a strategy's mirrored parameters.
+
+    Attributes:
+        synchronizes: False inside `no_sync()`.
+        steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
+    """
+
+    def __init__(self, strategy: Strategy, registry: Registry, rule: str | None) -> None:
+        self._strategy: Any = weakref.proxy(strategy)
+        self._extended = strategy.extended
+        self.registry = registry
+        self._rule = rule
+        self._flat = FlatBuffers()
+        self._unsynchronized = [Unsynchronized() for _ in strategy.extended.worker_devices]
+        self._active: set[int] = set()  # local replicas inside a backward of ours
+        self._guarded = 0
+        self.synchronizes = True
+        self.steps = 0
+
+    @contextlib.contextmanager
+    def contribution(self) -> Iterator[None]:
+        """Around the engine's backward. Called by: every replica, equally often."""
+        context = get_replica_context()
+        assert context is not None
+        replica = context.local_index
+        rule = self._reduction_rule() if self.synchronizes else None
+        self._guard_parameters()
+        parameters = self.registry.parameters()
+        unsynchronized = self._unsynchronized[replica]
+        aside = unsynchronized.set_aside(parameters, self.synchronizes)
+        self._active.add(replica)
+        try:
+            yield
+        except BaseException:
+            for slot, gradient in aside.items():
+                parameters[slot].grad = gradient  # type: ignore[union-attr]
+            raise
+        finally:
+            self._active.discard(replica)
+        if rule is None:
+            unsynchronized.keep(parameters, aside)
+            return
+        unsynchronized.clear()
+        contributions = [None if p is None else p.grad for p in parameters]
+        operands = (contributions, buffers.snapshot(self.registry))
+        if self._extended.num_local_replicas == 1:
+            reduced = self._reduce([operands], rule)
+        else:
+            reduced = self._extended.replicas.meet(
+                replica, lambda everyone: self._reduce(everyone, rule), operands
+            )
+        self._install(parameters, reduced, aside, replica)
+
+    def _reduction_rule(self) -> str:
+        if self._rule is not None:
+            return self._rule
+        if getattr(self._strategy, "losses_are_averaged", False):
+            return "sum"
+        raise RuntimeError(
+            f"backward() over {self._extended.num_replicas_in_sync} replicas: are gradients to be summed "
+            "or averaged? Scale the loss with mpistrat.compute_average_loss(per_example_loss, "
+            "global_batch_size=...), whose gradients are summed, or make the strategy with "
+            'gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
+        )
+
+    def _guard_parameters(self) -> None:
+        """Watch for gradients that reach mirrored parameters by a way that is not reduced."""
+        if self._guarded == len(self.registry):
+            return
+        for parameter in self.registry.parameters()[self._guarded :]:
+            if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
+                frozen = not parameter.requires_grad
+                parameter.requires_grad_(True)
+                parameter.register_post_accumulate_grad_hook(_Guard(self))
+                if frozen:
+                    parameter.requires_grad_(False)
+        self._guarded = len(self.registry)
+
+    def check_accumulation(self) -> None:
+        """Called whenever a mirrored parameter's gradient has grown."""
+        context = get_replica_context()
+        if not self._active and self._strategy.num_replicas_in_sync > 1:
+            where = (
+                "outside run" if context is None or context.strategy is not self._strategy else ""
+            )
+            raise RuntimeError(
+                f"a gradient was added to a mirrored parameter {where or 'unseen'}, where it is not "
+                "reduced over replicas; call loss.backward() inside strategy.run(step)"
+            )
+
+    def _reduce(self, everyone: list[tuple[Any, ...]], rule: str) -> list[list[Any]]:
+        """For each local replica the list of reduced gradients by slot; None where unused everywhere."""
+        contributions = [operands[0] for operands in everyone]
+        snapshots = [operands[1] for operands in everyone]
+        communicator = self._extended.communicator
+        slots = len(contributions[0])
+        flags = np.zeros(_HEADER + slots + len(self.registry.buffers), np.int32)
+        flags[0], flags[1] = self.steps, -self.steps
+        for gradients in contributions:
+            for slot, gradient in enumerate(gradients):
+                if gradient is not None:
+                    kind = _SPARSE if gradient.is_sparse else _DENSE
+                    flags[_HEADER + slot] = max(kind, flags[_HEADER + slot])
+        buffers.flag_written(snapshots, flags[_HEADER + slots :])
+        communicator.all_reduce(flags, "max", label="gradients of mirrored parameters")
+        if flags[0] != -flags[1]:
+            steps = communicator.all_gather_object(self.steps)
+            raise CollectiveMismatchError(
+                f"backward() on rank {communicator.rank}: the ranks have taken different numbers of "
+                f"optimizer steps {dict(enumerate(steps))}; a rank has skipped a backward. Every rank "
+                "must call backward() as often as the others; a loss of zero contributes nothing"
+            )
+        used = flags[_HEADER : _HEADER + slots]
+        total = self._extended.num_replicas_in_sync
+        scale = 1.0 / total if rule == "mean" else None
+        reduced: list[Any] = [None] * slots
+        dense = [int(slot) for slot in np.flatnonzero(used == _DENSE)]
+        parameters = self.registry.parameters()
+        views = self._flat.reduce(communicator, dense, parameters, contributions, scale)
+        for slot, view in zip(dense, views, strict=True):
+            reduced[slot] = view
+        for slot in np.flatnonzero(used == _SPARSE):
+            reduced[slot] = self._reduce_sparse(
+                parameters[slot], [gradients[slot] for gradients in contributions], scale
+            )
+        buffers.average(self._extended, self.registry, snapshots, flags[_HEADER + slots :])
+        return [
+            reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
+            for i in range(len(everyone))
+        ]
+
+    def _reduce_sparse(
+        self, parameter: torch.Tensor | None, gradients: list[Any], scale: float | None
+    ) -> torch.Tensor:
+        """The sum of row-sparse gradients: all ranks' rows, duplicates added up."""
+        assert parameter is not None
+        communicator = self._extended.communicator
+        rows = [self._rows(parameter, gradient) for gradient in gradients]
+        indices = torch.cat([i for i, _ in rows], dim=1)
+        values = torch.cat([v for _, v in rows])
+        all_indices = communicator.all_gather(indices.t().contiguous().cpu(), label="sparse rows")
+        all_values = communicator.all_gather(values.contiguous().cpu(), label="sparse values")
+        total = torch.sparse_coo_tensor(
+            torch.cat(all_indices).t().to(parameter.device),
+            torch.cat(all_values).to(parameter.device),
+            parameter.shape,
+        ).coalesce()
+        return total if scale is None else total * scale
+
+    @staticmethod
+    def _rows(parameter: torch.Tensor, gradient: torch.Tensor | None) -> tuple[Any, Any]:
+        if gradient is None:
+            empty = parameter.new_empty((0, *parameter.shape[1:]))
+            return torch.empty((1, 0), dtype=torch.int64, device=parameter.device), empty
+        if not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
+        gradient = gradient.coalesce()
+        return gradient.indices(), gradient.values()
+
+    def _install(
+        self,
+        parameters: list[torch.Tensor | None],
+        everyone: list[list[Any]],
+        aside: dict[int, torch.Tensor],
+        replica: int,
+    ) -> None:
+        reduced = everyone[replica]
+        for slot, parameter in enumerate(parameters):
+            if parameter is None:
+                continue
+            before, added = aside.get(slot), reduced[slot]
+            if added is None:
+                parameter.grad = before
+            elif before is None:
+                parameter.grad = added
+            elif before.is_sparse or added.is_sparse:
+                parameter.grad = before + added
+            else:
+                parameter.grad = before.add_(added)
+
+
+class _Guard:
+    """A post-accumulate hook that does not keep its reducer alive."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = weakref.ref(reducer)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.check_accumulation()

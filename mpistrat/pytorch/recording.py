@@ -1,0 +1,72 @@
+"""Seeing the torch modules that are built inside `scope()`, or change their parameters later.
+
+All three registration hooks are needed: the parameter hook alone misses what is deep-copied, which is
+all of `nn.TransformerEncoder`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules import module as hooks
+
+from mpistrat.context import per_thread
+
+
+class Recorder:
+    """Keeps weak references to modules, in the order in which they were first seen.
+
+    Attributes:
+        changed: a module of ours got a parameter, buffer or submodule since the last `take`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._seen: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.changed = False
+        for register in (
+            hooks.register_module_parameter_registration_hook,
+            hooks.register_module_buffer_registration_hook,
+            hooks.register_module_module_registration_hook,
+        ):
+            register(_hook_for(weakref.ref(self)))
+
+    def see(self, module: torch.nn.Module, value: Any) -> None:
+        """A registration hook fired. Inside our scope any module counts, elsewhere those known."""
+        modes = per_thread.modes
+        inside = bool(modes) and modes[0].strategy is self._strategy
+        if inside or self._known(module):
+            self.changed = True
+            self.record(module)
+            if isinstance(value, torch.nn.Module):
+                self.record(value)
+
+    def record(self, module: torch.nn.Module) -> None:
+        if not self._known(module):
+            reference = weakref.ref(module)
+            self._modules.append(reference)
+            self._seen[id(module)] = reference
+
+    def _known(self, module: torch.nn.Module) -> bool:
+        reference = self._seen.get(id(module))
+        return reference is not None and reference() is module
+
+    def roots(self) -> list[torch.nn.Module]:
+        """The recorded modules that are inside no other recorded one, in recorded order."""
+        alive = [module for reference in self._modules if (module := reference()) is not None]
+        self._modules = [weakref.ref(module) for module in alive]
+        self._seen = {id(module): r for module, r in zip(alive, self._modules, strict=True)}
+        inside = {id(child) for m in alive for child in m.modules() if child is not m}
+        return [module for module in alive if id(module) not in inside]
+
+
+def _hook_for(recorder: weakref.ref[Recorder]) -> Any:
+    def hook(module: torch.nn.Module, name: str, value: Any) -> None:
+        target = recorder()
+        if target is not None:
+            target.see(module, value)
+
+    return hook

@@ -1,0 +1,165 @@
+"""What one replica can do inside `run`: talk to the other replicas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.context import require_replica
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+
+class ReplicaContext:
+    """The view of one replica, from `get_replica_context()` inside `run`.
+
+    Args:
+        strategy: the strategy that runs the replica.
+        replica_id_in_sync_group: the replica's number among all replicas of all ranks, or None where
+            it is not known yet.
+        local_index: its number among the replicas of this rank.
+    """
+
+    def __init__(
+        self, strategy: Strategy, replica_id_in_sync_group: Any, local_index: int = 0
+    ) -> None:
+        given = replica_id_in_sync_group
+        if isinstance(given, bool) or not (
+            given is None
+            or isinstance(given, (int, np.integer))
+            or (arrays.is_array(given) and arrays.is_integer(given) and given.ndim == 0)
+        ):
+            raise ValueError(
+                f"replica_id_in_sync_group must be an integer or None, got {given!r:.60}"
+            )
+        self._strategy = strategy
+        self._replica_id = given
+        self.local_index = local_index
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's number, 0 <= id < num_replicas_in_sync."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas there are, over all ranks."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a tuple of one name."""
+        require_replica(self, "devices")
+        return (self._strategy.extended.worker_devices[self.local_index],)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `merge_fn(strategy, *args, **kwargs)` once, in the cross-replica context.
+
+        Called by: every replica of this rank, equally often; it returns when all have.
+        Args:
+            merge_fn: replica 0's is the one that is called. Its arguments are the replicas' arguments,
+                regrouped as `run` regroups results; with one replica per rank they arrive as they are.
+        Returns:
+            what it returned, each replica its own component of distributed values.
+        Raises:
+            RuntimeError: outside this replica's run, or when the replicas call it unequally often.
+        """
+        require_replica(self, "merge_call")
+        return self._strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Sum or average `value` over all replicas.
+
+        Called by: every replica, in the same order.   Context: replica.
+        Args:
+            reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or its name.
+            value: a nest of arrays, numbers and `IndexedSlices`; same structure, shapes and dtypes on
+                every replica.
+        Returns:
+            the same structure, equal on every replica. Differentiable for torch tensors: the gradient
+            is the same reduction of the upstream gradients.
+        Raises:
+            CollectiveMismatchError: on all ranks, when the ranks' operands differ.
+            InvalidArgumentError: when those of one rank's replicas differ.
+            RuntimeError: outside this replica's run.
+        """
+        require_replica(self, "all_reduce")
+        op = ReduceOp.parse(reduce_op)
+        extended = self._strategy.extended
+        if arrays.is_array(value):
+            leaves, label = [value], ""
+        else:
+            leaves, label = nest.flatten(value), nest.describe(value)
+            if not leaves:
+                return value
+        if _needs_gradient(leaves):
+            from mpistrat.pytorch import collectives
+
+            reduced = collectives.all_reduce(self, op, leaves, options, label)
+        else:
+            reduced = extended.all_reduce(self, op, leaves, options, label)
+        return reduced[0] if value is leaves[0] else nest.pack_like(value, reduced)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate `value` of all replicas along `axis`, in replica order.
+
+        Called by: every replica, in the same order.   Context: replica.
+        Args:
+            value: a nest of arrays of at least one dimension; sizes may differ along `axis` only.
+            axis: counted from the end if negative.
+        Returns:
+            the same structure, equal on every replica. Differentiable for torch tensors: each replica
+            gets its own slice of the sum of the upstream gradients.
+        Raises:
+            ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
+            NotImplementedError: for `IndexedSlices`.
+        """
+        require_replica(self, "all_gather")
+        extended = self._strategy.extended
+        flat = [value] if arrays.is_array(value) else nest.flatten(value)
+        if any(isinstance(leaf, IndexedSlices) for leaf in flat):
+            raise NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
+        gathered = []
+        for leaf in flat:
+            if _needs_gradient([leaf]):
+                from mpistrat.pytorch import collectives
+
+                gathered.append(collectives.all_gather(self, leaf, axis, options))
+            else:
+                gathered.append(extended.all_gather(self, leaf, axis, options))
+        return gathered[0] if arrays.is_array(value) else nest.pack_like(value, gathered)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(replica {self._replica_id} of {self.num_replicas_in_sync}, "
+            f"{self._strategy!r})"
+        )
+
+
+def _needs_gradient(leaves: Sequence[Any]) -> bool:
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and torch.is_grad_enabled()
+        and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    )

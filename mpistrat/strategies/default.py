@@ -1,0 +1,81 @@
+"""The strategy that is in force where there is none."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from mpistrat.context import Mode, has_strategy, set_default_mode
+from mpistrat.replica_context import ReplicaContext
+from mpistrat.strategies.one_device import OneReplicaExtended
+from mpistrat.strategy import Strategy
+
+
+class DefaultReplicaContext(ReplicaContext):
+    """The replica context outside every strategy: one replica, number 0."""
+
+
+class _DefaultExtended(OneReplicaExtended):
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        raise RuntimeError(
+            "worker_devices: no strategy is in force; enter a strategy's scope() first"
+        )
+
+    @worker_devices.setter
+    def worker_devices(self, devices: tuple[str, ...]) -> None:
+        self._device = devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        raise RuntimeError(
+            "parameter_devices: no strategy is in force; enter a strategy's scope() first"
+        )
+
+    @property
+    def experimental_between_graph(self) -> NoReturn:  # type: ignore[override]
+        raise NotImplementedError("experimental_between_graph: no strategy is in force")
+
+    @property
+    def experimental_should_init(self) -> NoReturn:  # type: ignore[override]
+        raise NotImplementedError("experimental_should_init: no strategy is in force")
+
+
+class _DefaultStrategy(Strategy):
+    """One replica on the CPU; everything is the identity."""
+
+    def __init__(self) -> None:
+        if _default:
+            raise RuntimeError("there is one default strategy; get it with get_strategy()")
+        self._extended = _DefaultExtended(self, "cpu:0")
+        context = DefaultReplicaContext(self, 0)
+        self._extended._contexts = [context]
+        set_default_mode(Mode(self, context))
+        _default.append(self)
+
+    def scope(self) -> Any:
+        """Changes nothing; RuntimeError inside another strategy's scope."""
+        if has_strategy():
+            raise RuntimeError("the default strategy's scope must not be entered inside another's")
+        return _NoScope(self)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """`dataset` itself."""
+        return dataset
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError("the default strategy cannot be copied")
+
+
+class _NoScope:
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        return self._strategy
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+_default: list[Strategy] = []
+_DefaultStrategy()

@@ -1,0 +1,109 @@
+"""A copy of every variable on each replica of a node's ranks, or of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.communicators import Communicator, LocalCommunicator
+from mpistrat.cross_device_ops import CrossDeviceOps
+from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.devices import check_devices, default_devices
+from mpistrat.strategies.threads import share_cores
+from mpistrat.strategy import Strategy
+from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GRADIENTS = (None, "sum", "mean")
+
+
+def check_strategy_arguments(
+    options: CommunicationOptions | None,
+    gradients: str | None,
+    cross_device_ops: CrossDeviceOps | None = None,
+) -> None:
+    """ValueError for arguments of the wrong kind."""
+    if options is not None and not isinstance(options, CommunicationOptions):
+        raise ValueError(f"communication_options must be CommunicationOptions, got {options!r:.60}")
+    if gradients not in GRADIENTS:
+        raise ValueError(
+            "gradients must be 'sum' (scale the loss with compute_average_loss) or 'mean' (as DDP), or "
+            f"None; got {gradients!r:.60}"
+        )
+    if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+        raise ValueError(f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}")
+
+
+def agree_on_construction(communicator: Communicator, what: str, replicas: int) -> None:
+    """All ranks make the same strategy with as many replicas each; CollectiveMismatchError if not."""
+    communicator.barrier(label=f"constructor of {what} with {replicas} replicas per rank")
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous replicas on one node: the ranks that share this rank's memory.
+
+    Called by: every rank of the node (or of `comm`).
+    Args:
+        devices: this rank's devices, one replica each, e.g. ["cpu:0", "cpu:1"]; None or [] is one
+            replica on the rank's own device. Torch modules take the first device for all replicas.
+        cross_device_ops: how values are reduced among this rank's devices.
+        comm: the mpi4py communicator of the ranks that take part; None is those of this node.
+        communication_options: defaults of every collective.
+        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
+            the "mean" (as DDP) of the replicas' gradients in `.grad`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        comm: MPI.Intracomm | None = None,
+        communication_options: CommunicationOptions | None = None,
+        gradients: str | None = None,
+    ) -> None:
+        check_strategy_arguments(communication_options, gradients, cross_device_ops)
+        checked = check_devices(devices) if devices else None
+        resolver = MPIClusterResolver(comm)
+        topology = resolver.topology()
+        communicator = communicator_of(resolver)
+        if comm is None and topology.num_nodes > 1:
+            communicator = communicator.split(topology.node)
+        setup(
+            self,
+            topology,
+            communicator,
+            checked or default_devices(topology),
+            cross_device_ops,
+            communication_options,
+        )
+        self._gradients = gradients
+
+
+def communicator_of(resolver: ClusterResolver) -> Communicator:
+    """Our communicator over the ranks that an `MPIClusterResolver` speaks of."""
+    comm = getattr(resolver, "comm", None)
+    if comm is None:
+        return LocalCommunicator()
+    from mpistrat.communicators.mpi import communicator_for
+
+    return communicator_for(comm)
+
+
+def setup(
+    strategy: Any,
+    topology: Topology,
+    communicator: Communicator,
+    devices: Sequence[str],
+    cross_device_ops: CrossDeviceOps | None,
+    options: CommunicationOptions | None,
+    extended: type[StrategyExtended] = StrategyExtended,
+) -> None:
+    """Agree with the other ranks, share out the cores, and give `strategy` its extended part."""
+    agree_on_construction(communicator, type(strategy).__name__, len(devices))
+    share_cores(communicator, topology)
+    strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)

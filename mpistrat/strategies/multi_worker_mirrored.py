@@ -1,0 +1,80 @@
+"""A copy of every variable on each replica of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.errors import TopologyError
+from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.devices import check_devices, default_devices
+from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
+from mpistrat.strategy import Strategy
+from mpistrat.strategy_extended import StrategyExtended
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class _MultiWorkerExtended(StrategyExtended):
+    experimental_between_graph = True
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous replicas on all ranks of all nodes; `python train.py` is one rank.
+
+    Called by: every rank of the job (or of `comm`).
+    Args:
+        cluster_resolver: who takes part; None asks MPI. What another resolver says (Slurm, TF_CONFIG)
+            is checked against MPI, which carries the bytes.
+        communication_options: defaults of every collective.
+        devices: this rank's devices, one replica each; None is one replica on the rank's own device.
+            Torch modules take the first device for all replicas.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
+            the "mean" (as DDP) of the replicas' gradients in `.grad`.
+    Raises:
+        TopologyError: MPI, the launcher and the resolver disagree about ranks.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        comm: MPI.Intracomm | None = None,
+        gradients: str | None = None,
+    ) -> None:
+        check_strategy_arguments(communication_options, gradients)
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+            raise ValueError(
+                f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
+            )
+        checked = check_devices(devices) if devices else None
+        over_mpi = (
+            cluster_resolver
+            if isinstance(cluster_resolver, MPIClusterResolver)
+            else MPIClusterResolver(comm)
+        )
+        topology = over_mpi.topology()
+        if cluster_resolver is not None and cluster_resolver is not over_mpi:
+            claimed = cluster_resolver.topology()
+            if (claimed.rank, claimed.size) != (topology.rank, topology.size):
+                raise TopologyError(
+                    f"{type(cluster_resolver).__name__} says this is rank {claimed.rank} of "
+                    f"{claimed.size}, MPI says rank {topology.rank} of {topology.size}; start one process "
+                    "per task, with MPI's launcher, or leave cluster_resolver out to ask MPI alone"
+                )
+        setup(
+            self,
+            topology,
+            communicator_of(over_mpi),
+            checked or default_devices(topology),
+            None,
+            communication_options,
+            _MultiWorkerExtended,
+        )
+        self._cluster_resolver = cluster_resolver or over_mpi
+        self._gradients = gradients

@@ -1,0 +1,58 @@
+"""All work on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrat.communicators import LocalCommunicator
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.strategies.devices import check_device
+from mpistrat.strategy import Strategy
+from mpistrat.strategy_extended import StrategyExtended, initial_array
+from mpistrat.variables import PlainVariable, Variable
+
+
+class OneReplicaExtended(StrategyExtended):
+    """One replica: values are never wrapped, variables are plain."""
+
+    wraps_values = False
+
+    def __init__(self, strategy: Strategy, device: str) -> None:
+        super().__init__(strategy, LocalCommunicator(), [device])
+
+    def _new_variable(
+        self,
+        initial_value: Any,
+        trainable: bool,
+        name: str,
+        dtype: Any,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+    ) -> Variable:
+        value = initial_array(initial_value, dtype)
+        variable = PlainVariable(value, trainable, name, synchronization, aggregation)
+        variable.strategy = self.strategy
+        return variable
+
+    def _update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        return [fn(variable, *args, **kwargs)]
+
+    def _group(self, results: list[Any], group: bool) -> Any:
+        return results[0] if group else tuple(results)
+
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        return self.worker_devices[0]
+
+
+class OneDeviceStrategy(Strategy):
+    """Runs everything on one device, with the same program that runs on many.
+
+    Args:
+        device: "cpu", "cpu:0", "cuda:1", …
+    """
+
+    def __init__(self, device: str) -> None:
+        self._extended = OneReplicaExtended(self, check_device(device))

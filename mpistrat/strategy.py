@@ -1,0 +1,317 @@
+"""`Strategy`: the face that a program sees."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mpistrat import arrays, nest
+from mpistrat.context import entered, per_thread, require_cross_replica
+from mpistrat.input import DistributedDataset, InputContext, ValueContext
+from mpistrat.options import InputOptions, RunOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
+from mpistrat.variables import MirroredVariable
+
+if TYPE_CHECKING:
+    import contextlib
+
+    import torch
+
+    from mpistrat.cluster_resolver import ClusterResolver
+    from mpistrat.pytorch.mirroring import Mirroring
+
+
+class Strategy:
+    """Where replicas run, how their variables are kept, and how their values are combined.
+
+    Use a subclass: `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for those of a node,
+    `OneDeviceStrategy` for one device.
+    """
+
+    _extended: StrategyExtended
+    _cluster_resolver: ClusterResolver | None = None
+    _gradients: str | None = None
+    _mirroring: Mirroring | None = None
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Additional methods, for algorithms that need to be aware of the distribution."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Over how many replicas, on all ranks, gradients are combined."""
+        return self._extended.num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Who takes part; None for strategies of one process."""
+        return self._cluster_resolver
+
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        """A context in which variables and torch modules that are made belong to this strategy.
+
+        Called by: every rank. At the outermost exit, the parameters and buffers of torch modules made
+        inside become equal on all ranks: rank 0's.
+        Raises:
+            RuntimeError: inside `run`, or inside another strategy's scope.
+        """
+        return _Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call `fn` on every replica of this rank, each with its own components of the arguments.
+
+        Called by: every rank.   Context: cross-replica or top level. It communicates nothing by itself.
+        Args:
+            fn: one replica's work; it may call `get_replica_context()`.
+            args, kwargs: distributed values in them are replaced by the replica's component, variables
+                are passed whole, everything else as it is.
+        Returns:
+            what `fn` returned; with several replicas per rank a structure of `PerReplica` values.
+        Raises:
+            what `fn` raised. RuntimeError: inside `run`, or in another strategy's scope.
+        """
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"args must be a list or a tuple, got {type(args).__name__}")
+        if per_thread.modes:
+            require_cross_replica(self, "run")
+        if "torch" in sys.modules:
+            self._torch().before_run()
+        return self._extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
+        """Combine what the replicas hold into one value, equal on every rank.
+
+        Called by: every rank, in the same order.   Context: cross-replica or top level.
+        Args:
+            reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or its name.
+            value: what `run` returned, or a nest of such values. Where ranks hold one replica each,
+                that is a plain value: each rank's counts once.
+            axis: None combines element by element, and shapes must match. An axis, or several, is also
+                summed over on each replica, where sizes may differ; a mean is over all elements.
+        Returns:
+            the structure of `value`, on this rank's first device, cut off from autograd. The mean of
+            integers is floating.
+        Raises:
+            ValueError: `axis` is out of range, or the SUM of a value that is not distributed.
+            CollectiveMismatchError: on all ranks, when the ranks' operands differ.
+        """
+        op = ReduceOp.parse(reduce_op)
+        require_cross_replica(self, "reduce")
+        flat = nest.flatten(value)
+        label = nest.describe(value) if nest.is_structure(value) else ""
+        if axis is None:
+            reduced = self._reduce_elements(op, flat, label)
+        else:
+            reduced = self._reduce_axis(op, flat, axis, label)
+        return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
+
+    def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
+        extended = self._extended
+        results: list[Any] = [None] * len(flat)
+        batched: dict[int, Sequence[Any]] = {}
+        for i, leaf in enumerate(flat):
+            components = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+            together = isinstance(leaf, PerReplica) or extended.communicator.size > 1
+            if (
+                extended.num_replicas_in_sync > 1
+                and together
+                and not isinstance(leaf, (Mirrored, MirroredVariable))
+            ):
+                batched[i] = components
+            else:
+                results[i] = arrays.detach_read(extended.reduce_local(op, leaf))
+        if batched:
+            reduced = extended.reduce_leaves(op, list(batched.values()), None, label)
+            for i, result in zip(batched, reduced, strict=True):
+                results[i] = result
+        return results
+
+    def _reduce_axis(
+        self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
+    ) -> list[Any]:
+        """Sum on each replica, then over replicas; a mean sums the numbers of elements alongside."""
+        extended = self._extended
+        sums: list[list[Any]] = []
+        counts: list[list[Any]] = []
+        try:
+            for leaf in flat:
+                components = [
+                    arrays.as_array(arrays.detach_read(c)) for c in extended.components(leaf)
+                ]
+                axes = [arrays.check_axes(component, axis) for component in components]
+                sums.append(
+                    [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
+                )
+                counts.append(
+                    [arrays.count_over(c, ax) for c, ax in zip(components, axes, strict=True)]
+                )
+        except Exception as error:
+            extended.communicator.raise_together(error)
+        if op is ReduceOp.SUM:
+            return extended.reduce_leaves(op, sums, None, label)
+        reduced = extended.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
+        totals, elements = reduced[: len(sums)], reduced[len(sums) :]
+        return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate what the replicas hold along `axis`, in replica order, equal on every rank.
+
+        Called by: every rank, in the same order.   Context: cross-replica or top level.
+        Args:
+            value: what `run` returned, or a nest of such; sizes may differ along `axis` only.
+        Raises:
+            ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
+            NotImplementedError: for `IndexedSlices`.
+        """
+        require_cross_replica(self, "gather")
+        return nest.map_structure(lambda leaf: self._extended.gather(leaf, axis), value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of `value` on this rank's replicas, as a tuple; (value,) for a plain one."""
+        if not self._extended.wraps_values:
+            return (value,)
+        if isinstance(value, DistributedValues):
+            return value.values
+        if nest.is_structure(value) and nest.flatten(value):
+            return tuple(select_replica(i, value) for i in range(self._extended.num_local_replicas))
+        return (value,)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """A value per replica of this rank, made by `value_fn(ValueContext)` in replica order."""
+        extended = self._extended
+        require_cross_replica(self, "experimental_distribute_values_from_function")
+        contexts = [
+            ValueContext(extended.first_replica_id + i, extended.num_replicas_in_sync)
+            for i in range(extended.num_local_replicas)
+        ]
+        values = [value_fn(context) for context in contexts]
+        return regroup(values, always_wrap=True) if extended.wraps_values else values[0]
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Give each replica its slice of every global batch that `dataset` yields.
+
+        Called by: every rank.
+        Args:
+            dataset: a `torch.utils.data.DataLoader` of GLOBAL batches, or an iterable of them. Of a
+                DataLoader over a map-style dataset, rank 0's sampler is used by all, and a rank loads
+                only its own replicas' examples. Any other iterable is read whole by every rank, and
+                must yield the same batches on each.
+        Returns:
+            an iterable over steps; each iteration over it is an epoch.
+        """
+        return DistributedDataset(dataset, self._extended)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distribute what `dataset_fn(InputContext)` makes on each rank: batches per REPLICA, already sharded.
+
+        Called by: every rank. Each step takes one batch for each of the rank's replicas.
+        """
+        extended = self._extended
+        context = InputContext(
+            extended.communicator.size, extended.communicator.rank, extended.num_replicas_in_sync
+        )
+        return DistributedDataset(dataset_fn(context), extended, per_replica=True)
+
+    # PyTorch
+
+    def _torch(self) -> Mirroring:
+        if self._mirroring is None:
+            from mpistrat.pytorch.mirroring import Mirroring
+
+            self._mirroring = Mirroring(self, self._gradients)
+        return self._mirroring
+
+    def mirror(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Make a torch module's parameters and buffers equal on all ranks: rank 0's.
+
+        For what `scope()` cannot see: modules made outside it, deep-copied at top level, or unpickled,
+        hand-made parameters, and `load_state_dict(assign=True)`. Called by: every rank.
+        Returns:
+            `module`.
+        """
+        self._torch().mirror(module)
+        return module
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, `backward()` adds to `.grad` on this replica only; the next one outside reduces all of it."""
+        return self._torch().no_sync()
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(
+            "a Strategy cannot be copied; pass the object itself, or copy.deepcopy it"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+
+class _Scope:
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        strategy = self._strategy
+        if per_thread.modes:
+            mode = per_thread.modes[-1]
+            if mode.strategy is not strategy:
+                raise RuntimeError(
+                    f"the scope of {strategy} was entered inside that of {mode.strategy}; strategies "
+                    "must not be mixed: leave the other scope or run first"
+                )
+            if mode.replica_context is not None:
+                raise RuntimeError(
+                    "scope() was entered inside run; make variables and modules before run, or use "
+                    "get_replica_context().merge_call(fn), which is in the scope"
+                )
+        elif "torch" in sys.modules:
+            strategy._torch().start_recording()
+        self._entered = entered(strategy, None)
+        self._entered.__enter__()
+        return strategy
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        self._entered.__exit__(exc_type, *exc)
+        if not per_thread.modes and self._strategy._mirroring is not None:
+            self._strategy._mirroring.stop_recording(failed=exc_type is not None)
+
+
+_set_scope: _Scope | None = None
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Put `strategy` in force for the rest of the program, as if its scope were entered; None ends that.
+
+    Raises:
+        RuntimeError: inside `with strategy.scope()` or `run`.
+    """
+    global _set_scope
+    if _set_scope is not None:
+        previous, _set_scope = _set_scope, None
+        previous.__exit__(None)
+    if per_thread.modes:
+        raise RuntimeError(
+            "experimental_set_strategy must be called outside every scope() and run; "
+            f"{per_thread.modes[-1].strategy} is in force"
+        )
+    if strategy is not None:
+        scope = _Scope(strategy)
+        scope.__enter__()
+        _set_scope = scope

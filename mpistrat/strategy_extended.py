@@ -1,0 +1,561 @@
+"""What a strategy means by running, reducing and variables: `StrategyExtended`.
+
+`Strategy` is the face; this is where strategies differ. The class here serves every strategy whose
+replicas hold copies: k replicas on each of `communicator.size` ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import arrays
+from mpistrat.communicators import Communicator
+from mpistrat.context import (
+    entered,
+    get_replica_context,
+    has_strategy,
+    in_cross_replica_context,
+    per_thread,
+    require_cross_replica,
+)
+from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrat.cross_device_ops.cross_device_ops import (
+    check_destinations,
+    components_of,
+    place,
+)
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.local_replicas import LocalReplicas
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.replica_context import ReplicaContext
+from mpistrat.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    regroup,
+    select_replica,
+)
+from mpistrat.variables import (
+    DistributedVariable,
+    MirroredVariable,
+    PlainVariable,
+    SyncOnReadVariable,
+    Variable,
+)
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+_DEFAULT_OPTIONS = CommunicationOptions()
+
+
+class StrategyExtended:
+    """Additional methods for algorithms that need to be aware of the distribution.
+
+    Args:
+        strategy: the face.
+        communicator: the ranks that take part.
+        worker_devices: this rank's devices, one replica each; as many on every rank.
+        cross_device_ops: a policy of the user's, or None.
+        options: defaults of every collective.
+
+    Attributes:
+        communicator, worker_devices: as given.
+        num_local_replicas: k, this rank's replicas.
+        num_replicas_in_sync: replicas over all ranks, size · k.
+        first_replica_id: the global id of this rank's first replica, rank · k.
+    """
+
+    experimental_between_graph = False
+    experimental_should_init = True
+    experimental_require_static_shapes = False
+    should_checkpoint = True
+    should_save_summary = True
+    # Whether the components of values are wrapped: one-replica strategies never do.
+    wraps_values = True
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        communicator: Communicator,
+        worker_devices: Sequence[str],
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.communicator = communicator
+        self.worker_devices = tuple(worker_devices)
+        self.num_local_replicas = len(self.worker_devices)
+        self.num_replicas_in_sync = communicator.size * self.num_local_replicas
+        self.first_replica_id = communicator.rank * self.num_local_replicas
+        self.options = options or _DEFAULT_OPTIONS
+        self.over_ranks = MpiAllReduce(communicator)
+        self.cross_device_ops = cross_device_ops
+        self.replicas = LocalReplicas(self.num_local_replicas)
+        self._contexts = [
+            ReplicaContext(strategy, self.first_replica_id + i, i)
+            for i in range(self.num_local_replicas)
+        ]
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables."""
+        return self.worker_devices
+
+    # Running
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
+        if self.num_local_replicas == 1:
+            with entered(self.strategy, self._contexts[0]):
+                if args:
+                    args = select_replica(0, tuple(args))
+                if kwargs:
+                    return fn(*args, **select_replica(0, dict(kwargs)))
+                return fn(*args)
+        outer = per_thread.modes
+
+        def body(index: int) -> Any:
+            own, per_thread.modes = per_thread.modes, list(outer)
+            try:
+                with entered(self.strategy, self._contexts[index]):
+                    return fn(
+                        *select_replica(index, tuple(args)),
+                        **select_replica(index, dict(kwargs or {})),
+                    )
+            finally:
+                per_thread.modes = own
+
+        return regroup(self.replicas.run(body))
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The work of `ReplicaContext.merge_call`."""
+        index = context.local_index
+        if self.num_local_replicas == 1:
+            with entered(self.strategy, None):
+                return select_replica(0, merge_fn(self.strategy, *args, **kwargs))
+
+        def merge(operands: list[tuple[Any, ...]]) -> Any:
+            grouped, keywords = regroup(operands, wrap_numbers=False)
+            with entered(self.strategy, None):
+                return merge_fn(self.strategy, *grouped, **keywords)
+
+        return select_replica(index, self.replicas.meet(index, merge, (args, kwargs)))
+
+    # Combining
+
+    def all_reduce(
+        self,
+        context: ReplicaContext,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
+        if self.num_replicas_in_sync == 1:
+            return list(leaves)
+        if self.num_local_replicas == 1 and self.cross_device_ops is None:
+            return self.reduce_leaves(op, [(leaf,) for leaf in leaves], options, label)
+
+        def merge(strategy: Strategy, label: Any, values: Sequence[Any]) -> list[Any]:
+            if isinstance(label, PerReplica) and len(set(label.values)) > 1:
+                given = ", ".join(f"replica {i}: {v}" for i, v in enumerate(label.values))
+                self.communicator.raise_together(
+                    InvalidArgumentError(
+                        f"all_reduce: the replicas' structures differ; got {given}"
+                    )
+                )
+            if self.cross_device_ops is not None:
+                pairs = [(value, value) for value in map(self._as_per_replica, values)]
+                return self.batch_reduce(op, pairs, options)
+            components = [self.components(value) for value in values]
+            reduced = self.reduce_leaves(op, components, options, str(label))
+            return [
+                value if isinstance(value, arrays.PYTHON_NUMBERS) else place(value, components_like)
+                for value, components_like in zip(reduced, map(PerReplica, components), strict=True)
+            ]
+
+        shared = label if isinstance(label, str) else str(label)
+        return context.merge_call(merge, (shared, list(leaves)))
+
+    def components(self, value: Any) -> tuple[Any, ...]:
+        """What each replica of this rank contributes; one object passed by all counts for each."""
+        if isinstance(value, DistributedValues):
+            return value.values
+        return (value,) * self.num_local_replicas
+
+    def _as_per_replica(self, value: Any) -> PerReplica:
+        return PerReplica(components_of(PerReplica(self.components(value))))
+
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        values: Sequence[Sequence[Any]],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        """Reduce over all replicas of all ranks; Python numbers give Python numbers."""
+        numbers = [isinstance(components[0], arrays.PYTHON_NUMBERS) for components in values]
+        try:
+            operands = [
+                [
+                    c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
+                    for c in cs
+                ]
+                for cs in values
+            ]
+        except TypeError as error:
+            self.communicator.raise_together(error)
+        merged = self.options.merge(options) if options is not None else self.options
+        reduced = self.over_ranks.all_reduce(op, operands, merged, label)
+        return [r.item() if n else r for r, n in zip(reduced, numbers, strict=True)]
+
+    def all_gather(
+        self, context: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        """The work of `ReplicaContext.all_gather` on one array."""
+        if self.num_replicas_in_sync == 1:
+            return value
+
+        def merge(strategy: Strategy, value: Any) -> Any:
+            per_replica = PerReplica(self.components(value))
+            return self.gather_to(per_replica, per_replica, axis, options)
+
+        return context.merge_call(merge, (value,))
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The work of `Strategy.gather` on one value."""
+        if isinstance(value, IndexedSlices):
+            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
+        plain = not isinstance(value, PerReplica)
+        if self.num_replicas_in_sync == 1 or (plain and self.communicator.size == 1):
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        return self.gather_to(value, self.worker_devices[0], axis)
+
+    def gather_to(
+        self, value: Any, destinations: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Concatenate the components of all replicas of all ranks along `axis`."""
+        ops = self.over_ranks
+        if self.communicator.size == 1 and self.cross_device_ops is not None:
+            return self.cross_device_ops.gather(value, destinations, axis, options)
+        return ops.gather(value, destinations, axis, options)
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine `value` over all replicas and put the result on `destinations`.
+
+        Called by: every rank.   Context: cross-replica.
+        Args:
+            value: per-replica components; a mirrored value is its own mean.
+            destinations: a device's name, or a distributed value or variable whose devices are meant.
+        Returns:
+            an array for one device, `Mirrored` for several.
+        """
+        require_cross_replica(self.strategy, "reduce_to")
+        if isinstance(destinations, (list, tuple)):
+            raise AssertionError(
+                f"destinations must be one distributed value or device, got a list: {destinations!r:.60}"
+            )
+        op = self._parse_op(reduce_op)
+        return self._reduce_to(op, value, destinations, options)
+
+    @staticmethod
+    def _parse_op(reduce_op: Any) -> ReduceOp:
+        if isinstance(reduce_op, VariableAggregation):
+            raise AssertionError(f"reduce_op must be a ReduceOp, got {reduce_op}")
+        return ReduceOp.parse(reduce_op)
+
+    def _reduce_to(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
+    ) -> Any:
+        if self.num_replicas_in_sync == 1:
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        check_destinations(destinations)
+        plain = not isinstance(value, DistributedValues) and self.communicator.size == 1
+        if plain or isinstance(value, (Mirrored, MirroredVariable)):
+            return place(self.reduce_local(op, value), destinations)
+        components = value.values if isinstance(value, DistributedValues) else (value,)
+        reduced = self.reduce_leaves(op, [components], options, "")[0]
+        if isinstance(reduced, arrays.PYTHON_NUMBERS):
+            return reduced
+        return place(reduced, destinations)
+
+    def reduce_local(self, op: ReduceOp, value: Any) -> Any:
+        """Reduce what needs no communication: all replicas have the same value, or there is only one."""
+        if self.num_replicas_in_sync == 1:
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        if op is ReduceOp.MEAN:
+            return value
+        if isinstance(value, DistributedValues):
+            raise AssertionError(
+                f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
+            )
+        if isinstance(value, arrays.PYTHON_NUMBERS) or arrays.is_array(value):
+            if not (arrays.as_array(value) != 0).any():
+                return value
+        raise ValueError(
+            "SUM needs a value per replica, as run returns it: a plain value might be meant to count "
+            f"once, or once per replica; got {value!r:.80}"
+        )
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """`reduce_to` for many (value, destinations) pairs in one collective; results in order."""
+        require_cross_replica(self.strategy, "batch_reduce_to")
+        op = self._parse_op(reduce_op)
+        return self.batch_reduce(op, self._batch_destinations(value_destination_pairs), options)
+
+    def _batch_destinations(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The all-reduce leaves its result on every device, whatever single device was asked for."""
+        return [
+            (v, v if isinstance(d, str) and isinstance(v, DistributedValues) else d)
+            for v, d in pairs
+        ]
+
+    def batch_reduce(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
+        if self.num_replicas_in_sync == 1:
+            return [self._reduce_to(op, value, where, options) for value, where in pairs]
+        ops = self.cross_device_ops or self.over_ranks
+        if ops is self.over_ranks or self.communicator.size == 1:
+            return ops.batch_reduce(op, pairs, options)
+        local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
+        firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
+        totals = self.over_ranks.all_reduce(
+            ReduceOp.SUM, [(value,) for value in firsts], self.options.merge(options)
+        )
+        if op is ReduceOp.MEAN:
+            totals = [arrays.true_divide(t, self.num_replicas_in_sync) for t in totals]
+        return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies of `tensor` on `destinations`; numbers come back as they are. Context: cross-replica."""
+        require_cross_replica(self.strategy, "broadcast_to")
+        if destinations is None:
+            raise AssertionError("broadcast_to needs destinations: a device or a distributed value")
+        if isinstance(tensor, (int, float)):
+            return tensor
+        return (self.cross_device_ops or self.over_ranks).broadcast(tensor, destinations)
+
+    def aggregate(self, aggregation: VariableAggregation, operand: Any) -> Any:
+        """Combine what the replicas of all ranks give to a variable. Called by every rank."""
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self.from_first_replica(self.components(operand)[0])
+        if self.num_replicas_in_sync == 1:
+            return self.components(operand)[0]
+        op = ReduceOp.from_variable_aggregation(aggregation)
+        return self.reduce_leaves(op, [self.components(operand)], None, aggregation.name)[0]
+
+    def from_first_replica(self, value: Any) -> Any:
+        """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
+        if self.communicator.size == 1:
+            return value
+        if isinstance(value, IndexedSlices) or isinstance(value, arrays.PYTHON_NUMBERS):
+            return self.communicator.broadcast_object(value, label="first replica's value")
+        host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
+        self.communicator.broadcast(host, label="first replica's value")
+        return arrays.to_device_of(host, value)
+
+    # Variables
+
+    def create_variable(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> Variable:
+        """The work of `mpistrat.Variable(...)`, in the scope or inside run. Called by every rank."""
+        if synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                "VariableSynchronization.NONE is not supported; use ON_WRITE or ON_READ"
+            )
+        on_read = synchronization is VariableSynchronization.ON_READ
+        trainable = (not on_read) if trainable is None else trainable
+
+        def create(strategy: Strategy, initial: Any) -> Variable:
+            return self._new_variable(
+                select_replica(0, initial),
+                trainable,
+                name or "Variable",
+                dtype,
+                VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE,
+                aggregation,
+            )
+
+        context = get_replica_context() if has_strategy() else None
+        if context is None:
+            return create(self.strategy, initial_value)
+        return context.merge_call(create, (initial_value,))
+
+    def _new_variable(
+        self,
+        initial_value: Any,
+        trainable: bool,
+        name: str,
+        dtype: Any,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+    ) -> Variable:
+        value = initial_array(initial_value, dtype)
+        if aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
+            raise ValueError(
+                f"variable {name!r}: aggregation MEAN needs a floating dtype, got "
+                f"{arrays.dtype_name(value)}"
+            )
+        value = self.from_first_replica(value)
+        components = [
+            PlainVariable(
+                value, trainable, f"{name}/replica_{i}" if i else name, synchronization, aggregation
+            )
+            for i in range(self.num_local_replicas)
+        ]
+        if synchronization is VariableSynchronization.ON_READ:
+            return SyncOnReadVariable(self.strategy, components, synchronization, aggregation)
+        return MirroredVariable(self.strategy, components, synchronization, aggregation)
+
+    def variable_created_in_scope(self, variable: Any) -> bool:
+        """Whether `variable` was made in this strategy's scope."""
+        return getattr(self.value_container(variable), "strategy", None) is self.strategy
+
+    def value_container(self, value: Any) -> Any:
+        """The distributed variable that the component `value` belongs to; else `value` itself."""
+        return getattr(value, "_container", None) or value
+
+    def read_var(self, variable: Any) -> Any:
+        """`variable`'s value; for an ON_READ variable its copies combined."""
+        return variable.read_value()
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Inside, variables are placed with another of this strategy: they always are, so it only checks."""
+        mode = per_thread.modes[-1] if per_thread.modes else None
+        if mode is None or mode.strategy is not self.strategy:
+            raise RuntimeError("colocate_vars_with must be called inside this strategy's scope()")
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                "colocate_vars_with needs a variable made in this strategy's scope, got "
+                f"{colocate_with_variable!r:.60}"
+            )
+        yield
+
+    def update(
+        self,
+        variable: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(component, *args, **kwargs)` for every copy of `variable` on this rank.
+
+        Context: cross-replica; inside run, all replicas call it and their arguments are regrouped.
+        Returns:
+            `Mirrored` of the results, or their tuple with `group=False`.
+        """
+        keywords = dict(kwargs or {})
+        if has_strategy() and not in_cross_replica_context():
+            context = get_replica_context()
+            assert context is not None
+
+            def merge(strategy: Strategy, *merged: Any, **others: Any) -> Any:
+                return self.update(variable, fn, merged, others, group)
+
+            return context.merge_call(merge, tuple(args), keywords)
+        require_cross_replica(self.strategy, "update")
+        return self._group(self._update(variable, fn, tuple(args), keywords), group)
+
+    def _update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        if not isinstance(variable, DistributedVariable):
+            raise AssertionError(
+                f"update needs a variable made in the scope of {self.strategy}, got {variable!r:.60}"
+            )
+        return self._on_each_component(variable.values, fn, args, kwargs)
+
+    def _on_each_component(
+        self,
+        components: Sequence[Any],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        results = []
+        for i, component in enumerate(components):
+            per_thread.updated_replica = i
+            try:
+                own = (component, *select_replica(i, args))
+                results.append(fn(*own, **select_replica(i, kwargs)))
+            finally:
+                per_thread.updated_replica = None
+        return results
+
+    def _group(self, results: list[Any], group: bool) -> Any:
+        if not group:
+            return tuple(results)
+        return results[0] if len(results) == 1 else Mirrored(results)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(*args, **kwargs)` once for each device in `colocate_with`. Context: cross-replica."""
+        require_cross_replica(self.strategy, "update_non_slot")
+        devices = colocate_with if isinstance(colocate_with, (list, tuple)) else (colocate_with,)
+        results = self._on_each_component(
+            devices, lambda _, *a, **k: fn(*a, **k), tuple(args), dict(kwargs or {})
+        )
+        return self._group(results, group)
+
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        """Where state that belongs to no single one of `variables` is kept."""
+        return self.worker_devices
+
+
+def initial_array(initial_value: Any, dtype: Any) -> arrays.Array:
+    """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`."""
+    given = initial_value() if callable(initial_value) else initial_value
+    read = arrays.detach_read(given)
+    if not arrays.is_array(read):
+        read = arrays.as_array(read)
+        if dtype is None and arrays.dtype_name(read) == "float64":
+            dtype = "float32"  # Python's floats, as in tf.distribute and torch
+    return read if dtype is None else arrays.cast(read, dtype)
