@@ -42,7 +42,7 @@ class MPIClusterResolver(ClusterResolver):
     def comm(self) -> Any:
         """The communicator; None when this is a single rank without MPI."""
         mpi = start_mpi()
-        if self._comm is not None and mpi is not None:
+        if self._comm is not None:
             _check_comm(mpi, self._comm)
             return self._comm
         return None if mpi is None else mpi.COMM_WORLD
@@ -87,10 +87,9 @@ def start_mpi() -> Any:
     Raises: TopologyError when the launcher and the MPI library contradict each other.
     """
     environ = {**_taken, **os.environ}
-    try:
-        mpi = _import_mpi()
-    except (ImportError, RuntimeError, OSError) as error:
-        launcher.check_alone(environ, " · ".join(str(error).splitlines()))
+    mpi, why_not = _import_mpi()
+    if mpi is None:
+        launcher.check_alone(environ, why_not)
         return None
     version, path = mpi.Get_library_version(), _library_path()
     if mpi.Is_finalized():
@@ -107,12 +106,16 @@ def start_mpi() -> Any:
     return mpi
 
 
-def _import_mpi() -> Any:
-    if "mpi4py.MPI" not in sys.modules:
-        rc = importlib.import_module("mpi4py").rc
-        rc.initialize = False  # so that the library can be asked for its name before MPI_Init
-        rc.finalize = True if rc.finalize is None else rc.finalize
-    return importlib.import_module("mpi4py.MPI")
+def _import_mpi() -> tuple[Any, str]:
+    """mpi4py.MPI, not initialized if this is its first import; or None and the reason."""
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            rc = importlib.import_module("mpi4py").rc
+            rc.initialize = False  # so that the library can be asked for its name before MPI_Init
+            rc.finalize = True if rc.finalize is None else rc.finalize
+        return importlib.import_module("mpi4py.MPI"), ""
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
+        return None, "; ".join(str(error).splitlines())
 
 
 def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
@@ -131,7 +134,7 @@ def _take_launcher_variables() -> None:
 
 
 def _check_comm(mpi: Any, comm: Any) -> None:
-    if not isinstance(comm, mpi.Intracomm):
+    if mpi is None or not isinstance(comm, mpi.Intracomm):
         raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
     if comm == mpi.COMM_NULL:
         raise ValueError(

@@ -1,0 +1,86 @@
+"""Slurm's short forms of host lists and of tasks per node, as functions of their text."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+MOST_HOSTS = (
+    1 << 20
+)  # a list that expands to more is a typing error; Slurm itself stops at 65,533 nodes
+
+_PART = re.compile(r"([^,\[\]\s]*)(?:\[([^\[\]\s]*)\])?")  # "n1", "t02n[13,41]", "n[001,007-015]"
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")  # "7", "007-015"
+_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")  # "2", "2(x3)"
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Hosts in list order, which is the order in which Slurm numbers nodes: "n[9-11],a1" is n9, n10, n11, a1.
+
+    A bracket may only end a name, as in all that Slurm writes; numbers are padded to the width of their range's
+    lower bound.
+
+    Raises: ValueError for anything else.
+    """
+    hosts: list[str] = []
+    for part in _split(hostlist):
+        match = _PART.fullmatch(part)
+        if not part or match is None:
+            raise ValueError(
+                f"host list {hostlist!r:.200}: {part!r:.80} is not a name, nor a name with one [range] at its end"
+            )
+        prefix, ranges = match.groups()
+        hosts += [prefix] if ranges is None else _numbered(prefix, ranges, hostlist)
+        _check_length(len(hosts), hostlist)
+    return hosts
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """One count per node: "2(x3),1" is 2, 2, 2, 1.
+
+    Raises: ValueError for anything that Slurm would not write.
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f"tasks per node {tasks_per_node!r:.200}: {part!r:.80} is neither N nor N(xREPEAT)"
+            )
+        repeat = int(match[2] or 1)
+        _check_length(len(counts) + repeat, tasks_per_node)
+        counts += [int(match[1])] * repeat
+    return counts
+
+
+def _split(hostlist: str) -> list[str]:
+    """At the commas that are not inside brackets."""
+    cuts, inside = [-1], False
+    for position, character in enumerate(hostlist):
+        if character in "[]":
+            inside = character == "["
+        elif character == "," and not inside:
+            cuts.append(position)
+    cuts.append(len(hostlist))
+    return [hostlist[a + 1 : b] for a, b in itertools.pairwise(cuts)] if hostlist else []
+
+
+def _numbered(prefix: str, ranges: str, hostlist: str) -> list[str]:
+    hosts: list[str] = []
+    for item in ranges.split(","):
+        match = _RANGE.fullmatch(item)
+        if match is None:
+            raise ValueError(
+                f"host list {hostlist!r:.200}: {item!r:.80} is neither a number nor a range a-b"
+            )
+        first, last, width = int(match[1]), int(match[2] or match[1]), len(match[1])
+        if last < first:
+            raise ValueError(f"host list {hostlist!r:.200}: the range {item!r} runs backwards")
+        _check_length(len(hosts) + last - first + 1, hostlist)
+        hosts += [f"{prefix}{number:0{width}d}" for number in range(first, last + 1)]
+    return hosts
+
+
+def _check_length(length: int, text: str) -> None:
+    if length > MOST_HOSTS:
+        raise ValueError(f"{text!r:.200} expands to more than {MOST_HOSTS} nodes")

@@ -1,0 +1,215 @@
+"""The tasks of a Slurm step, from the variables that srun sets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.gpus import VISIBLE_DEVICES, visible_gpus
+from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.task_placement import Place, place_tasks
+from mpistrat.errors import TopologyError
+from mpistrat.topology import Topology
+
+RANK = "SLURM_PROCID"  # "3"
+NUM_TASKS = "SLURM_STEP_NUM_TASKS"  # "5"
+NODE_LIST = "SLURM_STEP_NODELIST"  # "n[9-11],a1", in the order in which Slurm numbers the nodes
+TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x2),1", in that order
+DISTRIBUTION = (
+    "SLURM_DISTRIBUTION"  # "block", "cyclic", "plane", "plane=2", "cyclic:block", "arbitrary"
+)
+PLANE_SIZE = "SLURM_DIST_PLANESIZE"  # "2", with the distribution "plane"
+ARBITRARY_LIST = "SLURM_ARBITRARY_NODELIST"  # "n9,n9,n10": the host of every task, with the distribution "arbitrary"
+NODE_ID = "SLURM_NODEID"  # "1": this task's node, by its place in the list; a cross-check
+GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"  # "1", "a100:2": Slurm itself has bound each task to its GPUs
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """The tasks of this Slurm step.
+
+    Args:
+        jobs: tasks of each type, default all workers. Types take ranks in alphabetical order: {"worker": 3, "ps": 1}
+            makes rank 0 the ps.
+        port_base: port of the first task of each node; the following ones count on.
+        gpus_per_node, gpus_per_task: default what CUDA_VISIBLE_DEVICES or nvidia-smi shows, shared out evenly;
+            a cluster without GPUs needs neither.
+        tasks_per_node: {host: tasks}, or one number for every host, default what Slurm says.
+        auto_set_gpu: let `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, if it has any of its own.
+    `task_type`, `task_id` and `master()` answer once `cluster_spec()` was called.
+    Raises: TopologyError when a variable is missing, or when they contradict each other or the arguments;
+        ValueError when one cannot be read.
+    """
+
+    launcher = "slurm"
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | str | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        environ: MutableMapping[str, str] | None = None,
+    ):
+        super().__init__(rpc_layer=rpc_layer)
+        self._environ = os.environ if environ is None else environ
+        self._rank = self._number(RANK)
+        self._jobs = (
+            _counts("jobs", jobs) if jobs is not None else {"worker": self._number(NUM_TASKS)}
+        )
+        self._port_base = port_base
+        self._places = self._place(tasks_per_node)
+        self._check_own_place()
+        self._auto_set_gpu = auto_set_gpu
+        asked = None in (gpus_per_node, gpus_per_task) or VISIBLE_DEVICES in self._environ
+        self._visible = visible_gpus(self._environ) if asked else ()
+        self._gpus_per_task = self._share_gpus(gpus_per_node, gpus_per_task)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The step's tasks. Sets this resolver's task_type and task_id, and CUDA_VISIBLE_DEVICES unless told not to."""
+        cluster: dict[str, list[str]] = {}
+        first = 0
+        for job, count in sorted(self._jobs.items()):
+            if first <= self._rank < first + count:
+                self._task_type, self._task_id = job, self._rank - first
+            cluster[job] = [
+                f"{place.host}:{self._port_base + place.local_rank}"
+                for place in self._places[first : first + count]
+            ]
+            first += count
+        if self._auto_set_gpu and self._gpus_per_task:
+            self._environ[VISIBLE_DEVICES] = ",".join(self._own_gpus())
+        return ClusterSpec(cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """(task_type, task_id); (None, None) before `cluster_spec()` was called."""
+        return self.task_type, self.task_id
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The given or own task's address, '' as long as `cluster_spec()` was not called."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        return format_master_url(
+            self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer
+        )
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """{"GPU": GPUs of each task}."""
+        return {"GPU": self._gpus_per_task}
+
+    def topology(self) -> Topology:
+        """Every task of the step is a rank, whatever its type."""
+        return Topology.from_hosts(
+            self._rank, [place.host for place in self._places], self.launcher
+        )
+
+    def _place(self, tasks_per_node: int | str | Mapping[str, int] | None) -> list[Place]:
+        tasks = self._tasks_of_nodes(tasks_per_node)
+        total, wanted = sum(count for _, count in tasks), sum(self._jobs.values())
+        if wanted != total:
+            raise TopologyError(
+                f"the jobs {self._jobs} have {wanted} tasks, but the step has {total} "
+                f"({self._shown(NODE_LIST, TASKS_PER_NODE, NUM_TASKS)}): ask srun for as many tasks as the jobs have"
+            )
+        distribution = self._environ.get(DISTRIBUTION, "block")
+        if distribution == "plane" and PLANE_SIZE in self._environ:
+            distribution = f"plane={self._environ[PLANE_SIZE]}"
+        return place_tasks(
+            tasks, distribution, expand_hostlist(self._environ.get(ARBITRARY_LIST, ""))
+        )
+
+    def _tasks_of_nodes(
+        self, tasks_per_node: int | str | Mapping[str, int] | None
+    ) -> list[tuple[str, int]]:
+        if isinstance(tasks_per_node, Mapping):
+            counts = _counts("tasks_per_node", tasks_per_node)
+            listed = expand_hostlist(self._environ.get(NODE_LIST, ""))
+            order = listed.index if set(counts) <= set(listed) else _natural
+            return sorted(counts.items(), key=lambda item: order(item[0]))
+        hosts = expand_hostlist(self._variable(NODE_LIST))
+        if tasks_per_node is not None:
+            return [(host, _count("tasks_per_node", tasks_per_node)) for host in hosts]
+        return list(zip(hosts, expand_tasks_per_node(self._variable(TASKS_PER_NODE)), strict=False))
+
+    def _check_own_place(self) -> None:
+        if self._rank >= len(self._places):
+            raise TopologyError(
+                f"this task's number, {self._shown(RANK)}, is not one of the step's {len(self._places)} tasks"
+            )
+        node = self._places[self._rank].node
+        if NODE_ID in self._environ and self._number(NODE_ID) != node:
+            raise TopologyError(
+                f"rank {self._rank} would be on node {node} of the list, but Slurm says {self._shown(NODE_ID)} "
+                f"({self._shown(NODE_LIST, TASKS_PER_NODE, DISTRIBUTION, PLANE_SIZE)}). These variables describe "
+                f"another step, or a distribution that they do not tell; MPIClusterResolver asks MPI instead."
+            )
+
+    def _share_gpus(self, per_node: int | None, per_task: int | None) -> int:
+        most_tasks = max(place.local_rank for place in self._places) + 1
+        if GPUS_PER_TASK in self._environ and per_node is None and per_task is None:
+            self._auto_set_gpu = False  # each task sees only its own
+            return len(self._visible)
+        per_node = len(self._visible) if per_node is None else _count("gpus_per_node", per_node)
+        per_task = per_node // most_tasks if per_task is None else _count("gpus_per_task", per_task)
+        if most_tasks * per_task > per_node:
+            raise TopologyError(
+                f"{most_tasks} tasks of one node with gpus_per_task={per_task} need {most_tasks * per_task} GPUs, "
+                f"but each node has {per_node}: ask for fewer tasks per node, or lower gpus_per_task"
+            )
+        return per_task
+
+    def _own_gpus(self) -> list[str]:
+        first = self._places[self._rank].local_rank * self._gpus_per_task
+        own = range(first, first + self._gpus_per_task)
+        # The ids that Slurm made visible, not their positions: without cgroups a job may own GPUs 2 and 3.
+        known = len(self._visible) >= own.stop
+        return [self._visible[index] if known else str(index) for index in own]
+
+    def _variable(self, name: str) -> str:
+        if name not in self._environ:
+            raise TopologyError(
+                f"{name} is not set: SlurmClusterResolver describes a step, so start this program with srun. Under "
+                f"mpirun, MPIClusterResolver asks MPI instead."
+            )
+        return self._environ[name]
+
+    def _number(self, name: str) -> int:
+        text = self._variable(name)
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            raise TopologyError(f"{name}={text!r} is not a number; srun sets it")
+        return int(text)
+
+    def _shown(self, *names: str) -> str:
+        return ", ".join(f"{name}={self._environ[name]}" for name in names if name in self._environ)
+
+
+def _natural(host: str) -> list[tuple[int, int, str]]:
+    """Sorts n9 before n10."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", host)
+    return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts]
+
+
+def _counts(name: str, counts: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(counts, Mapping) or not all(isinstance(key, str) for key in counts):
+        raise TypeError(f"{name} must be a dict of names to numbers of tasks, got {counts!r}")
+    return {key: _count(f"{name}[{key!r}]", count) for key, count in counts.items()}
+
+
+def _count(name: str, value: int | str) -> int:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r}: expected a number from 0 on")
+    return value

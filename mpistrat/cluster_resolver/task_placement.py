@@ -1,0 +1,80 @@
+"""Which node does each task of a Slurm step run on? Slurm tells the tasks of each node, and how it dealt them out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpistrat.errors import TopologyError
+
+
+class Place(NamedTuple):
+    """Where one task runs."""
+
+    node: int  # position of its node in Slurm's list
+    host: str
+    local_rank: int  # position among the tasks of its node, in task order
+
+
+def place_tasks(
+    tasks_of_nodes: Sequence[tuple[str, int]],
+    distribution: str = "block",
+    host_of_task: Sequence[str] = (),
+) -> list[Place]:
+    """The place of every task, in task order.
+
+    Args:
+        tasks_of_nodes: host and number of tasks of each node, in Slurm's order.
+        distribution: what `srun -m` takes. "block" fills one node after the other, "cyclic" gives every node one task
+            in turn, "plane=2" two; full nodes are passed over. What stands after the first ":" or "," is about cores.
+        host_of_task: for "arbitrary": the host of each task.
+    Raises: TopologyError when the distribution is unknown, or when `host_of_task` contradicts the rest.
+    """
+    counts = [count for _, count in tasks_of_nodes]
+    nodes = _nodes_of_tasks(tasks_of_nodes, counts, re.split("[:,]", distribution)[0], host_of_task)
+    seen = [0] * len(counts)
+    places = []
+    for node in nodes:
+        places.append(Place(node, tasks_of_nodes[node][0], seen[node]))
+        seen[node] += 1
+    return places
+
+
+def _nodes_of_tasks(
+    tasks_of_nodes: Sequence[tuple[str, int]],
+    counts: list[int],
+    distribution: str,
+    host_of_task: Sequence[str],
+) -> list[int]:
+    if distribution in ("block", "unknown", "*", ""):
+        return _dealt(counts, max(counts, default=1))
+    if distribution == "cyclic":
+        return _dealt(counts, 1)
+    plane = re.fullmatch(r"plane=([0-9]{1,9})", distribution)
+    if plane and int(plane[1]):
+        return _dealt(counts, int(plane[1]))
+    if distribution == "arbitrary" and host_of_task:
+        number = {host: node for node, (host, _) in enumerate(tasks_of_nodes)}
+        nodes = [number.get(host, -1) for host in host_of_task]
+        if [nodes.count(node) for node in range(len(counts))] != counts or -1 in nodes:
+            raise TopologyError(
+                f"the tasks are on {list(host_of_task)}, but the step's nodes and tasks are {tasks_of_nodes}"
+            )
+        return nodes
+    raise TopologyError(
+        f"the task distribution {distribution!r} does not say which task runs where (known: block, cyclic, plane=N, "
+        f"and arbitrary with SLURM_ARBITRARY_NODELIST); MPIClusterResolver asks MPI instead"
+    )
+
+
+def _dealt(counts: list[int], at_once: int) -> list[int]:
+    """Nodes get up to `at_once` tasks in turn until each has its count."""
+    left = list(counts)
+    nodes: list[int] = []
+    while any(left):
+        for node, rest in enumerate(left):
+            dealt = min(at_once, rest)
+            nodes += [node] * dealt
+            left[node] -= dealt
+    return nodes

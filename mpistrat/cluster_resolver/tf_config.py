@@ -1,0 +1,136 @@
+"""The cluster of the TF_CONFIG variable, read again at every question."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+
+# {"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 1},
+#  "rpc_layer": "grpc", "session_master": "n1:8888"}; each key may be missing
+TF_CONFIG = "TF_CONFIG"
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Args: task_type, task_id, rpc_layer, environment: instead of what TF_CONFIG says.
+
+    Raises: ValueError (json.JSONDecodeError is one), by the methods, when TF_CONFIG does not describe a cluster.
+    """
+
+    launcher = "tf_config"
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | str | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ):
+        super().__init__(task_type, None if task_id is None else _index(task_id), rpc_layer)
+        self._given_environment = environment
+        self._environ = environ
+
+    def cluster_spec(self) -> ClusterSpec:
+        cluster = self._config().get("cluster", {})
+        try:
+            return ClusterSpec(cluster)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'{TF_CONFIG}: bad "cluster": {error}') from None
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The given or own task's address; "session_master" as it stands when set; '' for fewer than two tasks.
+
+        Raises: ValueError when the task is not in the cluster.
+        """
+        session_master = self._config().get("session_master")
+        if session_master is not None:
+            return str(session_master)
+        spec = self.cluster_spec()
+        if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
+            return ""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            raise ValueError(
+                f"{TF_CONFIG} names {sum(map(spec.num_tasks, spec.jobs))} tasks and not which of them this process is: "
+                f'give "task": {{"type": …, "index": …}}, or task_type and task_id'
+            )
+        return format_master_url(spec.task_address(job, index), rpc_layer or self.rpc_layer)
+
+    @property
+    def environment(self) -> str | None:
+        return self._given_environment
+
+    @property
+    def task_type(self) -> str | None:
+        if self._task_type is not None:
+            return str(self._task_type)
+        task_type = self._task().get("type")
+        return None if task_type is None else str(task_type)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        if self._task_id is not None:
+            return self._task_id
+        index = self._task().get("index")
+        return None if index is None else _index(index)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = None if task_id is None else _index(task_id)
+
+    @property
+    def rpc_layer(self) -> str | None:
+        if self._rpc_layer is not None:
+            return self._rpc_layer
+        layer = self._config().get("rpc_layer")
+        return None if layer is None else str(layer)
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def _config(self) -> dict[str, Any]:
+        return parse_tf_config(
+            (os.environ if self._environ is None else self._environ).get(TF_CONFIG, "{}")
+        )
+
+    def _task(self) -> dict[str, Any]:
+        task = self._config().get("task", {})
+        if not isinstance(task, dict):
+            raise ValueError(
+                f'{TF_CONFIG}: "task" must be {{"type": …, "index": …}}, got {task!r:.80}'
+            )
+        return task
+
+
+def parse_tf_config(text: str) -> dict[str, Any]:
+    """Raises: ValueError, and nothing else, when `text` is not the JSON of an object."""
+    try:
+        config = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{TF_CONFIG} is nested too deeply: {text[:80]!r}…") from None
+    if not isinstance(config, dict):
+        raise ValueError(
+            f'{TF_CONFIG} must be a JSON object such as {{"cluster": {{"worker": ["n1:8888"]}}}}, got {text[:80]!r}'
+        )
+    return config
+
+
+def _index(index: Any) -> int:
+    try:
+        return int(index)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"a task index must be a number, got {index!r:.80}") from None
