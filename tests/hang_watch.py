@@ -138,5 +138,13 @@ def stacks_text(folder: Path) -> str:
         failure = folder / f"failed-{rank}.txt"
         if failure.exists():
             parts.append(f"failed with:\n{failure.read_text().rstrip()}\nand now stands here:\n")
-        parts.append(path.read_text() or "wrote no stack: it was stopped, or it had already left\n")
+        parts.append(_without_harness(path.read_text()) or "wrote no stack: stopped, or gone\n")
     return "".join(parts)
+
+
+def _without_harness(stacks: str) -> str:
+    """Leave out this module's own thread, and pytest's frames below the test's."""
+    harness = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
+    threads = [text for text in stacks.split("\n\n") if "in _watch\n" not in text]
+    lines = [line for text in threads for line in text.splitlines() if line.strip()]
+    return "".join(f"{line}\n" for line in lines if not any(part in line for part in harness))

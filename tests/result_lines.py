@@ -8,29 +8,33 @@ import pytest
 
 
 class ResultLines:
-    """A pytest plugin that writes `{"test": …, "outcome": "started|passed|failed|skipped"}` lines."""
+    """A pytest plugin that writes lines `{"test": …, "outcome": "started|passed|failed|skipped", "text": …}`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
-        self._outcome = "passed"
+        self._outcome, self._text = "passed", ""
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._write(report.nodeid, "failed")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._outcome = "passed"
+        self._outcome, self._text = "passed", ""
         self._write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or (report.skipped and self._outcome == "passed"):
             self._outcome = report.outcome
+        if report.failed:
+            sections = [f"{f' {title} ':-^80}\n{text}" for title, text in report.sections]
+            self._text = "\n".join([report.longreprtext, *sections])
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._write(nodeid, self._outcome)
+        self._write(nodeid, self._outcome, self._text)
 
-    def _write(self, nodeid: str, outcome: str) -> None:
-        self._file.write(json.dumps({"test": nodeid, "outcome": outcome}) + "\n")
+    def _write(self, nodeid: str, outcome: str, text: str = "") -> None:
+        record = {"test": nodeid, "outcome": outcome, "text": text}
+        self._file.write(json.dumps(record) + "\n")
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Results:
     """What a file of result lines says so far; a test that started and never ended has failed."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> "Results":
@@ -46,6 +51,7 @@ class Results:
             for line in path.read_text().splitlines():
                 record = json.loads(line)
                 results.outcomes[record["test"]] = record["outcome"]
+                results.texts[record["test"]] = record["text"]
         return results
 
     def count(self, *outcomes: str) -> int:

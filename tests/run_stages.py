@@ -59,14 +59,17 @@ class Stage:
             command = launcher.command(self.ranks, [*command, "--with-mpi"])
             env = launcher.environment()
         for _ in range(1 + NEW_LAUNCHES):
-            known = len(Results.read(lines).outcomes)
+            known = Results.read(lines).outcomes
             output = Path(tempfile.mkdtemp(dir=folder))
             code, text = _launch(command, {**env, "MPISTRAT_TEST_OUTPUT": str(output)})
             self.output += text + _stacks_not_printed(output)
             results = Results.read(lines)
-            # A launch that got to its end has no test that only started.
-            if "started" not in list(results.outcomes.values())[known:]:
-                break
+            new = [test for test in results.outcomes if test not in known]
+            if not any(results.outcomes[test] == "started" for test in new):
+                break  # it got to its end, and pytest has shown what failed
+            for test in new:
+                if results.outcomes[test] == "failed":
+                    self.output += f"\n{f' {test} ':_^100}\n{results.texts[test]}\n"
         self.passed, self.skipped = results.count("passed"), results.count("skipped")
         self.failed = results.count("failed", "started")
         if code not in (0, NO_TESTS_COLLECTED) and not self.failed:

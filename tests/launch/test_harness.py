@@ -1,5 +1,6 @@
 """The test harness itself, on tests that fail and hang on purpose."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -46,7 +47,7 @@ def run_tests(launcher: Launcher, folder: Path, body: str, ranks: int = 2, *argu
 
 def assert_stacks_of_all(job: Job, ranks: int) -> None:
     for rank in range(ranks):
-        assert re.search(rf"-+ rank{rank} -+\n(failed with:(.|\n)*?)?Timeout", job.stderr), (
+        assert re.search(rf"-+ rank{rank} -+\n(failed with:(.|\n)*?)?Thread 0x", job.stderr), (
             job.output
         )
 
@@ -160,7 +161,8 @@ def test_c(): pass
     job = run_tests(launcher, tmp_path, body, 2, "--results", "lines")
     assert job.returncode != 0
     lines = (tmp_path / "lines").read_text().splitlines()
-    assert [line.split('"')[-2] for line in lines] == ["started", "passed", "started"]
+    outcomes = [json.loads(line)["outcome"] for line in lines]
+    assert outcomes == ["started", "passed", "started"]
 
     rest = run_tests(launcher, tmp_path, body, 2, "--leave-out", "lines")
     assert rest.returncode == 0

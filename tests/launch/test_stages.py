@@ -30,6 +30,7 @@ def test_goes_on_after_a_hang_and_a_crash(project: Path, mpi: str) -> None:
     (project / "test_it.py").write_text("""
 import os, time, pytest
 def test_a(): pass
+def test_fails(): assert not "shown all the same"
 @pytest.mark.time_limit(1)
 def test_hangs():
     if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1": time.sleep(100)
@@ -39,8 +40,9 @@ def test_d(): pass
 """)
     some = stage(mpi, ranks=2)
     some.run()
-    assert (some.passed, some.failed) == (3, 2), some.output
+    assert (some.passed, some.failed) == (3, 3), some.output
     assert "HUNG: test_it.py::test_hangs" in some.output
+    assert "AssertionError: assert not 'shown all the same'" in some.output
 
 
 def test_counts_without_mpi(project: Path) -> None:
