@@ -39,7 +39,7 @@ def as_array(value: Any) -> Array:
     """`value` if it is an array; a NumPy array made of a Python number or a list of them else."""
     if is_array(value):
         return value
-    if isinstance(value, PYTHON_NUMBERS) or isinstance(value, (list, tuple)):
+    if isinstance(value, (*PYTHON_NUMBERS, list, tuple)):
         array = np.asarray(value)
         if array.dtype.kind in "biufc":
             return array

@@ -6,6 +6,7 @@ ranks whose dictionaries were filled in different orders agree; everything else 
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,10 +26,11 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 def rebuild(like: Any, children: list[Any]) -> Any:
     """A structure of `like`'s type with `children` in the order of its elements (or keys)."""
     if isinstance(like, Mapping):
+        make: Any = type(like)
         pairs = dict(zip(like, children, strict=True))
-        if isinstance(like, dict) and hasattr(like, "default_factory"):
-            return type(like)(like.default_factory, pairs)
-        return type(like)(pairs)  # type: ignore[call-arg]
+        if isinstance(like, collections.defaultdict):
+            return make(like.default_factory, pairs)
+        return make(pairs)
     if hasattr(like, "_fields"):
         return type(like)(*children)
     return type(like)(children)

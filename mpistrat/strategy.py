@@ -35,6 +35,8 @@ class Strategy:
     _cluster_resolver: ClusterResolver | None = None
     _gradients: str | None = None
     _mirroring: Mirroring | None = None
+    # Set by compute_average_loss: the gradients of averaged losses are to be summed.
+    losses_are_averaged = False
 
     @property
     def extended(self) -> StrategyExtended:
@@ -111,10 +113,11 @@ class Strategy:
         require_cross_replica(self, "reduce")
         flat = nest.flatten(value)
         label = nest.describe(value) if nest.is_structure(value) else ""
-        if axis is None:
-            reduced = self._reduce_elements(op, flat, label)
-        else:
-            reduced = self._reduce_axis(op, flat, axis, label)
+        reduced = (
+            self._reduce_elements(op, flat, label)
+            if axis is None
+            else self._reduce_axis(op, flat, axis, label)
+        )
         return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
 
     def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:

@@ -312,9 +312,9 @@ class StrategyExtended:
             raise AssertionError(
                 f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
             )
-        if isinstance(value, arrays.PYTHON_NUMBERS) or arrays.is_array(value):
-            if not (arrays.as_array(value) != 0).any():
-                return value
+        number = isinstance(value, arrays.PYTHON_NUMBERS)
+        if (number or arrays.is_array(value)) and not (arrays.as_array(value) != 0).any():
+            return value  # zero, however often it counts
         raise ValueError(
             "SUM needs a value per replica, as run returns it: a plain value might be meant to count "
             f"once, or once per replica; got {value!r:.80}"
@@ -381,7 +381,7 @@ class StrategyExtended:
         """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
         if self.communicator.size == 1:
             return value
-        if isinstance(value, IndexedSlices) or isinstance(value, arrays.PYTHON_NUMBERS):
+        if isinstance(value, (IndexedSlices, *arrays.PYTHON_NUMBERS)):
             return self.communicator.broadcast_object(value, label="first replica's value")
         host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
         self.communicator.broadcast(host, label="first replica's value")

@@ -169,6 +169,7 @@ class PlainVariable(Variable):
         self.synchronization = synchronization
         self.aggregation = aggregation
         self._container: DistributedVariable | None = None
+        self.strategy: Strategy | None = None  # None for a component, whose container has it
 
     @property
     def shape(self) -> tuple[int, ...]:

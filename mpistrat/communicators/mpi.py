@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +36,15 @@ def _view(buffer: Array) -> np.ndarray:
             bits = {1: torch.uint8, 2: torch.int16}[buffer.element_size()]
             return buffer.detach().view(bits).numpy()
     return buffer
+
+
+def _as(buffer: Array, view: np.ndarray) -> Array:
+    """The inverse of `_view`: a NumPy array as an array of `buffer`'s library and dtype."""
+    if is_torch(buffer):
+        import torch
+
+        return torch.from_numpy(view).view(buffer.dtype)
+    return view
 
 
 class MpiCommunicator(Communicator):
@@ -74,14 +83,10 @@ class MpiCommunicator(Communicator):
             self.comm.Allgatherv([view, view.size, element], [gathered, lengths, element])
         finally:
             element.Free()
-        parts = []
-        for part, shape in zip(np.split(gathered, np.cumsum(lengths)[:-1]), shapes, strict=True):
-            part = part.reshape(shape if buffer.ndim else ())
-            if is_torch(buffer):
-                import torch
-
-                part = torch.from_numpy(part).view(buffer.dtype)
-            parts.append(part)
+        parts: list[Array] = []
+        for piece, shape in zip(np.split(gathered, np.cumsum(lengths)[:-1]), shapes, strict=True):
+            part = piece.reshape(shape if buffer.ndim else ())
+            parts.append(_as(buffer, part))
         return parts
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
@@ -94,7 +99,7 @@ class MpiCommunicator(Communicator):
         self.comm.Barrier()
 
     def split(self, color: int, key: int = 0) -> MpiCommunicator:
-        return MpiCommunicator(self.comm.Split(color, key))
+        return MpiCommunicator(cast("MPI.Intracomm", self.comm.Split(color, key)))
 
     def abort(self, code: int) -> NoReturn:
         sys.stdout.flush()
@@ -114,12 +119,12 @@ def communicator_for(comm: MPI.Intracomm) -> Communicator:
     """
     if comm.Get_size() == 1:
         return LocalCommunicator()
-    ours = comm.Get_attr(_CACHED)
+    ours = cast("CheckedCommunicator | None", comm.Get_attr(_CACHED))
     if ours is None:
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
         ours = CheckedCommunicator(MpiCommunicator(duplicate), name)
         comm.Set_attr(_CACHED, ours)
-        job_end.watch(ours)
+        job_end.watch(ours, duplicate)
     return ours

@@ -16,13 +16,14 @@ from mpistrat.values import DistributedValues, Mirrored, PerReplica
 def check_destinations(destinations: Any) -> None:
     """ValueError unless `destinations` names devices: a string, an array, a distributed value."""
     if isinstance(destinations, str):
-        if destinations:
-            return
-    elif (
-        isinstance(destinations, (DistributedValues, IndexedSlices))
-        or arrays.is_array(destinations)
-        or hasattr(destinations, "assign")
-    ):
+        valid = bool(destinations)
+    else:
+        valid = (
+            isinstance(destinations, (DistributedValues, IndexedSlices))
+            or arrays.is_array(destinations)
+            or hasattr(destinations, "assign")  # a variable
+        )
+    if valid:
         return
     raise ValueError(
         "destinations must be a distributed value, a variable, an array or the name of a device; got "

@@ -68,12 +68,16 @@ class DistributedDataset(Iterable[Any]):
                 first, end = slice_bounds(
                     size, extended.first_replica_id + i, extended.num_replicas_in_sync
                 )
-                slices.append(nest.map_structure(lambda leaf, a=first, b=end: leaf[a:b], batch))
+                slices.append(_slice(batch, first, end))
             yield regroup_batches(slices)
 
 
 def regroup_batches(batches: list[Any]) -> Any:
     return batches[0] if len(batches) == 1 else regroup(batches)
+
+
+def _slice(batch: Any, first: int, end: int) -> Any:
+    return nest.map_structure(lambda leaf: leaf[first:end], batch)
 
 
 def _batch_size(leaf: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.utils.data as data
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BATCHES_PER_MESSAGE = 64
 
 
-def is_map_style(dataset: Any) -> bool:
+def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
     """Whether `dataset` is a DataLoader of batches whose examples can be asked for by index."""
     return (
         isinstance(dataset, data.DataLoader)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mpistrat.context import get_replica_context, has_strategy
-from mpistrat.pytorch.registry import Registry
+from mpistrat.pytorch.registry import BufferSlot, Registry
 
 if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
@@ -39,7 +39,7 @@ def flag_written(snapshots: Sequence[Snapshot], flags: np.ndarray) -> None:
 
 def average(
     extended: StrategyExtended,
-    registry: Registry,
+    slots: Sequence[BufferSlot],
     snapshots: Sequence[Snapshot],
     flags: np.ndarray,
 ) -> None:
@@ -66,8 +66,8 @@ def average(
                 pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
                 for tensor, piece in zip(own, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))  # type: ignore[union-attr]
-    for slot in registry.buffers:
-        slot.settle()
+    for i in map(int, np.flatnonzero(flags)):
+        slots[i].settle([taken[i][0] for taken in snapshots])
 
 
 def average_before_state_dict(module: torch.nn.Module, strategy: Any) -> None:
@@ -92,4 +92,4 @@ def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
     if any(written):
         copies = virtual_replicas.copies_of_buffers(strategy.extended, slots)
         snapshots = [[(tensor, True) for tensor in own] for own in copies]
-        average(strategy.extended, registry, snapshots, np.ones(len(slots), np.int32))
+        average(strategy.extended, slots, snapshots, np.ones(len(slots), np.int32))

@@ -87,7 +87,7 @@ class GradientReducer:
     def _reduction_rule(self) -> str:
         if self._rule is not None:
             return self._rule
-        if getattr(self._strategy, "losses_are_averaged", False):
+        if self._strategy.losses_are_averaged:
             return "sum"
         raise RuntimeError(
             f"backward() over {self._extended.num_replicas_in_sync} replicas: are gradients to be summed "
@@ -152,11 +152,11 @@ class GradientReducer:
         views = self._flat.reduce(communicator, dense, parameters, contributions, scale)
         for slot, view in zip(dense, views, strict=True):
             reduced[slot] = view
-        for slot in np.flatnonzero(used == _SPARSE):
+        for slot in map(int, np.flatnonzero(used == _SPARSE)):
             reduced[slot] = self._reduce_sparse(
                 parameters[slot], [gradients[slot] for gradients in contributions], scale
             )
-        buffers.average(self._extended, self.registry, snapshots, flags[_HEADER + slots :])
+        buffers.average(self._extended, self.registry.buffers, snapshots, flags[_HEADER + slots :])
         return [
             reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
             for i in range(len(everyone))

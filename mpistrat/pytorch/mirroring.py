@@ -115,11 +115,12 @@ class Mirroring:
                 self.registry.add_parameter(name, parameter)
         for name, module, key in slots:
             if not self.registry.knows_buffer(module, key):
-                slot = self.registry.add_buffer(name, module, key)
+                self.registry.add_buffer(name, module, key)
                 buffers.average_before_state_dict(module, self._strategy)
-                slot.settle()
+        fresh = {(id(module), key) for _, module, key in slots}
         for slot in self.registry.buffers:
-            slot.settle()
+            if (id(slot.module()), slot.key) in fresh:
+                slot.settle([slot.tensor()])
 
     def _agree(self, described: list[str]) -> None:
         communicator = self._extended.communicator
@@ -138,7 +139,8 @@ class Mirroring:
             return
         pending = list(tensors)
         while pending:
-            pack, length = [], 0
+            pack: list[torch.Tensor] = []
+            length = 0
             while pending and (not pack or length + pending[0].nbytes <= _BYTES_PER_BROADCAST):
                 length += pending[0].nbytes
                 pack.append(pending.pop(0))

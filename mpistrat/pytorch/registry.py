@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,21 +17,21 @@ class BufferSlot:
     name: str
     module: weakref.ref[torch.nn.Module]
     key: str
-    seen: tuple[int, int] = (0, 0)  # identity and version of the tensor when it was last in step
+    # Identity and version of the tensors, one per replica of this rank, when they were last equal.
+    settled: frozenset[tuple[int, int]] = frozenset()
 
     def tensor(self) -> torch.Tensor | None:
         module = self.module()
         return None if module is None else module._buffers.get(self.key)
 
     def written(self) -> bool:
-        """Whether the buffer has changed since `settle`."""
+        """Whether the buffer of the replica that runs here has changed since `settle`."""
         tensor = self.tensor()
-        return tensor is not None and (id(tensor), _version(tensor)) != self.seen
+        return tensor is not None and (id(tensor), _version(tensor)) not in self.settled
 
-    def settle(self) -> None:
-        tensor = self.tensor()
-        if tensor is not None:
-            self.seen = (id(tensor), _version(tensor))
+    def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
+        """Remember that `copies`, one per replica of this rank, are equal on all replicas now."""
+        self.settled = frozenset((id(c), _version(c)) for c in copies if c is not None)
 
 
 def _version(tensor: torch.Tensor) -> int:

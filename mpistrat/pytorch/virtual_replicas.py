@@ -38,6 +38,13 @@ class TorchState:
         now = torch.get_rng_state()
         if self._left is None or not torch.equal(now, self._left):
             self._generators = [now.clone() for _ in range(self._count)]
+        for index, slot in enumerate(self._registry.buffers):
+            tensor = slot.tensor()
+            if index not in self._buffers[-1] and tensor is not None:
+                copies = [tensor.clone() for _ in range(1, self._count)]
+                for own, copy in zip(self._buffers[1:], copies, strict=True):
+                    own[index] = copy
+                slot.settle([tensor, *copies])
 
     def end(self) -> None:
         """A run has ended, with replica 0's state out."""
@@ -70,21 +77,17 @@ class TorchState:
     def switch(self, leaving: int, entering: int) -> None:
         away, out = self._gradients[leaving], self._gradients[entering]
         away.clear()
-        for slot, parameter in enumerate(self._registry.parameters()):
+        for i, parameter in enumerate(self._registry.parameters()):
             if parameter is not None:
                 if parameter.grad is not None:
-                    away[slot] = parameter.grad
-                parameter.grad = out.get(slot)
+                    away[i] = parameter.grad
+                parameter.grad = out.get(i)
         for index, slot in enumerate(self._registry.buffers):
             module, tensor = slot.module(), slot.tensor()
             if module is None or tensor is None:
                 continue
             self._buffers[leaving][index] = tensor
-            own = self._buffers[entering].get(index)
-            if own is None:
-                own = tensor.clone()
-                self._buffers[entering][index] = own
-            module._buffers[slot.key] = own
+            module._buffers[slot.key] = self._buffers[entering].get(index, tensor)
         self._generators[leaving] = torch.get_rng_state()
         torch.set_rng_state(self._generators[entering])
 
