@@ -1,0 +1,124 @@
+"""The recorded cases of a folder, and what replays them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from conformance import (
+    encoding,
+    replay_contexts,
+    replay_cross_device_ops,
+    replay_custom_ops,
+    replay_extended,
+    replay_merge_call,
+    replay_multi_worker,
+    replay_reduce,
+    replay_replica_collectives,
+    replay_resolvers,
+    replay_run,
+    replay_variable_uses,
+    replay_variables,
+)
+from conformance.outcomes import CannotInterpret, Failed
+from conformance.stage import Handler, Stage
+
+RECORDED = Path(__file__).parent / "golden"
+
+
+def _of_one_process(handler: Callable[[dict[str, Any]], Any]) -> Handler:
+    return lambda stage: _with_failures(handler(stage.case))
+
+
+def _with_failures(result: Any) -> Any:
+    """`result` with the errors of probed fields, `{"raised": error}`, as this driver has them."""
+    if isinstance(result, dict):
+        if set(result) == {"raised"}:
+            return Failed(result["raised"])
+        return {name: _with_failures(child) for name, child in result.items()}
+    return result
+
+
+_RESOLVERS: dict[str, Handler] = {
+    op: _of_one_process(handler) for op, handler in replay_resolvers.HANDLERS.items()
+}
+RESOLVER_AREAS = ("cluster_spec", "resolvers", "slurm", "multi_worker_util")
+HANDLERS: dict[str, dict[str, Handler]] = {
+    "contexts": replay_contexts.HANDLERS,
+    "run": replay_run.HANDLERS,
+    "merge_call": replay_merge_call.HANDLERS,
+    "reduce": replay_reduce.HANDLERS,
+    "gather": replay_reduce.HANDLERS,
+    "replica_collectives": replay_replica_collectives.HANDLERS,
+    "cross_device_ops": {**replay_cross_device_ops.HANDLERS, **replay_custom_ops.HANDLERS},
+    "extended": replay_extended.HANDLERS,
+    "variables": {**replay_variables.HANDLERS, **replay_variable_uses.HANDLERS},
+    "multi_worker": replay_multi_worker.HANDLERS,
+    **dict.fromkeys(RESOLVER_AREAS, _RESOLVERS),
+}
+
+# What other parts of the project replay, once they are there.
+LATER_AREAS = {
+    "autoshard": "input",
+    "distribute_dataset": "input",
+    "datasets_from_function": "input",
+    "input_context": "input",
+    "coordinator": "parameter serving",
+    "partitioners": "parameter serving",
+    "sharded_variable": "parameter serving",
+    "preemption": "fault tolerance",
+    "tpu_topology": "TPU",
+}
+LATER_OPS = {
+    ("multi_worker", "distribute_dataset"): "input",
+    ("multi_worker", "distribute_datasets_from_function"): "input",
+    ("resolvers", "kubernetes_resolver"): "cloud resolvers",
+    ("resolvers", "gce_resolver"): "cloud resolvers",
+    ("resolvers", "gce_set_task_type"): "cloud resolvers",
+    ("resolvers", "tpu_resolver"): "TPU",
+}
+
+
+def folder() -> Path:
+    """The folder to replay: MPISTRAT_GOLDEN, or the recorded cases of this project."""
+    return Path(os.environ.get("MPISTRAT_GOLDEN") or RECORDED)
+
+
+def load(path: Path) -> Iterator[dict[str, Any]]:
+    """Every case of `path` that this part of the project replays, in a fixed order."""
+    files = sorted(path.glob("*.json"))
+    if not files:
+        raise FileNotFoundError(
+            f"no recorded cases in {path}; set MPISTRAT_GOLDEN to a folder of them"
+        )
+    for file in files:
+        for case in json.loads(file.read_text())["cases"]:
+            area, op = case["area"], case["program"]["op"]
+            if area not in LATER_AREAS and (area, op) not in LATER_OPS:
+                yield case
+
+
+def libraries(case: dict[str, Any]) -> tuple[encoding.Library, ...]:
+    """The array libraries to replay `case` with: both, where it has arrays and both have its dtypes."""
+    if case["program"]["op"].startswith("grad_"):
+        return ("torch",)  # NumPy has no gradients
+    if case["area"] in (*RESOLVER_AREAS, "contexts") or case["replicas"] == 0:
+        return ("numpy",)
+    dtypes = {*encoding.dtypes(case["inputs"]), *encoding.dtypes(case["program"])}
+    return tuple(
+        library
+        for library in encoding.LIBRARIES
+        if all(encoding.has_dtype(library, dtype) for dtype in dtypes)
+    )
+
+
+def replay(stage: Stage) -> Any:
+    """Run the program of a case. An error is the caller's to judge."""
+    area, op = stage.case["area"], stage.program["op"]
+    handler = HANDLERS.get(area, {}).get(op)
+    if handler is None:
+        raise CannotInterpret(f"no handler for op {op!r} of area {area!r}")
+    return handler(stage)

@@ -1,0 +1,94 @@
+"""Where this project differs from the recording on purpose: the rules of differences.toml."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conformance import differing_resolvers, differing_results
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = Path(__file__).parent / "differences.toml"
+_ABSENT = object()
+_SHORT = {"op": "program.op", "error": "expect.error"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Cases whose fields have the values in `match`; they must come to `instead`.
+
+    `match` maps dotted fields of a case ("op" is short for "program.op", "error" for "expect.error") to a
+    value, or to a list of values of which one must fit. Some texts stand for more than themselves: "a*" fits
+    what starts with a, ">1" and "<0" numbers, "zeros" numbers and lists that hold only zeros, "null" None,
+    "absent" a field that is not there.
+    """
+
+    reason: str
+    match: dict[str, Any]
+    instead: dict[str, Any]
+
+    def applies(self, case: dict[str, Any]) -> bool:
+        return all(_fits(wanted, _field(case, path)) for path, wanted in self.match.items())
+
+    def expectation(self, case: dict[str, Any]) -> Any:
+        """What the case must come to, encoded as in the recording."""
+        (kind,) = self.instead
+        given = self.instead[kind]
+        if kind == "error":
+            return {"error": given, "error_bases": [], "error_strict": True}
+        if kind == "expect":
+            return given
+        if kind == "computed":
+            module = differing_results if hasattr(differing_results, given) else differing_resolvers
+            compute: Callable[[dict[str, Any]], Any] = getattr(module, given)
+            return compute(case)
+        raise ValueError(f"instead must be error, expect or computed, not {kind!r}")
+
+
+def _field(case: dict[str, Any], path: str) -> Any:
+    value: Any = case
+    for name in _SHORT.get(path, path).split("."):
+        value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
+    return value
+
+
+def _fits(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, list):
+        return any(_fits_one(one, value) for one in wanted)
+    return _fits_one(wanted, value)
+
+
+def _fits_one(wanted: Any, value: Any) -> bool:
+    if not isinstance(wanted, str):
+        return type(value) is type(wanted) and bool(value == wanted)
+    if wanted == "absent":
+        return value is _ABSENT
+    if wanted == "null":
+        return value is None
+    if wanted == "zeros":
+        return value is not _ABSENT and value is not None and not np.any(value)
+    if wanted[0] in "<>" and isinstance(value, int):
+        bound = int(wanted[1:])
+        return value > bound if wanted[0] == ">" else value < bound
+    if wanted.endswith("*"):
+        return isinstance(value, str) and value.startswith(wanted[:-1])
+    return bool(value == wanted)
+
+
+def load() -> list[Difference]:
+    rules = tomllib.loads(FILE.read_text())["difference"]
+    return [Difference(**rule) for rule in rules]
+
+
+def find(rules: list[Difference], case: dict[str, Any]) -> Difference | None:
+    """The first rule that applies to `case`."""
+    return next((rule for rule in rules if rule.applies(case)), None)

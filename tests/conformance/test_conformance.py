@@ -1,0 +1,84 @@
+"""Replays cases that TensorFlow recorded: `pytest tests/conformance`, or under mpiexec with --with-mpi.
+
+At s ranks every case whose n replicas can be split over them is replayed with n / s replicas per rank.
+MPISTRAT_GOLDEN=FOLDER replays other recorded cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conformance import cases, differences, splits
+from conformance.comparison import check
+from conformance.outcomes import attempt
+from conformance.stage import Stage
+
+RULES = differences.load()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "stage" not in metafunc.fixturenames:
+        return
+    rank, size = _place(metafunc.config)
+    marks = [pytest.mark.mpi(min_size=size)] if size > 1 else []
+    metafunc.parametrize(
+        "stage",
+        [
+            pytest.param(
+                Stage(case, library, rank, size), id=f"{case['id']}-{library}", marks=marks
+            )
+            for case in cases.load(cases.folder())
+            if splits.fits(case, size)
+            for library in cases.libraries(case)
+        ],
+    )
+
+
+def _place(config: pytest.Config) -> tuple[int, int]:
+    if not config.option.with_mpi:
+        return 0, 1
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def _expectation(case: dict[str, Any]) -> Any:
+    rule = differences.find(RULES, case)
+    return case["expect"] if rule is None else rule.expectation(case)
+
+
+def test_case(stage: Stage) -> None:
+    expect = splits.on_rank(stage.case, _expectation(stage.case), stage.rank, stage.size)
+    check(expect, attempt(lambda: cases.replay(stage)))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.reason[:40])
+def test_difference_is_needed(rule: differences.Difference, pytestconfig: pytest.Config) -> None:
+    """Each rule applies to a recorded case, and one of them does not come to what was recorded."""
+    rank, size = _place(pytestconfig)
+    ruled = [case for case in cases.load(cases.RECORDED) if differences.find(RULES, case) is rule]
+    assert ruled, f"no recorded case for the rule {rule.match}"
+    here = [
+        Stage(case, library, rank, size)
+        for case in ruled
+        if splits.fits(case, size)
+        for library in cases.libraries(case)
+    ]
+    if size == 1 and here:
+        assert not all(_as_recorded(stage) for stage in here), "the library does as TensorFlow does"
+
+
+def _as_recorded(stage: Stage) -> bool:
+    outcome = attempt(lambda: cases.replay(stage))
+    try:
+        check(stage.case["expect"], outcome)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_what_comes_later_is_not_there_yet() -> None:
+    for area, op in cases.LATER_OPS:
+        assert op not in cases.HANDLERS[area], f"{op} of {area} can be replayed: list it no longer"
