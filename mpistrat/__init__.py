@@ -1,6 +1,7 @@
 """The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
 from mpistrat import cluster_resolver as cluster_resolver
+from mpistrat import compat as compat
 from mpistrat import errors as errors
 from mpistrat import experimental as experimental
 from mpistrat.context import get_replica_context as get_replica_context

@@ -57,7 +57,10 @@ def get_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is in force on this thread."""
-    return bool(per_thread.modes)
+    modes = per_thread.modes
+    return bool(modes) and (
+        _default_mode is None or modes[-1].strategy is not _default_mode.strategy
+    )
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import arrays, nest
 from mpistrat.context import entered, per_thread, require_cross_replica
+from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.reduce_op import ReduceOp
@@ -150,9 +151,7 @@ class Strategy:
         counts: list[list[Any]] = []
         try:
             for leaf in flat:
-                components = [
-                    arrays.as_array(arrays.detach_read(c)) for c in extended.components(leaf)
-                ]
+                components = [as_dense(component) for component in extended.components(leaf)]
                 axes = [arrays.check_axes(component, axis) for component in components]
                 sums.append(
                     [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
@@ -187,7 +186,7 @@ class Strategy:
             return (value,)
         if isinstance(value, DistributedValues):
             return value.values
-        if nest.is_structure(value) and nest.flatten(value):
+        if nest.is_structure(value):
             return tuple(select_replica(i, value) for i in range(self._extended.num_local_replicas))
         return (value,)
 
@@ -264,6 +263,14 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+
+def as_dense(component: Any) -> arrays.Array:
+    """A component of any kind, a number or sparse rows too, as an array cut off from autograd."""
+    if isinstance(component, IndexedSlices):
+        zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
+        return arrays.scatter(zeros, component.indices, component.values, "add")
+    return arrays.as_array(arrays.detach_read(component))
 
 
 class _Scope:

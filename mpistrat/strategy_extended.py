@@ -73,8 +73,6 @@ class StrategyExtended:
     experimental_between_graph = False
     experimental_should_init = True
     experimental_require_static_shapes = False
-    should_checkpoint = True
-    should_save_summary = True
     # Whether the components of values are wrapped: one-replica strategies never do.
     wraps_values = True
 
@@ -89,7 +87,7 @@ class StrategyExtended:
         self.strategy = strategy
         self.communicator = communicator
         self.worker_devices = tuple(worker_devices)
-        self.num_local_replicas = len(self.worker_devices)
+        self.num_local_replicas = len(worker_devices)
         self.num_replicas_in_sync = communicator.size * self.num_local_replicas
         self.first_replica_id = communicator.rank * self.num_local_replicas
         self.options = options or _DEFAULT_OPTIONS
@@ -100,6 +98,16 @@ class StrategyExtended:
             ReplicaContext(strategy, self.first_replica_id + i, i)
             for i in range(self.num_local_replicas)
         ]
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank is the one to save checkpoints: the first."""
+        return self.communicator.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank is the one to write logs: the first."""
+        return self.communicator.rank == 0
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

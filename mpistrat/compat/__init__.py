@@ -1,0 +1,1 @@
+"""Names of earlier versions of tf.distribute."""
