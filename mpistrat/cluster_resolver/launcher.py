@@ -70,7 +70,7 @@ def library_name(version: str) -> str:
     """The first words of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH 5.0.2"."""
     line = version.strip("\0 \n").split("\n")[0].split(",")[0]
     return (
-        re.sub(r"\s+", " ", re.sub(r"\s*[Vv]ersion\s*:\s*", " ", line)).strip() or "an unknown MPI"
+        re.sub(r"\s+", " ", re.sub(r"(?i)\s*version\s*:\s*", " ", line)).strip() or "an unknown MPI"
     )
 
 

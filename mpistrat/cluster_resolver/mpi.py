@@ -17,9 +17,7 @@ from mpistrat.topology import Topology
 
 NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
 
-# The launcher's variables, taken out of os.environ so that child processes do not take themselves for ranks, and kept
-# here because every later resolver of this process checks them again.
-_taken: dict[str, str] = {}
+_started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
 
 
 class MPIClusterResolver(ClusterResolver):
@@ -83,26 +81,30 @@ class MPIClusterResolver(ClusterResolver):
 def start_mpi() -> Any:
     """mpi4py.MPI, initialized and checked against the launcher; None for a single rank without MPI.
 
-    Called by: every rank, as MPI_Init is. Later calls only check again.
+    Called by: every rank, as MPI_Init is. Takes the launcher's variables out of os.environ, so that child processes
+    do not take themselves for ranks.
     Raises: TopologyError when the launcher and the MPI library contradict each other.
     """
-    environ = {**_taken, **os.environ}
-    mpi, why_not = _import_mpi()
+    global _started
+    mpi, why_not = (_started, "") if _started else _import_mpi()
     if mpi is None:
-        launcher.check_alone(environ, why_not)
+        launcher.check_alone(os.environ, why_not)
         return None
-    version, path = mpi.Get_library_version(), _library_path()
     if mpi.Is_finalized():
         raise TopologyError(
-            "MPI has been finalized in this process: strategies must be built before MPI_Finalize"
+            "MPI was finalized in this process: build strategies before MPI_Finalize"
         )
+    if _started:
+        return mpi
+    version, path = mpi.Get_library_version(), _library_path()
     if not mpi.Is_initialized():
-        launcher.check_library(environ, version, path)
-        _initialize(mpi, launcher.read_claim(environ, launcher.library_family(version)))
-    launcher.check_world(
-        environ, version, mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank(), path
-    )
-    _take_launcher_variables()
+        launcher.check_library(os.environ, version, path)
+        _initialize(mpi, launcher.read_claim(os.environ, launcher.library_family(version)))
+    world = mpi.COMM_WORLD
+    launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
+    for name in filter(launcher.confuses_children, list(os.environ)):
+        del os.environ[name]
+    _started = mpi
     return mpi
 
 
@@ -126,11 +128,6 @@ def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
         # mpi4py guesses from PMI_SIZE what check_world knows
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         mpi.Init_thread(level)
-
-
-def _take_launcher_variables() -> None:
-    for name in [name for name in os.environ if launcher.confuses_children(name)]:
-        _taken[name] = os.environ.pop(name)
 
 
 def _check_comm(mpi: Any, comm: Any) -> None:

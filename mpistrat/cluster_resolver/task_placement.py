@@ -59,7 +59,7 @@ def _nodes_of_tasks(
         nodes = [number.get(host, -1) for host in host_of_task]
         if [nodes.count(node) for node in range(len(counts))] != counts or -1 in nodes:
             raise TopologyError(
-                f"the tasks are on {list(host_of_task)}, but the step's nodes and tasks are {tasks_of_nodes}"
+                f"the tasks are on {list(host_of_task)}, but the step's nodes have {list(tasks_of_nodes)}"
             )
         return nodes
     raise TopologyError(
