@@ -6,6 +6,7 @@ arrays, dtype names shared by all libraries, and the way between a device and ho
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +49,12 @@ def as_array(value: Any) -> Array:
 
 def dtype_name(array: Array) -> str:
     """The dtype's name as all libraries spell it: "float32", "bfloat16", "int64", "bool"."""
-    return str(array.dtype).removeprefix("torch.")
+    return _name_of(array.dtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def itemsize(array: Array) -> int:
@@ -97,15 +103,6 @@ def zeros(shape: Sequence[int], like: Array) -> Array:
     """Zeros of `shape` with `like`'s library, dtype and device."""
     xp = api.array_namespace(like)
     return xp.zeros(tuple(shape), dtype=like.dtype, device=api.device(like))
-
-
-def empty_like(array: Array) -> Array:
-    """An array like `array` (C-contiguous), its elements not yet set."""
-    if is_torch(array):
-        import torch
-
-        return torch.empty_like(array)
-    return np.empty_like(array)
 
 
 def cast(array: Array, dtype: Any) -> Array:

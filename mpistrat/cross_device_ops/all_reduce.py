@@ -13,6 +13,7 @@ from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
+from mpistrat.recycled_buffers import RecycledBuffers
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
 
@@ -115,6 +116,7 @@ class MpiAllReduce(CrossDeviceOps):
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self._results = RecycledBuffers()
 
     def reduce_implementation(
         self,
@@ -178,7 +180,7 @@ class MpiAllReduce(CrossDeviceOps):
     def _reduce_pack(self, group: list[Array], label: str) -> list[Array]:
         if len(group) == 1:
             host = arrays.to_host(group[0])
-            total = arrays.empty_like(host)
+            total = self._results.like(host)
             self.communicator.all_reduce(host, out=total, label=label)
             return [arrays.to_device_of(total, group[0])]
         flat = arrays.to_host(arrays.concatenate([value.reshape(-1) for value in group]))

@@ -1,0 +1,75 @@
+"""Comparing contestants in one run: interleaved rounds, medians, and a record of the machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpi4py import MPI
+
+ROUNDS = 9
+
+
+def compare(contestants: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
+    """Median microseconds per call; each round times `repeat` calls of each contestant in turn.
+
+    Called by: every rank. A round's time is the slowest rank's.
+    """
+    rounds: dict[str, list[float]] = {name: [] for name in contestants}
+    for call in contestants.values():
+        for _ in range(max(2, repeat // 10)):
+            call()
+    for _ in range(ROUNDS):
+        for name, call in contestants.items():
+            MPI.COMM_WORLD.Barrier()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            seconds = MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
+            rounds[name].append(seconds / repeat * 1e6)
+    return {name: statistics.median(times) for name, times in rounds.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    with open("/proc/cpuinfo") as lines:
+        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": cores,
+        "ranks": MPI.COMM_WORLD.size,
+        "oversubscribed": cores < MPI.COMM_WORLD.size,
+        "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def report(title: str, rows: list[dict[str, Any]], path: str | None) -> None:
+    """Print `rows` as a table on rank 0; with `path`, also write them with the machine as JSON."""
+    if MPI.COMM_WORLD.rank != 0:
+        return
+    columns = list(rows[0])
+    cells = [columns] + [[_cell(row[column]) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    where = machine()
+    print(
+        f"\n{title} · {where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['cores']} cores"
+    )
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if path:
+        with open(path, "w") as file:
+            json.dump({"title": title, "machine": where, "rows": rows}, file, indent=1)
+            file.write("\n")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,87 @@
+"""What a call of mpistrat costs beside the bare one.
+
+python benchmarks/overheads.py                 # strategy.run of an empty function
+mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's Allreduce
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from measurement import compare, report
+from mpi4py import MPI
+
+import mpistrat as ms
+
+
+def empty() -> None:
+    pass
+
+
+def run_of_nothing() -> list[dict[str, Any]]:
+    one = ms.OneDeviceStrategy("cpu:0")
+    ranks = ms.MultiWorkerMirroredStrategy()
+    two = ms.MirroredStrategy(["cpu:0", "cpu:1"], comm=MPI.COMM_SELF)
+    medians = compare(
+        {
+            "one replica, OneDevice": lambda: one.run(empty),
+            "one replica, MultiWorkerMirrored": lambda: ranks.run(empty),
+            "two replicas in one rank": lambda: two.run(empty),
+        },
+        repeat=1000,
+    )
+    limits = {"two replicas in one rank": 100.0}
+    return [
+        {"strategy.run of an empty function": name, "us": us, "limit us": limits.get(name, 10.0)}
+        for name, us in medians.items()
+    ]
+
+
+def all_reduce() -> list[dict[str, Any]]:
+    """`ReplicaContext.all_reduce`, checks on, beside Allreduce on prebuilt NumPy buffers."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    rows = []
+
+    def measure(elements: int, repeat: int) -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        send = np.ones(elements, np.float32)
+        receive = np.empty_like(send)
+        medians = compare(
+            {
+                "raw": lambda: MPI.COMM_WORLD.Allreduce(send, receive),
+                "mpistrat": lambda: context.all_reduce("sum", send),
+            },
+            repeat,
+        )
+        raw, ours = medians["raw"], medians["mpistrat"]
+        rows.append(
+            {
+                "all_reduce, bytes": send.nbytes,
+                "raw us": raw,
+                "mpistrat us": ours,
+                "difference us": ours - raw,
+                "ratio": ours / raw,
+            }
+        )
+
+    for elements, repeat in ((1, 2000), (1 << 12, 500), (1 << 18, 50), (1 << 22, 10)):
+        strategy.run(measure, (elements, repeat))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--json", help="prefix of the files to write, e.g. benchmarks/results/mpich-"
+    )
+    prefix = parser.parse_args().json
+    report("strategy.run", run_of_nothing(), prefix and f"{prefix}run.json")
+    if MPI.COMM_WORLD.size > 1:
+        report("all_reduce", all_reduce(), prefix and f"{prefix}all_reduce.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""One training step of an MLP of 4.2 million parameters beside raw MPI and DistributedDataParallel.
+
+    mpiexec -n 2 python benchmarks/training_step.py
+
+Batch 64 per rank, SGD, one compute thread per rank; the contestants take turns in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from measurement import compare, report
+from mpi4py import MPI
+
+import mpistrat as ms
+
+WIDTH, LAYERS, BATCH = 1024, 4, 64
+
+
+def mlp() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 10))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(MPI.COMM_WORLD.rank)
+    x = torch.randn(BATCH, WIDTH, generator=generator)
+    return x, torch.randint(0, 10, (BATCH,), generator=generator)
+
+
+def alone() -> Callable[[], object]:
+    """The step of one rank that talks to nobody."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def raw_mpi() -> Callable[[], object]:
+    """The loop that people write with mpi4py: gradients into one flat buffer, Allreduce, and back."""
+    model = mlp()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    x, y = batch()
+    flat = np.empty(sum(p.numel() for p in parameters), np.float32)
+    pieces = torch.from_numpy(flat).split([p.numel() for p in parameters])
+    size = MPI.COMM_WORLD.size
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        for piece, parameter in zip(pieces, parameters, strict=True):
+            piece.copy_(parameter.grad.view(-1))  # type: ignore[union-attr]
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
+        np.divide(flat, size, out=flat)
+        for piece, parameter in zip(pieces, parameters, strict=True):
+            parameter.grad.view(-1).copy_(piece)  # type: ignore[union-attr]
+        optimizer.step()
+
+    return step
+
+
+def raw_mpi_views() -> Callable[[], object]:
+    """The best of such loops: every `.grad` is a view of the buffer that MPI reduces."""
+    model = mlp()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    x, y = batch()
+    flat = np.zeros(sum(p.numel() for p in parameters), np.float32)
+    whole = torch.from_numpy(flat)
+    pieces = whole.split([p.numel() for p in parameters])
+    for piece, parameter in zip(pieces, parameters, strict=True):
+        parameter.grad = piece.view(parameter.shape)
+    size = MPI.COMM_WORLD.size
+
+    def step() -> None:
+        whole.zero_()
+        (torch.nn.functional.cross_entropy(model(x), y) / size).backward()
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
+        optimizer.step()
+
+    return step
+
+
+def with_mpistrat() -> Callable[[], object]:
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+    with strategy.scope():
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = batch()
+
+    def replica_step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return lambda: strategy.run(replica_step)
+
+
+def with_ddp() -> Callable[[], object]:
+    """torch DistributedDataParallel on gloo, its TCP store on a free port of this machine."""
+    comm = MPI.COMM_WORLD
+    port = None
+    if comm.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    port = comm.bcast(port)
+    store = dist.TCPStore("127.0.0.1", port, comm.size, is_master=comm.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    model = torch.nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-"
+    )
+    prefix = parser.parse_args().json
+    torch.set_num_threads(1)
+    contestants = {
+        "one rank alone": alone(),
+        "raw MPI, flat buffer": raw_mpi(),
+        "raw MPI, .grad in the buffer": raw_mpi_views(),
+        "mpistrat": with_mpistrat(),
+        "DDP, gloo": with_ddp(),
+    }
+    medians = compare(contestants, repeat=5)
+    ours = medians["mpistrat"]
+    rows: list[dict[str, Any]] = [
+        {"training step": name, "ms": us / 1000, "mpistrat / this": ours / us}
+        for name, us in medians.items()
+    ]
+    report("training step, MLP of 4.2 M parameters", rows, prefix and f"{prefix}training_step.json")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

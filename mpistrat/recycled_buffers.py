@@ -1,0 +1,47 @@
+"""Host memory for results: fresh pages cost as much as the reduction that fills them."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_torch, itemsize, num_elements
+
+_SMALLEST = 1 << 16  # below, the allocators recycle pages themselves
+# References to a buffer that nothing but this module uses: the list, the loop variable, the argument.
+_OWN_REFERENCES = 3
+
+
+class RecycledBuffers:
+    """Hands out uninitialized arrays; their memory is used again once nothing refers to it.
+
+    Args:
+        kept: how many buffers to keep; the largest idle memory is that of the last `kept` results.
+    """
+
+    def __init__(self, kept: int = 4) -> None:
+        self._kept = kept
+        self._buffers: list[np.ndarray] = []
+
+    def like(self, array: Array) -> Array:
+        """A C-contiguous array of the shape and dtype of `array`, a NumPy array or a CPU tensor."""
+        nbytes = num_elements(array) * itemsize(array)
+        if is_torch(array):
+            import torch
+
+            if nbytes < _SMALLEST:
+                return torch.empty(array.shape, dtype=array.dtype)
+            return torch.from_numpy(self._take(nbytes)).view(array.dtype).view(array.shape)
+        if nbytes < _SMALLEST:
+            return np.empty(array.shape, array.dtype)
+        return self._take(nbytes).view(array.dtype).reshape(array.shape)
+
+    def _take(self, nbytes: int) -> np.ndarray:
+        """A buffer of exactly `nbytes` that no array shares; arrays made of it keep it in use."""
+        for buffer in self._buffers:
+            if buffer.nbytes == nbytes and sys.getrefcount(buffer) == _OWN_REFERENCES:
+                return buffer
+        buffer = np.empty(nbytes, np.uint8)
+        self._buffers = [buffer, *self._buffers][: self._kept]
+        return buffer
