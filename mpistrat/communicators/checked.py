@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.call_site import call_site
 from mpistrat.communicators.communicator import REDUCTIONS, Communicator
 from mpistrat.errors import CollectiveMismatchError
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class CheckedCommunicator(Communicator):
@@ -28,6 +26,7 @@ class CheckedCommunicator(Communicator):
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective this rank is inside of, else None. Read by the
             watcher of `job_end` on another thread.
+        splits: the communicators that were made of this one.
     """
 
     def __init__(self, inner: Communicator, name: str) -> None:
@@ -37,7 +36,7 @@ class CheckedCommunicator(Communicator):
         self.name = name
         self.calls = 0
         self.waiting_in: tuple[Any, ...] | None = None
-        self._splits = 0
+        self.splits: list[CheckedCommunicator] = []
         self._digests: dict[tuple[Any, ...], int] = {}
         self._agreement = np.empty(2, np.int64)
 
@@ -81,8 +80,9 @@ class CheckedCommunicator(Communicator):
         self._agree(("split",))
         inner = self.inner.split(color, key)
         self.waiting_in = None
-        self._splits += 1
-        return CheckedCommunicator(inner, f"{self.name}/{self._splits}:{color}")
+        part = CheckedCommunicator(inner, f"{self.name}/{len(self.splits)}:{color}")
+        self.splits.append(part)
+        return part
 
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)
@@ -108,20 +108,13 @@ class CheckedCommunicator(Communicator):
         agreement[1] = -digest
         self.inner.all_reduce(agreement, "max")
         if agreement[0] + agreement[1] != 0:
-            everyone = self.inner.all_gather_object((signature, _call_site()))
+            everyone = self.inner.all_gather_object((signature, call_site(sys._getframe(1))))
             self.waiting_in = None
             raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
 
 
-def _call_site() -> str:
-    """The innermost frame outside this package: where the user's program made the call."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _describe(signature: tuple[Any, ...]) -> str:
+def describe(signature: tuple[Any, ...]) -> str:
+    """A collective as a user would write it."""
     operation, *rest = signature
     if operation == "raise":
         return f"raised {rest[0]}: {rest[1]}"
@@ -136,7 +129,7 @@ def _explain(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> str:
         if r == len(everyone) or everyone[r] != everyone[start]:
             ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
             signature, site = everyone[start]
-            lines.append(f"  {ranks}: {_describe(signature)}\n      at {site}")
+            lines.append(f"  {ranks}: {describe(signature)}\n      at {site}")
             start = r
     return (
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"

@@ -5,7 +5,6 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
-import sys
 import uuid
 from typing import Any, NoReturn, cast
 
@@ -102,10 +101,7 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(cast("MPI.Intracomm", self.comm.Split(color, key)))
 
     def abort(self, code: int) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.comm.Abort(code)
-        raise AssertionError("MPI_Abort returned")
+        job_end.abort(code)
 
 
 _CACHED = MPI.Comm.Create_keyval()

@@ -1,0 +1,96 @@
+"""Who has left a group of ranks, who waits there, and whether that is the end of the job.
+
+The registrar, one rank of each group, is told when a rank leaves and when a rank has waited for a while inside
+a collective. Every collective is one that all ranks of its communicator must enter. So the job is over
+exactly if a rank has left after fewer collectives on a communicator than another has entered; a rank that
+still works on its own, however long, is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Ranks that all leave with a failing sys.exit do so a moment apart.
+SECONDS_TO_LEAVE_TOGETHER = 1.0
+
+_ADVICE = (
+    "Every rank must make the same calls. Did it skip some: another number of batches, a `return` or sys.exit()"
+    " for one rank only, an `if rank == 0:` around a collective?"
+)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rank has ended its program. `calls` counts the collectives it entered, by communicator name."""
+
+    rank: int
+    who: str
+    how: str
+    code: int
+    calls: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A rank is in its `call`-th collective on a communicator, and has been for a while."""
+
+    rank: int
+    who: str
+    communicator: str
+    call: int
+    collective: str
+    site: str
+
+
+class Registrar:
+    """Hears what happens in a group of `size` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._left: dict[int, Left] = {}
+        self._furthest: dict[str, Waits] = {}
+        self._first_failure: tuple[float, Left] | None = None
+
+    def hear(self, message: Left | Waits, now: float) -> None:
+        if isinstance(message, Left):
+            self._left[message.rank] = message
+            if message.code and self._first_failure is None:
+                self._first_failure = now, message
+        else:
+            known = self._furthest.get(message.communicator)
+            if known is None or message.call > known.call:
+                self._furthest[message.communicator] = message
+
+    def all_left(self) -> bool:
+        return len(self._left) == self._size
+
+    def verdict(self, now: float) -> tuple[str, int] | None:
+        """Why the job is over, and the exit code to end it with; None while it is not."""
+        if self.all_left() or not self._left:
+            return None
+        for waits in self._furthest.values():
+            missing = [
+                left
+                for left in self._left.values()
+                if left.calls.get(waits.communicator, waits.call) < waits.call
+            ]
+            if missing:
+                return _never_comes(missing, waits), next((m.code for m in missing if m.code), 1)
+        if self._first_failure is not None:
+            since, left = self._first_failure
+            if now - since > SECONDS_TO_LEAVE_TOGETHER:
+                text = f"{left.who} {left.how} while {self._size - len(self._left)} of {self._size} ranks still worked."
+                return text, left.code
+        return None
+
+
+def _never_comes(missing: list[Left], waits: Waits) -> str:
+    first = missing[0]
+    others = ", ".join(str(left.rank) for left in missing[1:9])
+    more = f" (so did rank {others}{', …' if len(missing) > 9 else ''})" if others else ""
+    return (
+        f"{first.who} {first.how}{more}, but another rank waits for it in a collective.\n"
+        f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
+        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n"
+        f"      at {waits.site}\n{_ADVICE}"
+    )

@@ -1,0 +1,243 @@
+"""The whole job ends when one of its ranks fails, or leaves while another waits for it.
+
+An uncaught exception calls MPI_Abort. A rank that comes to its end tells the registrar (`departures`) of each
+group it is in and waits, before MPI_Finalize, until all ranks of the group have come to theirs. While it runs, a
+thread looks five times a second whether this rank is stuck in a collective, and tells the registrar.
+The messages go over a duplicate of the group's communicator; the thread needs MPI_THREAD_MULTIPLE.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from mpistrat.communicators import checked
+from mpistrat.communicators.call_site import call_site
+from mpistrat.communicators.checked import CheckedCommunicator
+from mpistrat.communicators.departures import Left, Registrar, Waits
+from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
+
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_UNTIL_STUCK = 0.5
+SECONDS_TO_BE_KILLED = 2.0
+
+
+def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
+    """From now on the job ends when one rank of `communicator`, whose ranks are those of `comm`, fails or leaves early.
+
+    Collective over `comm`. Splits of `communicator` are watched with it.
+    """
+    global _watch
+    if _watch is None:
+        _watch = _Watch(comm)
+    _watch.add(communicator, comm)
+
+
+class _Group:
+    """Ranks that hear of each other's leaving, and the communicators within them."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.members = comm.Get_group()
+        self.communicators: list[CheckedCommunicator] = []
+        self._comm = comm.Dup()
+        self._registrar = Registrar(comm.size) if comm.rank == 0 else None
+        self._unsent: list[MPI.Request] = []
+        self._all_left = MPI.REQUEST_NULL
+        self._stuck: dict[str, _Stuck] = {}
+
+    def contains(self, comm: MPI.Intracomm) -> bool:
+        group = comm.Get_group()
+        translated = group.Translate_ranks(None, self.members)
+        group.Free()
+        return MPI.UNDEFINED not in translated
+
+    def look(self, who: str) -> None:
+        """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
+        now = time.monotonic()
+        for communicator in _with_splits(self.communicators):
+            if communicator.waiting_in is None:
+                continue
+            stuck = self._stuck.get(communicator.name)
+            if stuck is None or stuck.call != communicator.calls:
+                self._stuck[communicator.name] = _Stuck(communicator.calls, now)
+            elif not stuck.told and now - stuck.since >= SECONDS_UNTIL_STUCK:
+                signature = communicator.waiting_in
+                if signature is not None:
+                    stuck.told = True
+                    collective = checked.describe(signature)
+                    site = _site_of_collective()
+                    self._tell(
+                        Waits(self._comm.rank, who, communicator.name, stuck.call, collective, site)
+                    )
+        self._hear()
+
+    def leave(self, who: str, end: ProgramExit) -> None:
+        calls = {one.name: one.calls for one in _with_splits(self.communicators)}
+        self._tell(Left(self._comm.rank, who, end.how, end.code, calls))
+        self._all_left = self._comm.Ibarrier()
+
+    def all_left(self) -> bool:
+        """Called until it is true, after `leave`."""
+        self._hear()
+        self._unsent = [request for request in self._unsent if not request.Test()]
+        heard_all = self._registrar is None or self._registrar.all_left()
+        return self._all_left.Test() and heard_all and not self._unsent
+
+    def _tell(self, message: Left | Waits) -> None:
+        self._unsent = [request for request in self._unsent if not request.Test()]
+        self._unsent.append(self._comm.isend(message, 0))
+
+    def _hear(self) -> None:
+        if self._registrar is None:
+            return
+        now = time.monotonic()
+        while (arrived := self._comm.improbe()) is not None:
+            self._registrar.hear(arrived.recv(), now)
+        verdict = self._registrar.verdict(now)
+        if verdict is not None:
+            text, code = verdict
+            _end_job(f"ending the job: {text}", code)
+
+
+class _Stuck:
+    def __init__(self, call: int, since: float) -> None:
+        self.call, self.since = call, since
+        self.told = False
+
+
+class _Watch:
+    """What this process does for the job's end; made once."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._pid = os.getpid()
+        world = MPI.COMM_WORLD
+        numbered = f"rank {comm.rank} of {comm.size}"
+        if comm.size != world.size:
+            numbered += f" (rank {world.rank} of MPI_COMM_WORLD)"
+        self._who = f"{numbered} ({socket.gethostname()}, pid {self._pid})"
+        self._groups: list[_Group] = []
+        self._has_left = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if not sys.flags.interactive and not hasattr(sys, "ps1"):
+            self._previous_excepthook = sys.excepthook
+            sys.excepthook = self._excepthook
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            remember_exits()
+            self._thread = threading.Thread(
+                target=self._look_out, name="mpistrat job end", daemon=True
+            )
+            self._thread.start()
+            # Handlers run last in, first out, and mpi4py finalizes MPI after all of them.
+            atexit.register(self._leave)
+            # A program may call MPI_Finalize itself, which begins by deleting the attributes of MPI_COMM_SELF.
+            keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._leave())
+            MPI.COMM_SELF.Set_attr(keyval, self)
+        elif comm.rank == 0:
+            warnings.warn(
+                "MPI was started without MPI_THREAD_MULTIPLE: a rank that ends while others wait for it leaves the job"
+                ' hanging. Set mpi4py.rc.thread_level = "multiple" (its default) before mpi4py.MPI is imported.',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def add(self, communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
+        if self._thread is None:
+            return
+        group = next((group for group in self._groups if group.contains(comm)), None)
+        if group is None:
+            group = _Group(comm)
+            self._groups.append(group)
+        group.communicators.append(communicator)
+
+    def _look_out(self) -> None:
+        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+            for group in list(self._groups):
+                group.look(self._who)
+
+    def _leave(self) -> None:
+        if self._has_left or os.getpid() != self._pid or MPI.Is_finalized():
+            return
+        self._has_left = True
+        assert self._thread is not None
+        self._stop.set()
+        self._thread.join()
+        end = program_exit()
+        if end.failed:
+            _end_job(f"ending the job: {self._who} {end.how}", end.code)
+        _flush()
+        try:
+            for group in self._groups:
+                group.leave(self._who, end)
+            pause = 0.001
+            waiting = list(self._groups)
+            while waiting := [group for group in waiting if not group.all_left()]:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+        except KeyboardInterrupt:
+            _end_job(f"ending the job: {self._who} was interrupted", 130)
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._pid or MPI.Is_finalized() or hasattr(sys, "ps1"):
+            self._previous_excepthook(kind, error, trace)
+            return
+        # Written in one piece: other ranks may write at the same time.
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            self._previous_excepthook(kind, error, trace)
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        _end_job(f"{self._who} failed; ending the job\n{text.getvalue()}", code)
+
+
+_watch: _Watch | None = None
+
+
+def _with_splits(communicators: list[CheckedCommunicator]) -> Iterator[CheckedCommunicator]:
+    for communicator in list(communicators):
+        yield communicator
+        yield from _with_splits(communicator.splits)
+
+
+def _site_of_collective() -> str:
+    """Where a thread of this process called the collective it is in."""
+    for frame in sys._current_frames().values():
+        inner = frame
+        while inner is not None and inner.f_code.co_filename != checked.__file__:
+            inner = inner.f_back  # type: ignore[assignment]
+        if inner is not None:
+            return call_site(frame)
+    return "an unknown place"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+            stream.flush()
+
+
+def abort(code: int) -> NoReturn:
+    """End all processes of the job with exit code `code`."""
+    _flush()
+    MPI.COMM_WORLD.Abort(code)
+    time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once it has told the launcher
+    os._exit(code)
+
+
+def _end_job(text: str, code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"\nmpistrat: {text}\n")
+    abort(code)
