@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -83,7 +84,8 @@ def _launch(command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
         texts = [text or "" for text in (late.stdout, late.stderr)]
         return 1, "".join(map(str, texts)) + f"\nkilled after {SECONDS_PER_LAUNCH:g} s\n"
     left = [f"left running: {process}\n" for process in job.left_behind]
-    return job.returncode or int(bool(left)), job.output + "".join(left)
+    # Open MPI's version string, which pytest-mpi prints, ends with a NUL.
+    return job.returncode or int(bool(left)), job.output.replace("\0", "") + "".join(left)
 
 
 def _stacks_not_printed(output: Path) -> str:
@@ -121,6 +123,8 @@ def report(stage: Stage) -> None:
     mark = "FAILED" if stage.failed else "ok"
     title = f"{stage.name} {stage.mpi} {stage.ranks or ''}".strip()
     lines = stage.output.strip().splitlines()
+    if stage.pytest:  # below pytest's last line a launcher may have the last word
+        lines = [line for line in lines if re.search(r" in [0-9.]+s\b", line)]
     if stage.failed:
         width = shutil.get_terminal_size((100, 24)).columns
         print(f" {title} ".center(width, "="), stage.output.strip(), sep="\n")

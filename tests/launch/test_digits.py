@@ -39,9 +39,9 @@ def test_ranks_follow_one_process(
     assert job.left_behind == ()
 
 
-def test_too_little_training_is_a_failure(tmp_path: Path, launcher: Launcher) -> None:
-    job = launcher.run_python(
-        2, TRAIN, "--epochs", "1", "--lr", "1e-6", "--out", tmp_path / "curve.png"
-    )
+def test_too_little_training_is_a_failure(tmp_path: Path) -> None:
+    arguments = ["--epochs", "1", "--lr", "1e-6", "--out", str(tmp_path / "curve.png")]
+    environment = Launcher.named("MPICH").environment()
+    job = run_job([sys.executable, str(TRAIN), *arguments], environment, seconds=60)
     assert job.returncode != 0
     assert "That is below the 0.97 that is expected." in job.stderr

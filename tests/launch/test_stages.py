@@ -25,7 +25,7 @@ def stage(mpi: str = "", ranks: int = 0) -> Stage:
     return Stage("some", pytest=["-o", "pythonpath=.", "test_it.py"], mpi=mpi, ranks=ranks)
 
 
-@pytest.mark.parametrize("mpi", run_stages.MPI_NAMES)
+@pytest.mark.parametrize("mpi", ["MPICH", pytest.param("Open MPI", marks=pytest.mark.slow)])
 def test_goes_on_after_a_hang_and_a_crash(project: Path, mpi: str) -> None:
     (project / "test_it.py").write_text("""
 import os, time, pytest
