@@ -26,7 +26,16 @@ LAYERS = (
     ("context",),
     ("communicators",),
     ("cluster_resolver",),
-    ("arrays", "errors", "indexed_slices", "nest", "options", "reduce_op", "topology"),
+    (
+        "arrays",
+        "errors",
+        "indexed_slices",
+        "nest",
+        "options",
+        "recycled_buffers",
+        "reduce_op",
+        "topology",
+    ),
 )
 
 # Who we are comes from the resolvers; below and beside them nothing looks at the environment.
