@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 
 VISIBLE_DEVICES = (
@@ -25,6 +24,8 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 
 def _count_of_nvidia_smi() -> int:
+    import subprocess  # here, because it makes importing mpistrat slower and few need it
+
     try:
         listing = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30

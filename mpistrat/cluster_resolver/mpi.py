@@ -131,14 +131,14 @@ def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
 
 
 def _check_comm(mpi: Any, comm: Any) -> None:
-    if mpi is None or not isinstance(comm, mpi.Intracomm):
-        raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
-    if comm == mpi.COMM_NULL:
+    # mpi4py's COMM_NULL is no Intracomm
+    if mpi is not None and isinstance(comm, mpi.Comm) and comm == mpi.COMM_NULL:
         raise ValueError(
             f"comm is MPI.COMM_NULL on rank {mpi.COMM_WORLD.Get_rank()} of the world: this rank is not in the "
-            f"communicator; "
-            f"only its members may build the strategy"
+            f"communicator; only its members may build the strategy"
         )
+    if mpi is None or not isinstance(comm, mpi.Intracomm):
+        raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
 
 
 def _topology_of(comm: Any) -> Topology:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -67,6 +66,8 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     if not seconds or size == 1:
         yield
         return
+    import subprocess  # here, because it makes importing mpistrat slower
+
     message = _message("MPI_Init", seconds, rank, size)
     command = [sys.executable, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
