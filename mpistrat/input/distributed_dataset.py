@@ -7,16 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
-from mpistrat.values import regroup
+from mpistrat.input.slicing import regroup_batches, slice_bounds
 
 if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
-
-
-def slice_bounds(batch_size: int, replica: int, num_replicas: int) -> tuple[int, int]:
-    """Replica i's part of a global batch: pieces of ceil(batch / replicas), the last ones short or empty."""
-    share = -(-batch_size // num_replicas)
-    return min(replica * share, batch_size), min((replica + 1) * share, batch_size)
 
 
 class DistributedDataset(Iterable[Any]):
@@ -70,10 +64,6 @@ class DistributedDataset(Iterable[Any]):
                 )
                 slices.append(_slice(batch, first, end))
             yield regroup_batches(slices)
-
-
-def regroup_batches(batches: list[Any]) -> Any:
-    return batches[0] if len(batches) == 1 else regroup(batches)
 
 
 def _slice(batch: Any, first: int, end: int) -> Any:

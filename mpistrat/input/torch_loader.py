@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch.utils.data as data
 
 from mpistrat import nest
-from mpistrat.input.distributed_dataset import regroup_batches, slice_bounds
+from mpistrat.input.slicing import regroup_batches, slice_bounds
 
 if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
