@@ -67,7 +67,7 @@ def test_no_library_under_a_launcher(program: Path) -> None:
     assert "TopologyError: MPI4PY_LIBMPI=/nowhere/libmpi.so.12 cannot be used" in job.output
 
 
-CHILD = "from mpi4py import MPI; print('child', MPI.COMM_WORLD.size, flush=True)"
+CHILD = "from mpi4py import MPI; print(f'child {MPI.COMM_WORLD.size}', flush=True)"  # one write: ranks mix theirs
 
 
 @pytest.mark.parametrize("name", ["MPICH", "Open MPI"])
