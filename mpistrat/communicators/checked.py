@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from typing import Any, NoReturn
@@ -37,7 +38,6 @@ class CheckedCommunicator(Communicator):
         self.calls = 0
         self.waiting_in: tuple[Any, ...] | None = None
         self.splits: list[CheckedCommunicator] = []
-        self._digests: dict[tuple[Any, ...], int] = {}
         self._agreement = np.empty(2, np.int64)
 
     def all_reduce(
@@ -90,27 +90,31 @@ class CheckedCommunicator(Communicator):
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.
 
-        If all ranks come here with the same error, each raises its own.
+        If all ranks come here with errors of the same class, each raises its own.
         """
-        self._agree(("raise", type(error).__name__, str(error)), cause=error)
+        self._agree(("raise", type(error).__name__), cause=error)
         self.waiting_in = None
         raise error
 
     def _agree(self, signature: tuple[Any, ...], cause: Exception | None = None) -> None:
         self.calls += 1
         self.waiting_in = signature
-        digest = self._digests.get(signature)
-        if digest is None:
-            hashed = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
-            digest = self._digests[signature] = int.from_bytes(hashed, "little") >> 1
+        digest = _digest(signature)
         agreement = self._agreement
         agreement[0] = digest
         agreement[1] = -digest
         self.inner.all_reduce(agreement, "max")
         if agreement[0] + agreement[1] != 0:
-            everyone = self.inner.all_gather_object((signature, call_site(sys._getframe(1))))
+            told = signature if cause is None else (*signature, str(cause))
+            everyone = self.inner.all_gather_object((told, call_site(sys._getframe(1))))
             self.waiting_in = None
             raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(signature: tuple[Any, ...]) -> int:
+    hashed = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little") >> 1
 
 
 def describe(signature: tuple[Any, ...]) -> str:
