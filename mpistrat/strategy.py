@@ -87,7 +87,7 @@ class Strategy:
             raise ValueError(f"args must be a list or a tuple, got {type(args).__name__}")
         if per_thread.modes:
             require_cross_replica(self, "run")
-        if "torch" in sys.modules:
+        if "torch" in sys.modules and self.num_replicas_in_sync > 1:
             self._torch().before_run()
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
@@ -291,8 +291,8 @@ class _Scope:
                     "scope() was entered inside run; make variables and modules before run, or use "
                     "get_replica_context().merge_call(fn), which is in the scope"
                 )
-        elif "torch" in sys.modules:
-            strategy._torch().start_recording()
+        elif "torch" in sys.modules and strategy.num_replicas_in_sync > 1:
+            strategy._torch()  # from here on it sees the modules that are built
         self._entered = entered(strategy, None)
         self._entered.__enter__()
         return strategy

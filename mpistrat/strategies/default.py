@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mpistrat.context import Mode, has_strategy, set_default_mode
 from mpistrat.replica_context import ReplicaContext
 from mpistrat.strategies.one_device import OneReplicaExtended
 from mpistrat.strategy import Strategy
-from mpistrat.values import select_replica
 
 
 class DefaultReplicaContext(ReplicaContext):
@@ -17,15 +15,6 @@ class DefaultReplicaContext(ReplicaContext):
 
 
 class _DefaultExtended(OneReplicaExtended):
-    def call_for_each_replica(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call `fn` here and now: the context is that of the top level already."""
-        return fn(*select_replica(0, tuple(args)), **select_replica(0, dict(kwargs or {})))
-
     @property
     def worker_devices(self) -> tuple[str, ...]:
         raise RuntimeError(
