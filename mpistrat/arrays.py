@@ -142,7 +142,8 @@ def scatter(array: Array, indices: Array, rows: Array, combine: str) -> Array:
             result.index_add_(0, index, rows, alpha=1 if combine == "add" else -1)
         else:
             reduction = {"mul": "prod", "div": "prod", "min": "amin", "max": "amax"}[combine]
-            result.index_reduce_(0, index, 1 / rows if combine == "div" else rows, reduction)
+            index = index.view(-1, *(1,) * (rows.ndim - 1)).expand_as(rows)
+            result.scatter_reduce_(0, index, 1 / rows if combine == "div" else rows, reduction)
         return result
     xp = api.array_namespace(result)
     ufunc = {

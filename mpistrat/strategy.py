@@ -6,15 +6,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat import arrays, nest
+from mpistrat import nest
 from mpistrat.context import entered, per_thread, require_cross_replica
-from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy_extended import StrategyExtended
-from mpistrat.values import DistributedValues, Mirrored, PerReplica, regroup, select_replica
-from mpistrat.variables import MirroredVariable
+from mpistrat.values import DistributedValues, regroup, select_replica
 
 if TYPE_CHECKING:
     import contextlib
@@ -112,60 +110,15 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         require_cross_replica(self, "reduce")
+        combine = self._extended.cross_replica_ops
         flat = nest.flatten(value)
         label = nest.describe(value) if nest.is_structure(value) else ""
         reduced = (
-            self._reduce_elements(op, flat, label)
+            combine.reduce_elements(op, flat, label)
             if axis is None
-            else self._reduce_axis(op, flat, axis, label)
+            else combine.reduce_axis(op, flat, axis, label)
         )
         return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
-
-    def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
-        extended = self._extended
-        results: list[Any] = [None] * len(flat)
-        batched: dict[int, Sequence[Any]] = {}
-        for i, leaf in enumerate(flat):
-            components = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-            together = isinstance(leaf, PerReplica) or extended.communicator.size > 1
-            if (
-                extended.num_replicas_in_sync > 1
-                and together
-                and not isinstance(leaf, (Mirrored, MirroredVariable))
-            ):
-                batched[i] = components
-            else:
-                results[i] = arrays.detach_read(extended.reduce_local(op, leaf))
-        if batched:
-            reduced = extended.reduce_leaves(op, list(batched.values()), None, label)
-            for i, result in zip(batched, reduced, strict=True):
-                results[i] = result
-        return results
-
-    def _reduce_axis(
-        self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
-    ) -> list[Any]:
-        """Sum on each replica, then over replicas; a mean sums the numbers of elements alongside."""
-        extended = self._extended
-        sums: list[list[Any]] = []
-        counts: list[list[Any]] = []
-        try:
-            for leaf in flat:
-                components = [as_dense(component) for component in extended.components(leaf)]
-                axes = [arrays.check_axes(component, axis) for component in components]
-                sums.append(
-                    [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
-                )
-                counts.append(
-                    [arrays.count_over(c, ax) for c, ax in zip(components, axes, strict=True)]
-                )
-        except Exception as error:
-            extended.communicator.raise_together(error)
-        if op is ReduceOp.SUM:
-            return extended.reduce_leaves(op, sums, None, label)
-        reduced = extended.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
-        totals, elements = reduced[: len(sums)], reduced[len(sums) :]
-        return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate what the replicas hold along `axis`, in replica order, equal on every rank.
@@ -178,7 +131,9 @@ class Strategy:
             NotImplementedError: for `IndexedSlices`.
         """
         require_cross_replica(self, "gather")
-        return nest.map_structure(lambda leaf: self._extended.gather(leaf, axis), value)
+        return nest.map_structure(
+            lambda leaf: self._extended.cross_replica_ops.gather(leaf, axis), value
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of `value` on this rank's replicas, as a tuple; (value,) for a plain one."""
@@ -263,14 +218,6 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
-
-
-def as_dense(component: Any) -> arrays.Array:
-    """A component of any kind, a number or sparse rows too, as an array cut off from autograd."""
-    if isinstance(component, IndexedSlices):
-        zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
-        return arrays.scatter(zeros, component.indices, component.values, "add")
-    return arrays.as_array(arrays.detach_read(component))
 
 
 class _Scope:

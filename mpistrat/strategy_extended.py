@@ -20,14 +20,8 @@ from mpistrat.context import (
     per_thread,
     require_cross_replica,
 )
-from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce
-from mpistrat.cross_device_ops.cross_device_ops import (
-    check_destinations,
-    components_of,
-    place,
-)
-from mpistrat.errors import InvalidArgumentError
-from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.cross_device_ops import CrossDeviceOps
+from mpistrat.cross_replica_ops import CrossReplicaOps
 from mpistrat.local_replicas import LocalReplicas
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
@@ -50,8 +44,6 @@ from mpistrat.variables import (
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_DEFAULT_OPTIONS = CommunicationOptions()
-
 
 class StrategyExtended:
     """Additional methods for algorithms that need to be aware of the distribution.
@@ -68,6 +60,7 @@ class StrategyExtended:
         num_local_replicas: k, this rank's replicas.
         num_replicas_in_sync: replicas over all ranks, size · k.
         first_replica_id: the global id of this rank's first replica, rank · k.
+        cross_replica_ops: how values of all replicas are combined.
     """
 
     experimental_between_graph = False
@@ -90,9 +83,12 @@ class StrategyExtended:
         self.num_local_replicas = len(worker_devices)
         self.num_replicas_in_sync = communicator.size * self.num_local_replicas
         self.first_replica_id = communicator.rank * self.num_local_replicas
-        self.options = options or _DEFAULT_OPTIONS
-        self.over_ranks = MpiAllReduce(communicator)
-        self.cross_device_ops = cross_device_ops
+        self.cross_replica_ops = CrossReplicaOps(
+            communicator,
+            self.num_local_replicas,
+            cross_device_ops,
+            options or CommunicationOptions(),
+        )
         self.replicas = LocalReplicas(self.num_local_replicas)
         self._contexts = [
             ReplicaContext(strategy, self.first_replica_id + i, i)
@@ -178,61 +174,16 @@ class StrategyExtended:
         """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
         if self.num_replicas_in_sync == 1:
             return list(leaves)
-        if self.num_local_replicas == 1 and self.cross_device_ops is None:
-            return self.reduce_leaves(op, [(leaf,) for leaf in leaves], options, label)
+        if self.num_local_replicas == 1 and not self.cross_replica_ops.has_custom_ops:
+            return self.cross_replica_ops.reduce_leaves(
+                op, [(leaf,) for leaf in leaves], options, label
+            )
 
         def merge(strategy: Strategy, label: Any, values: Sequence[Any]) -> list[Any]:
-            if isinstance(label, PerReplica) and len(set(label.values)) > 1:
-                given = ", ".join(f"replica {i}: {v}" for i, v in enumerate(label.values))
-                self.communicator.raise_together(
-                    InvalidArgumentError(
-                        f"all_reduce: the replicas' structures differ; got {given}"
-                    )
-                )
-            if self.cross_device_ops is not None:
-                pairs = [(value, value) for value in map(self._as_per_replica, values)]
-                return self.batch_reduce(op, pairs, options)
-            components = [self.components(value) for value in values]
-            reduced = self.reduce_leaves(op, components, options, str(label))
-            return [
-                value if isinstance(value, arrays.PYTHON_NUMBERS) else place(value, components_like)
-                for value, components_like in zip(reduced, map(PerReplica, components), strict=True)
-            ]
+            return self.cross_replica_ops.all_reduce(op, label, values, options)
 
         shared = label if isinstance(label, str) else str(label)
         return context.merge_call(merge, (shared, list(leaves)))
-
-    def components(self, value: Any) -> tuple[Any, ...]:
-        """What each replica of this rank contributes; one object passed by all counts for each."""
-        if isinstance(value, DistributedValues):
-            return value.values
-        return (value,) * self.num_local_replicas
-
-    def _as_per_replica(self, value: Any) -> PerReplica:
-        return PerReplica(components_of(PerReplica(self.components(value))))
-
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        values: Sequence[Sequence[Any]],
-        options: CommunicationOptions | None,
-        label: str,
-    ) -> list[Any]:
-        """Reduce over all replicas of all ranks; Python numbers give Python numbers."""
-        numbers = [isinstance(components[0], arrays.PYTHON_NUMBERS) for components in values]
-        try:
-            operands = [
-                [
-                    c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
-                    for c in cs
-                ]
-                for cs in values
-            ]
-        except TypeError as error:
-            self.communicator.raise_together(error)
-        merged = self.options.merge(options) if options is not None else self.options
-        reduced = self.over_ranks.all_reduce(op, operands, merged, label)
-        return [r.item() if n else r for r, n in zip(reduced, numbers, strict=True)]
 
     def all_gather(
         self, context: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
@@ -242,28 +193,10 @@ class StrategyExtended:
             return value
 
         def merge(strategy: Strategy, value: Any) -> Any:
-            per_replica = PerReplica(self.components(value))
-            return self.gather_to(per_replica, per_replica, axis, options)
+            per_replica = PerReplica(self.cross_replica_ops.components(value))
+            return self.cross_replica_ops.gather_to(per_replica, per_replica, axis, options)
 
         return context.merge_call(merge, (value,))
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """The work of `Strategy.gather` on one value."""
-        if isinstance(value, IndexedSlices):
-            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
-        plain = not isinstance(value, PerReplica)
-        if self.num_replicas_in_sync == 1 or (plain and self.communicator.size == 1):
-            return value.values[0] if isinstance(value, DistributedValues) else value
-        return self.gather_to(value, self.worker_devices[0], axis)
-
-    def gather_to(
-        self, value: Any, destinations: Any, axis: int, options: CommunicationOptions | None = None
-    ) -> Any:
-        """Concatenate the components of all replicas of all ranks along `axis`."""
-        ops = self.over_ranks
-        if self.communicator.size == 1 and self.cross_device_ops is not None:
-            return self.cross_device_ops.gather(value, destinations, axis, options)
-        return ops.gather(value, destinations, axis, options)
 
     def reduce_to(
         self,
@@ -287,46 +220,13 @@ class StrategyExtended:
                 f"destinations must be one distributed value or device, got a list: {destinations!r:.60}"
             )
         op = self._parse_op(reduce_op)
-        return self._reduce_to(op, value, destinations, options)
+        return self.cross_replica_ops.reduce_to(op, value, destinations, options)
 
     @staticmethod
     def _parse_op(reduce_op: Any) -> ReduceOp:
         if isinstance(reduce_op, VariableAggregation):
             raise AssertionError(f"reduce_op must be a ReduceOp, got {reduce_op}")
         return ReduceOp.parse(reduce_op)
-
-    def _reduce_to(
-        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
-    ) -> Any:
-        if self.num_replicas_in_sync == 1:
-            return value.values[0] if isinstance(value, DistributedValues) else value
-        check_destinations(destinations)
-        plain = not isinstance(value, DistributedValues) and self.communicator.size == 1
-        if plain or isinstance(value, (Mirrored, MirroredVariable)):
-            return place(self.reduce_local(op, value), destinations)
-        components = value.values if isinstance(value, DistributedValues) else (value,)
-        reduced = self.reduce_leaves(op, [components], options, "")[0]
-        if isinstance(reduced, arrays.PYTHON_NUMBERS):
-            return reduced
-        return place(reduced, destinations)
-
-    def reduce_local(self, op: ReduceOp, value: Any) -> Any:
-        """Reduce what needs no communication: all replicas have the same value, or there is only one."""
-        if self.num_replicas_in_sync == 1:
-            return value.values[0] if isinstance(value, DistributedValues) else value
-        if op is ReduceOp.MEAN:
-            return value
-        if isinstance(value, DistributedValues):
-            raise AssertionError(
-                f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
-            )
-        number = isinstance(value, arrays.PYTHON_NUMBERS)
-        if (number or arrays.is_array(value)) and not (arrays.as_array(value) != 0).any():
-            return value  # zero, however often it counts
-        raise ValueError(
-            "SUM needs a value per replica, as run returns it: a plain value might be meant to count "
-            f"once, or once per replica; got {value!r:.80}"
-        )
 
     def batch_reduce_to(
         self,
@@ -337,7 +237,8 @@ class StrategyExtended:
         """`reduce_to` for many (value, destinations) pairs in one collective; results in order."""
         require_cross_replica(self.strategy, "batch_reduce_to")
         op = self._parse_op(reduce_op)
-        return self.batch_reduce(op, self._batch_destinations(value_destination_pairs), options)
+        pairs = self._batch_destinations(value_destination_pairs)
+        return self.cross_replica_ops.batch_reduce(op, pairs, options)
 
     def _batch_destinations(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The all-reduce leaves its result on every device, whatever single device was asked for."""
@@ -346,27 +247,6 @@ class StrategyExtended:
             for v, d in pairs
         ]
 
-    def batch_reduce(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
-        if self.num_replicas_in_sync == 1:
-            return [self._reduce_to(op, value, where, options) for value, where in pairs]
-        ops = self.cross_device_ops or self.over_ranks
-        if ops is self.over_ranks or self.communicator.size == 1:
-            return ops.batch_reduce(op, pairs, options)
-        local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
-        firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
-        totals = self.over_ranks.all_reduce(
-            ReduceOp.SUM, [(value,) for value in firsts], self.options.merge(options)
-        )
-        if op is ReduceOp.MEAN:
-            totals = [arrays.true_divide(t, self.num_replicas_in_sync) for t in totals]
-        return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
-
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on `destinations`; numbers come back as they are. Context: cross-replica."""
         require_cross_replica(self.strategy, "broadcast_to")
@@ -374,26 +254,7 @@ class StrategyExtended:
             raise AssertionError("broadcast_to needs destinations: a device or a distributed value")
         if isinstance(tensor, (int, float)):
             return tensor
-        return (self.cross_device_ops or self.over_ranks).broadcast(tensor, destinations)
-
-    def aggregate(self, aggregation: VariableAggregation, operand: Any) -> Any:
-        """Combine what the replicas of all ranks give to a variable. Called by every rank."""
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return self.from_first_replica(self.components(operand)[0])
-        if self.num_replicas_in_sync == 1:
-            return self.components(operand)[0]
-        op = ReduceOp.from_variable_aggregation(aggregation)
-        return self.reduce_leaves(op, [self.components(operand)], None, aggregation.name)[0]
-
-    def from_first_replica(self, value: Any) -> Any:
-        """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
-        if self.communicator.size == 1:
-            return value
-        if isinstance(value, (IndexedSlices, *arrays.PYTHON_NUMBERS)):
-            return self.communicator.broadcast_object(value, label="first replica's value")
-        host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
-        self.communicator.broadcast(host, label="first replica's value")
-        return arrays.to_device_of(host, value)
+        return self.cross_replica_ops.broadcast(tensor, destinations)
 
     # Variables
 
@@ -444,7 +305,7 @@ class StrategyExtended:
                 f"variable {name!r}: aggregation MEAN needs a floating dtype, got "
                 f"{arrays.dtype_name(value)}"
             )
-        value = self.from_first_replica(value)
+        value = self.cross_replica_ops.from_first_replica(value)
         components = [
             PlainVariable(
                 value, trainable, f"{name}/replica_{i}" if i else name, synchronization, aggregation

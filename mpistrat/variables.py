@@ -324,7 +324,7 @@ class MirroredVariable(DistributedVariable):
         return context.merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.aggregate(self.aggregation, operand)
+        combined = strategy.extended.cross_replica_ops.aggregate(self.aggregation, operand)
         for component in self._values:
             component._update(method, combined)
         return DistributedValues([component.read_value() for component in self._values])
@@ -348,7 +348,7 @@ class SyncOnReadVariable(DistributedVariable):
                 "value. Read it inside run, or give it an aggregation"
             )
         copies = DistributedValues([component.read_value() for component in self._values])
-        return self.strategy.extended.aggregate(self.aggregation, copies)
+        return self.strategy.extended.cross_replica_ops.aggregate(self.aggregation, copies)
 
     def state(self) -> Array:
         return arrays.copy(self.read_value())

@@ -53,7 +53,7 @@ class AggregatingVariable(DistributedVariable):
         return context.merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.aggregate(self.aggregation, operand)
+        combined = strategy.extended.cross_replica_ops.aggregate(self.aggregation, operand)
         return self._values[0]._update(method, combined)
 
 

@@ -1,0 +1,261 @@
+"""Combining values over all replicas of all ranks: this rank's policy, then the communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.communicators import Communicator
+from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrat.cross_device_ops.cross_device_ops import (
+    check_destinations,
+    components_of,
+    place,
+)
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp, VariableAggregation
+from mpistrat.values import DistributedValues, Mirrored, PerReplica
+from mpistrat.variables import MirroredVariable
+
+
+class CrossReplicaOps:
+    """What `Strategy` and `ReplicaContext` mean by reduce, gather and broadcast, without their guards.
+
+    Every method that combines is called by every rank, in the same order. Operands are distributed
+    values with a component per replica of this rank, or plain values.
+
+    Args:
+        communicator: the ranks.
+        num_local_replicas: replicas on each of them.
+        cross_device_ops: the user's policy for the components on one rank, or None.
+        options: defaults of every collective.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        num_local_replicas: int,
+        cross_device_ops: CrossDeviceOps | None,
+        options: CommunicationOptions,
+    ) -> None:
+        self.communicator = communicator
+        self.num_local_replicas = num_local_replicas
+        self.num_replicas = communicator.size * num_local_replicas
+        self._custom = cross_device_ops
+        self._options = options
+        self._over_ranks = MpiAllReduce(communicator)
+
+    @property
+    def has_custom_ops(self) -> bool:
+        """Whether the user gave a policy of their own."""
+        return self._custom is not None
+
+    def components(self, value: Any) -> tuple[Any, ...]:
+        """What each replica of this rank contributes; one object passed by all counts for each."""
+        if isinstance(value, DistributedValues):
+            return value.values
+        return (value,) * self.num_local_replicas
+
+    def _as_per_replica(self, value: Any) -> PerReplica:
+        return PerReplica(components_of(PerReplica(self.components(value))))
+
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        values: Sequence[Sequence[Any]],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        """Reduce over all replicas of all ranks; Python numbers give Python numbers."""
+        numbers = [isinstance(components[0], arrays.PYTHON_NUMBERS) for components in values]
+        try:
+            operands = [
+                [
+                    c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
+                    for c in cs
+                ]
+                for cs in values
+            ]
+        except TypeError as error:
+            self.communicator.raise_together(error)
+        merged = self._options.merge(options) if options is not None else self._options
+        reduced = self._over_ranks.all_reduce(op, operands, merged, label)
+        return [r.item() if n else r for r, n in zip(reduced, numbers, strict=True)]
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        label: Any,
+        values: Sequence[Any],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        """Reduce what all replicas of this rank gave to one `ReplicaContext.all_reduce`.
+
+        Args:
+            label: each replica's description of its structure, regrouped.
+            values: the leaves, regrouped.
+        """
+        if isinstance(label, PerReplica) and len(set(label.values)) > 1:
+            given = ", ".join(f"replica {i}: {v}" for i, v in enumerate(label.values))
+            self.communicator.raise_together(
+                InvalidArgumentError(f"all_reduce: the replicas' structures differ; got {given}")
+            )
+        if self._custom is not None:
+            pairs = [(value, value) for value in map(self._as_per_replica, values)]
+            return self.batch_reduce(op, pairs, options)
+        components = [self.components(value) for value in values]
+        reduced = self.reduce_leaves(op, components, options, str(label))
+        return [
+            value if isinstance(value, arrays.PYTHON_NUMBERS) else place(value, PerReplica(like))
+            for value, like in zip(reduced, components, strict=True)
+        ]
+
+    def reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
+        results: list[Any] = [None] * len(flat)
+        batched: dict[int, Sequence[Any]] = {}
+        for i, leaf in enumerate(flat):
+            components = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+            together = isinstance(leaf, PerReplica) or self.communicator.size > 1
+            if (
+                self.num_replicas > 1
+                and together
+                and not isinstance(leaf, (Mirrored, MirroredVariable))
+            ):
+                batched[i] = components
+            else:
+                results[i] = arrays.detach_read(self.reduce_local(op, leaf))
+        if batched:
+            reduced = self.reduce_leaves(op, list(batched.values()), None, label)
+            for i, result in zip(batched, reduced, strict=True):
+                results[i] = result
+        return results
+
+    def reduce_axis(
+        self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
+    ) -> list[Any]:
+        """Sum on each replica, then over replicas; a mean sums the numbers of elements alongside."""
+        sums: list[list[Any]] = []
+        counts: list[list[Any]] = []
+        try:
+            for leaf in flat:
+                components = [_as_dense(component) for component in self.components(leaf)]
+                axes = [arrays.check_axes(component, axis) for component in components]
+                sums.append(
+                    [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
+                )
+                counts.append(
+                    [arrays.count_over(c, ax) for c, ax in zip(components, axes, strict=True)]
+                )
+        except Exception as error:
+            self.communicator.raise_together(error)
+        if op is ReduceOp.SUM:
+            return self.reduce_leaves(op, sums, None, label)
+        reduced = self.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
+        totals, elements = reduced[: len(sums)], reduced[len(sums) :]
+        return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
+
+    def reduce_local(self, op: ReduceOp, value: Any) -> Any:
+        """Reduce what needs no communication: all replicas have the same value, or there is only one."""
+        if self.num_replicas == 1:
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        if op is ReduceOp.MEAN:
+            return value
+        if isinstance(value, DistributedValues):
+            raise AssertionError(
+                f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
+            )
+        number = isinstance(value, arrays.PYTHON_NUMBERS)
+        if (number or arrays.is_array(value)) and not (arrays.as_array(value) != 0).any():
+            return value  # zero, however often it counts
+        raise ValueError(
+            "SUM needs a value per replica, as run returns it: a plain value might be meant to count "
+            f"once, or once per replica; got {value!r:.80}"
+        )
+
+    def reduce_to(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
+    ) -> Any:
+        if self.num_replicas == 1:
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        check_destinations(destinations)
+        plain = not isinstance(value, DistributedValues) and self.communicator.size == 1
+        if plain or isinstance(value, (Mirrored, MirroredVariable)):
+            return place(self.reduce_local(op, value), destinations)
+        components = value.values if isinstance(value, DistributedValues) else (value,)
+        reduced = self.reduce_leaves(op, [components], options, "")[0]
+        if isinstance(reduced, arrays.PYTHON_NUMBERS):
+            return reduced
+        return place(reduced, destinations)
+
+    def batch_reduce(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
+        if self.num_replicas == 1:
+            return [self.reduce_to(op, value, where, options) for value, where in pairs]
+        ops = self._custom or self._over_ranks
+        if ops is self._over_ranks or self.communicator.size == 1:
+            return ops.batch_reduce(op, pairs, options)
+        local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
+        firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
+        totals = self._over_ranks.all_reduce(
+            ReduceOp.SUM, [(value,) for value in firsts], self._options.merge(options)
+        )
+        if op is ReduceOp.MEAN:
+            totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
+        return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The work of `Strategy.gather` on one value."""
+        if isinstance(value, IndexedSlices):
+            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
+        plain = not isinstance(value, PerReplica)
+        if self.num_replicas == 1 or (plain and self.communicator.size == 1):
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        return self.gather_to(value, self.components(value)[0], axis)
+
+    def gather_to(
+        self, value: Any, destinations: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Concatenate the components of all replicas of all ranks along `axis`."""
+        ops = self._over_ranks
+        if self.communicator.size == 1 and self._custom is not None:
+            return self._custom.gather(value, destinations, axis, options)
+        return ops.gather(value, destinations, axis, options)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
+        return (self._custom or self._over_ranks).broadcast(tensor, destinations)
+
+    def aggregate(self, aggregation: VariableAggregation, operand: Any) -> Any:
+        """Combine what the replicas of all ranks give to a variable. Called by every rank."""
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self.from_first_replica(self.components(operand)[0])
+        if self.num_replicas == 1:
+            return self.components(operand)[0]
+        op = ReduceOp.from_variable_aggregation(aggregation)
+        return self.reduce_leaves(op, [self.components(operand)], None, aggregation.name)[0]
+
+    def from_first_replica(self, value: Any) -> Any:
+        """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
+        if self.communicator.size == 1:
+            return value
+        if isinstance(value, (IndexedSlices, *arrays.PYTHON_NUMBERS)):
+            return self.communicator.broadcast_object(value, label="first replica's value")
+        host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
+        self.communicator.broadcast(host, label="first replica's value")
+        return arrays.to_device_of(host, value)
+
+
+def _as_dense(component: Any) -> arrays.Array:
+    """A component of any kind, a number or sparse rows too, as an array cut off from autograd."""
+    if isinstance(component, IndexedSlices):
+        zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
+        return arrays.scatter(zeros, component.indices, component.values, "add")
+    return arrays.as_array(arrays.detach_read(component))
