@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -70,3 +72,11 @@ class Communicator(abc.ABC):
         The other ranks, which wait in that collective, must learn of it: wrappers that check see to it.
         """
         raise error
+
+    @contextlib.contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """Around the checks of this rank's operands: `raise_together` for what they raise."""
+        try:
+            yield
+        except Exception as error:
+            self.raise_together(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
@@ -56,14 +58,32 @@ def divide(total: Any, count: int) -> Any:
     return arrays.true_divide(total, count)
 
 
+def are_slices(values: Sequence[Any]) -> bool:
+    """Whether the components of one value are IndexedSlices; InvalidArgumentError if only some are."""
+    sparse = [isinstance(value, IndexedSlices) for value in values]
+    if any(sparse) and not all(sparse):
+        given = ", ".join(f"replica {i}: {type(v).__name__}" for i, v in enumerate(values))
+        raise InvalidArgumentError(f"all replicas must pass the same kind of value; got {given}")
+    return sparse[0]
+
+
+def check_no_slices(values: Sequence[Any]) -> None:
+    if any(isinstance(value, IndexedSlices) for value in values):
+        raise NotImplementedError(
+            "IndexedSlices cannot be gathered; reduce or all_reduce them with SUM"
+        )
+
+
 def check_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
     """The axis counted from the front, if arrays of `shapes` can be concatenated along it."""
     first = shapes[0]
+    if not isinstance(axis, (int, np.integer)):
+        raise ValueError(f"axis must be an integer, got {axis!r:.60}")
     if not first:
         raise ValueError("cannot gather scalars; give them an axis first, e.g. value[None]")
     if not -len(first) <= axis < len(first):
         raise ValueError(f"axis {axis} is out of range for arrays of shape {list(first)}")
-    axis %= len(first)
+    axis = int(axis) % len(first)
     for shape in shapes[1:]:
         if len(shape) != len(first) or any(
             a != b for i, (a, b) in enumerate(zip(shape, first, strict=True)) if i != axis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,6 +159,7 @@ class MpiAllReduce(CrossDeviceOps):
             sums = [_add_up(components) for components in values]
         except Exception as error:
             self.communicator.raise_together(error)
+        label = f"{reduce_op.name} of {label}" if label else reduce_op.name
         results: list[Any] = [None] * len(sums)
         dense = [i for i, total in enumerate(sums) if not isinstance(total, IndexedSlices)]
         for i, total in enumerate(sums):
@@ -204,22 +206,30 @@ class MpiAllReduce(CrossDeviceOps):
         axis: int,
         options: CommunicationOptions,
     ) -> Any:
-        values = per_replica_value.values
-        try:
-            if any(isinstance(v, IndexedSlices) for v in values):
-                raise NotImplementedError("gather does not support IndexedSlices; reduce with SUM")
+        return place(self.all_gather(per_replica_value.values, axis), destinations)
+
+    def all_gather(self, values: Sequence[Array], axis: int, label: str = "") -> Array:
+        """Concatenate `values` of all ranks along `axis`, in rank order.
+
+        Args:
+            values: this rank's components.
+            label: what the values are; must be equal on all ranks.
+        """
+        with self.communicator.raising_together():
             front = accumulation.check_joinable([tuple(v.shape) for v in values], axis)
             local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
-        except Exception as error:
-            self.communicator.raise_together(error)
-        parts = self.communicator.all_gather(arrays.to_host(local), label=f"axis {front}")
+        parts = self.communicator.all_gather(
+            arrays.to_host(local), label=f"{label} along axis {front}".lstrip()
+        )
         accumulation.check_joinable([tuple(part.shape) for part in parts], front)
-        joined = arrays.concatenate(parts, front)
-        return place(arrays.to_device_of(joined, values[0]), destinations)
+        return arrays.to_device_of(arrays.concatenate(parts, front), values[0])
+
+    def _checks(self) -> contextlib.AbstractContextManager[None]:
+        return self.communicator.raising_together()
 
 
 def _add_up(components: Sequence[Any]) -> Any:
-    if isinstance(components[0], IndexedSlices):
+    if accumulation.are_slices(components):
         return accumulation.add_slices(components)
     accumulation.check_summable(components)
     return accumulation.add_n(components)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,9 +93,10 @@ class CrossDeviceOps:
         Returns:
             `Mirrored` where `destinations` has several components, else an array.
         """
-        _check_op(reduce_op)
-        check_destinations(destinations)
-        value = PerReplica(components_of(per_replica_value))
+        with self._checks():
+            _check_op(reduce_op)
+            check_destinations(destinations)
+            value = PerReplica(components_of(per_replica_value))
         return self.reduce_implementation(
             reduce_op, value, destinations, options or CommunicationOptions()
         )
@@ -106,20 +108,21 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """`reduce` for many (value, destinations) pairs at once; results in the same order."""
-        _check_op(reduce_op)
         pairs = value_destination_pairs
-        if not isinstance(pairs, (list, tuple)) or not all(
-            isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
-        ):
-            raise ValueError(
-                "value_destination_pairs must be a list of (value, destinations) tuples; got "
-                f"{pairs!r:.80}"
-            )
-        for _, destinations in pairs:
-            check_destinations(destinations)
+        with self._checks():
+            _check_op(reduce_op)
+            if not isinstance(pairs, (list, tuple)) or not all(
+                isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+            ):
+                raise ValueError(
+                    "value_destination_pairs must be a list of (value, destinations) tuples; got "
+                    f"{pairs!r:.80}"
+                )
+            for _, destinations in pairs:
+                check_destinations(destinations)
+            checked = [(PerReplica(components_of(value)), where) for value, where in pairs]
         if not pairs:
             return []
-        checked = [(PerReplica(components_of(value)), where) for value, where in pairs]
         return self.batch_reduce_implementation(
             reduce_op, checked, options or CommunicationOptions()
         )
@@ -137,10 +140,10 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Concatenate the components along `axis`, in replica order, on `destinations`."""
-        check_destinations(destinations)
-        if isinstance(per_replica_value, IndexedSlices):
-            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
-        value = PerReplica(components_of(per_replica_value))
+        with self._checks():
+            check_destinations(destinations)
+            value = PerReplica(components_of(per_replica_value))
+            accumulation.check_no_slices(value.values)
         return self.gather_implementation(
             value, destinations, axis, options or CommunicationOptions()
         )
@@ -166,6 +169,10 @@ class CrossDeviceOps:
             f"{type(self).__name__} must implement batch_reduce_implementation"
         )
 
+    def _checks(self) -> contextlib.AbstractContextManager[None]:
+        """Around the checks of operands."""
+        return contextlib.nullcontext()
+
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Hook of `broadcast`."""
         return place(tensor, destinations)
@@ -179,8 +186,6 @@ class CrossDeviceOps:
     ) -> Any:
         """Hook of `gather`."""
         values = per_replica_value.values
-        if any(isinstance(v, IndexedSlices) for v in values):
-            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
         if len(values) == 1:
             return values[0]
         axis = accumulation.check_joinable([tuple(v.shape) for v in values], axis)

@@ -9,7 +9,6 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
-from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
@@ -57,7 +56,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
         """The sum or mean of two or more components of one value."""
-        if isinstance(values[0], IndexedSlices):
+        if accumulation.are_slices(values):
             total: Any = accumulation.add_slices(values)
         else:
             if self.reduce_to_device is not None:
