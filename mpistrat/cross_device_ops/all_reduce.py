@@ -99,10 +99,11 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
     def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
         half = len(values) // 2
         if half < 2 or isinstance(values[0], IndexedSlices):
-            return super().combine(reduce_op, values)
+            return self._one_device.combine(reduce_op, values)
         accumulation.check_summable(values)
-        sums = [super().combine(ReduceOp.SUM, part) for part in (values[:half], values[half:])]
-        total = super().combine(ReduceOp.SUM, sums)
+        halves = (values[:half], values[half:])
+        sums = [self._one_device.combine(ReduceOp.SUM, part) for part in halves]
+        total = self._one_device.combine(ReduceOp.SUM, sums)
         return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
 
 
