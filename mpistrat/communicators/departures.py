@@ -34,12 +34,10 @@ class Left:
 class Waits:
     """A rank is in its `call`-th collective on a communicator, and has been for a while."""
 
-    rank: int
     who: str
     communicator: str
     call: int
     collective: str
-    site: str
 
 
 class Registrar:
@@ -91,6 +89,5 @@ def _never_comes(missing: list[Left], waits: Waits) -> str:
     return (
         f"{first.who} {first.how}{more}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
-        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n"
-        f"      at {waits.site}\n{_ADVICE}"
+        f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{_ADVICE}"
     )

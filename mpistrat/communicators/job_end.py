@@ -27,6 +27,7 @@ from mpistrat.communicators import checked
 from mpistrat.communicators.call_site import call_site
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.departures import Left, Registrar, Waits
+from mpistrat.communicators.interrupts import Interrupts
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -67,25 +68,22 @@ class _Group:
         """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
         now = time.monotonic()
         for communicator in _with_splits(self.communicators):
-            if communicator.waiting_in is None:
+            call, signature = communicator.calls, communicator.waiting_in
+            if signature is None:
                 continue
             stuck = self._stuck.get(communicator.name)
-            if stuck is None or stuck.call != communicator.calls:
-                self._stuck[communicator.name] = _Stuck(communicator.calls, now)
+            if stuck is None or stuck.call != call:
+                self._stuck[communicator.name] = _Stuck(call, now)
             elif not stuck.told and now - stuck.since >= SECONDS_UNTIL_STUCK:
-                signature = communicator.waiting_in
-                if signature is not None:
-                    stuck.told = True
-                    collective = checked.describe(signature)
-                    site = _site_of_collective()
-                    self._tell(
-                        Waits(self._comm.rank, who, communicator.name, stuck.call, collective, site)
-                    )
+                stuck.told = True
+                _flush()  # what was printed so far may be all that this rank will ever say
+                collective = f"{checked.describe(signature)}\n      at {_site_of_collective()}"
+                self._tell(Waits(who, communicator.name, call, collective))
         self._hear()
 
     def leave(self, who: str, end: ProgramExit) -> None:
         calls = {one.name: one.calls for one in _with_splits(self.communicators)}
-        self._tell(Left(self._comm.rank, who, end.how, end.code, calls))
+        self._tell(Left(MPI.COMM_WORLD.rank, who, end.how, end.code, calls))
         self._all_left = self._comm.Ibarrier()
 
     def all_left(self) -> bool:
@@ -122,11 +120,9 @@ class _Watch:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._pid = os.getpid()
-        world = MPI.COMM_WORLD
-        numbered = f"rank {comm.rank} of {comm.size}"
-        if comm.size != world.size:
-            numbered += f" (rank {world.rank} of MPI_COMM_WORLD)"
-        self._who = f"{numbered} ({socket.gethostname()}, pid {self._pid})"
+        world = MPI.COMM_WORLD  # communicators of the user's may number the ranks differently
+        size = f"{world.size}" if comm.size == world.size else f"MPI_COMM_WORLD's {world.size}"
+        self._who = f"rank {world.rank} of {size} ({socket.gethostname()}, pid {self._pid})"
         self._groups: list[_Group] = []
         self._has_left = False
         self._stop = threading.Event()
@@ -136,6 +132,7 @@ class _Watch:
             sys.excepthook = self._excepthook
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             remember_exits()
+            self._interrupts = Interrupts()
             self._thread = threading.Thread(
                 target=self._look_out, name="mpistrat job end", daemon=True
             )
@@ -166,6 +163,12 @@ class _Watch:
         while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             for group in list(self._groups):
                 group.look(self._who)
+            if self._interrupts.unanswered():
+                site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
+                _end_job(
+                    f"ending the job: {self._who} was interrupted, but stays in a call at {site}",
+                    130,
+                )
 
     def _leave(self) -> None:
         if self._has_left or os.getpid() != self._pid or MPI.Is_finalized():

@@ -1,0 +1,59 @@
+"""Notices a Ctrl-C that Python cannot act upon, because its main thread is inside a call that does not return."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from types import FrameType
+
+SECONDS_TO_REACT = 3.0
+
+
+class Interrupts:
+    """Knows whether the main thread has seen each SIGINT; a SIGINT handler of the user's is left alone.
+
+    Make it in the main thread; elsewhere it notices nothing.
+    """
+
+    def __init__(self) -> None:
+        self._waiting_since: float | None = None
+        self._reacted = False
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        # Not the main thread, or somebody (asyncio) already listens there.
+        with contextlib.suppress(ValueError):
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                return
+            previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if previous != -1:
+                signal.set_wakeup_fd(previous)
+                return
+            signal.signal(signal.SIGINT, self._react)
+            # A child's signals are not ours.
+            os.register_at_fork(after_in_child=self._forget)
+
+    def unanswered(self) -> bool:
+        """Whether the main thread has not reacted for 3 s. Called again and again, in any thread."""
+        with contextlib.suppress(BlockingIOError):
+            if signal.SIGINT in os.read(self._reader, 1024) and self._waiting_since is None:
+                self._waiting_since = time.monotonic()
+        if self._waiting_since is None:
+            return False
+        if self._reacted or signal.getsignal(signal.SIGINT) != self._react:
+            self._waiting_since = None
+            self._reacted = False
+            return False
+        return time.monotonic() - self._waiting_since > SECONDS_TO_REACT
+
+    def _react(self, number: int, frame: FrameType | None) -> None:
+        self._reacted = True
+        signal.default_int_handler(number, frame)
+
+    def _forget(self) -> None:
+        with contextlib.suppress(
+            ValueError
+        ):  # forked by another thread, which is the child's main thread
+            signal.set_wakeup_fd(-1)
