@@ -121,7 +121,7 @@ def describe(signature: tuple[Any, ...]) -> str:
     """A collective as a user would write it."""
     operation, *rest = signature
     if operation == "raise":
-        return f"raised {rest[0]}: {rest[1]}"
+        return f"raised {': '.join(rest)}"
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 
