@@ -15,7 +15,6 @@ import array_api_compat as api
 import numpy as np
 
 Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
-PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 def is_torch(value: object) -> bool:
@@ -36,11 +35,16 @@ def is_array(value: object) -> bool:
     return _is_numpy(value) or is_torch(value) or is_cupy(value)
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is a Python number; NumPy's float64 is one of its scalars, though it is a float."""
+    return isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
+
+
 def as_array(value: Any) -> Array:
     """`value` if it is an array; a NumPy array made of a Python number or a list of them else."""
     if is_array(value):
         return value
-    if isinstance(value, (*PYTHON_NUMBERS, list, tuple)):
+    if is_number(value) or isinstance(value, (list, tuple)):
         array = np.asarray(value)
         if array.dtype.kind in "biufc":
             return array

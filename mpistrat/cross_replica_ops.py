@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
-from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce, accumulation
 from mpistrat.cross_device_ops.cross_device_ops import (
     check_destinations,
     components_of,
@@ -19,6 +20,21 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation
 from mpistrat.values import DistributedValues, Mirrored, PerReplica
 from mpistrat.variables import MirroredVariable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AllReduceCall:
+    """What one replica wants reduced: the leaves of a structure that `label` describes.
+
+    An object of its own, so that regrouping the replicas' calls does not walk into the leaves.
+    """
+
+    op: ReduceOp
+    leaves: Sequence[Any]
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.op.name} of {self.label or '*'}"
 
 
 class CrossReplicaOps:
@@ -59,9 +75,6 @@ class CrossReplicaOps:
             return value.values
         return (value,) * self.num_local_replicas
 
-    def _as_per_replica(self, value: Any) -> PerReplica:
-        return PerReplica(components_of(PerReplica(self.components(value))))
-
     def reduce_leaves(
         self,
         op: ReduceOp,
@@ -70,7 +83,7 @@ class CrossReplicaOps:
         label: str,
     ) -> list[Any]:
         """Reduce over all replicas of all ranks; Python numbers give Python numbers."""
-        numbers = [isinstance(components[0], arrays.PYTHON_NUMBERS) for components in values]
+        numbers = [arrays.is_number(components[0]) for components in values]
         try:
             operands = [
                 [
@@ -79,41 +92,46 @@ class CrossReplicaOps:
                 ]
                 for cs in values
             ]
-        except TypeError as error:
+            merged = self._options.merge(options) if options is not None else self._options
+        except Exception as error:
             self.communicator.raise_together(error)
-        merged = self._options.merge(options) if options is not None else self._options
         reduced = self._over_ranks.all_reduce(op, operands, merged, label)
         return [r.item() if n else r for r, n in zip(reduced, numbers, strict=True)]
 
     def all_reduce(
-        self,
-        op: ReduceOp,
-        label: Any,
-        values: Sequence[Any],
-        options: CommunicationOptions | None,
+        self, calls: Sequence[AllReduceCall], options: CommunicationOptions | None
     ) -> list[Any]:
-        """Reduce what all replicas of this rank gave to one `ReplicaContext.all_reduce`.
-
-        Args:
-            label: each replica's description of its structure, regrouped.
-            values: the leaves, regrouped.
-        """
-        if isinstance(label, PerReplica) and len(set(label.values)) > 1:
-            given = ", ".join(f"replica {i}: {v}" for i, v in enumerate(label.values))
+        """Reduce what the replicas of this rank gave to one `ReplicaContext.all_reduce`."""
+        if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
+            given = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
             self.communicator.raise_together(
-                InvalidArgumentError(f"all_reduce: the replicas' structures differ; got {given}")
+                InvalidArgumentError(f"the all_reduce calls of the replicas differ; got {given}")
             )
+        op, label = calls[0].op, calls[0].label
+        values = list(zip(*(call.leaves for call in calls), strict=True))
         if self._custom is not None:
-            pairs = [(value, value) for value in map(self._as_per_replica, values)]
-            return self.batch_reduce(op, pairs, options)
-        components = [self.components(value) for value in values]
-        reduced = self.reduce_leaves(op, components, options, str(label))
+            with self.communicator.raising_together():
+                operands = [PerReplica(components_of(PerReplica(value))) for value in values]
+            return self.batch_reduce(op, [(value, value) for value in operands], options)
+        reduced = self.reduce_leaves(op, values, options, label)
         return [
-            value if isinstance(value, arrays.PYTHON_NUMBERS) else place(value, PerReplica(like))
-            for value, like in zip(reduced, components, strict=True)
+            total if arrays.is_number(total) else place(total, PerReplica(value))
+            for total, value in zip(reduced, values, strict=True)
         ]
 
-    def reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
+    def reduce(
+        self,
+        op: ReduceOp,
+        flat: list[Any],
+        axis: int | Sequence[int] | None,
+        label: str,
+    ) -> list[Any]:
+        """The work of `Strategy.reduce` on the leaves of a structure that `label` describes."""
+        if axis is None:
+            return self._reduce_elements(op, flat, label)
+        return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
+
+    def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
         results: list[Any] = [None] * len(flat)
         batched: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
@@ -126,14 +144,15 @@ class CrossReplicaOps:
             ):
                 batched[i] = components
             else:
-                results[i] = arrays.detach_read(self.reduce_local(op, leaf))
+                with self.communicator.raising_together():
+                    results[i] = arrays.detach_read(self._reduce_local(op, leaf))
         if batched:
             reduced = self.reduce_leaves(op, list(batched.values()), None, label)
             for i, result in zip(batched, reduced, strict=True):
                 results[i] = result
         return results
 
-    def reduce_axis(
+    def _reduce_axis(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
     ) -> list[Any]:
         """Sum on each replica, then over replicas; a mean sums the numbers of elements alongside."""
@@ -153,11 +172,12 @@ class CrossReplicaOps:
             self.communicator.raise_together(error)
         if op is ReduceOp.SUM:
             return self.reduce_leaves(op, sums, None, label)
+        label = f"mean {label}"
         reduced = self.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
         totals, elements = reduced[: len(sums)], reduced[len(sums) :]
         return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
 
-    def reduce_local(self, op: ReduceOp, value: Any) -> Any:
+    def _reduce_local(self, op: ReduceOp, value: Any) -> Any:
         """Reduce what needs no communication: all replicas have the same value, or there is only one."""
         if self.num_replicas == 1:
             return value.values[0] if isinstance(value, DistributedValues) else value
@@ -167,7 +187,7 @@ class CrossReplicaOps:
             raise AssertionError(
                 f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
             )
-        number = isinstance(value, arrays.PYTHON_NUMBERS)
+        number = arrays.is_number(value)
         if (number or arrays.is_array(value)) and not (arrays.as_array(value) != 0).any():
             return value  # zero, however often it counts
         raise ValueError(
@@ -180,13 +200,14 @@ class CrossReplicaOps:
     ) -> Any:
         if self.num_replicas == 1:
             return value.values[0] if isinstance(value, DistributedValues) else value
-        check_destinations(destinations)
         plain = not isinstance(value, DistributedValues) and self.communicator.size == 1
-        if plain or isinstance(value, (Mirrored, MirroredVariable)):
-            return place(self.reduce_local(op, value), destinations)
+        with self.communicator.raising_together():
+            check_destinations(destinations)
+            if plain or isinstance(value, (Mirrored, MirroredVariable)):
+                return place(self._reduce_local(op, value), destinations)
         components = value.values if isinstance(value, DistributedValues) else (value,)
         reduced = self.reduce_leaves(op, [components], options, "")[0]
-        if isinstance(reduced, arrays.PYTHON_NUMBERS):
+        if arrays.is_number(reduced):
             return reduced
         return place(reduced, destinations)
 
@@ -202,7 +223,8 @@ class CrossReplicaOps:
         ops = self._custom or self._over_ranks
         if ops is self._over_ranks or self.communicator.size == 1:
             return ops.batch_reduce(op, pairs, options)
-        local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
+        with self.communicator.raising_together():
+            local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
         firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
         totals = self._over_ranks.all_reduce(
             ReduceOp.SUM, [(value,) for value in firsts], self._options.merge(options)
@@ -211,45 +233,66 @@ class CrossReplicaOps:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
 
-    def gather(self, value: Any, axis: int) -> Any:
-        """The work of `Strategy.gather` on one value."""
-        if isinstance(value, IndexedSlices):
-            raise NotImplementedError("gather does not support IndexedSlices; reduce them with SUM")
+    def gather(self, value: Any, axis: int, label: str = "") -> Any:
+        """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""
         plain = not isinstance(value, PerReplica)
         if self.num_replicas == 1 or (plain and self.communicator.size == 1):
+            accumulation.check_no_slices([value])
             return value.values[0] if isinstance(value, DistributedValues) else value
-        return self.gather_to(value, self.components(value)[0], axis)
+        return self._join(value, axis, None, label)
 
-    def gather_to(
-        self, value: Any, destinations: Any, axis: int, options: CommunicationOptions | None = None
+    def all_gather(
+        self, components: Sequence[Any], axis: int, options: CommunicationOptions | None, label: str
     ) -> Any:
-        """Concatenate the components of all replicas of all ranks along `axis`."""
-        ops = self._over_ranks
+        """What the replicas of this rank gave to one `ReplicaContext.all_gather`, with all others'."""
+        value = PerReplica(components)
+        return place(self._join(value, axis, options, label), value)
+
+    def _join(
+        self, value: Any, axis: int, options: CommunicationOptions | None, label: str
+    ) -> arrays.Array:
         if self.communicator.size == 1 and self._custom is not None:
-            return self._custom.gather(value, destinations, axis, options)
-        return ops.gather(value, destinations, axis, options)
+            return self._custom.gather(value, self.components(value)[0], axis, options)
+        with self.communicator.raising_together():
+            components = components_of(value)
+            accumulation.check_no_slices(components)
+        return self._over_ranks.all_gather(components, axis, label)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
         return (self._custom or self._over_ranks).broadcast(tensor, destinations)
 
-    def aggregate(self, aggregation: VariableAggregation, operand: Any) -> Any:
-        """Combine what the replicas of all ranks give to a variable. Called by every rank."""
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return self.from_first_replica(self.components(operand)[0])
-        if self.num_replicas == 1:
-            return self.components(operand)[0]
-        op = ReduceOp.from_variable_aggregation(aggregation)
-        return self.reduce_leaves(op, [self.components(operand)], None, aggregation.name)[0]
+    def aggregate(self, aggregation: VariableAggregation, operand: Any, label: str) -> Any:
+        """Combine what the replicas of all ranks give to a variable. Called by every rank.
 
-    def from_first_replica(self, value: Any) -> Any:
+        Args:
+            label: which variable, and what for; equal on all ranks.
+        """
+        components = self.components(operand)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self.from_first_replica(components[0], label)
+        if self.num_replicas == 1:
+            return components[0]
+        if aggregation is VariableAggregation.SUM and arrays.is_number(components[0]):
+            self.communicator.raise_together(
+                ValueError(
+                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; whether the "
+                    f"Python number {components[0]!r} counts once or once per replica is not clear"
+                )
+            )
+        op = ReduceOp.from_variable_aggregation(aggregation)
+        return self.reduce_leaves(op, [components], None, label)[0]
+
+    def from_first_replica(self, value: Any, label: str) -> Any:
         """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
         if self.communicator.size == 1:
             return value
-        if isinstance(value, (IndexedSlices, *arrays.PYTHON_NUMBERS)):
-            return self.communicator.broadcast_object(value, label="first replica's value")
-        host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
-        self.communicator.broadcast(host, label="first replica's value")
+        label = f"{label}, of the first replica"
+        if isinstance(value, IndexedSlices) or arrays.is_number(value):
+            return self.communicator.broadcast_object(value, label=label)
+        with self.communicator.raising_together():
+            host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
+        self.communicator.broadcast(host, label=label)
         return arrays.to_device_of(host, value)
 
 

@@ -104,8 +104,11 @@ class ReplicaContext:
             RuntimeError: outside this replica's run.
         """
         require_replica(self, "all_reduce")
-        op = ReduceOp.parse(reduce_op)
         extended = self._strategy.extended
+        try:
+            op = ReduceOp.parse(reduce_op)
+        except ValueError as error:
+            extended.communicator.raise_together(error)
         if arrays.is_array(value):
             leaves, label = [value], ""
         else:
@@ -137,8 +140,11 @@ class ReplicaContext:
         require_replica(self, "all_gather")
         extended = self._strategy.extended
         flat = [value] if arrays.is_array(value) else nest.flatten(value)
+        label = "" if arrays.is_array(value) else nest.describe(value)
         if any(isinstance(leaf, IndexedSlices) for leaf in flat):
-            raise NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
+            extended.communicator.raise_together(
+                NotImplementedError("all_gather does not support IndexedSlices; use all_reduce")
+            )
         gathered = []
         for leaf in flat:
             if _needs_gradient([leaf]):
@@ -146,7 +152,7 @@ class ReplicaContext:
 
                 gathered.append(collectives.all_gather(self, leaf, axis, options))
             else:
-                gathered.append(extended.all_gather(self, leaf, axis, options))
+                gathered.append(extended.all_gather(self, leaf, axis, options, label))
         return gathered[0] if arrays.is_array(value) else nest.pack_like(value, gathered)
 
     def __repr__(self) -> str:

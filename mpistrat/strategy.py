@@ -108,16 +108,12 @@ class Strategy:
             ValueError: `axis` is out of range, or the SUM of a value that is not distributed.
             CollectiveMismatchError: on all ranks, when the ranks' operands differ.
         """
-        op = ReduceOp.parse(reduce_op)
         require_cross_replica(self, "reduce")
-        combine = self._extended.cross_replica_ops
+        with self._extended.communicator.raising_together():
+            op = ReduceOp.parse(reduce_op)
         flat = nest.flatten(value)
         label = nest.describe(value) if nest.is_structure(value) else ""
-        reduced = (
-            combine.reduce_elements(op, flat, label)
-            if axis is None
-            else combine.reduce_axis(op, flat, axis, label)
-        )
+        reduced = self._extended.cross_replica_ops.reduce(op, flat, axis, label)
         return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -131,8 +127,9 @@ class Strategy:
             NotImplementedError: for `IndexedSlices`.
         """
         require_cross_replica(self, "gather")
+        label = nest.describe(value) if nest.is_structure(value) else ""
         return nest.map_structure(
-            lambda leaf: self._extended.cross_replica_ops.gather(leaf, axis), value
+            lambda leaf: self._extended.cross_replica_ops.gather(leaf, axis, label), value
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:

@@ -21,7 +21,8 @@ from mpistrat.context import (
     require_cross_replica,
 )
 from mpistrat.cross_device_ops import CrossDeviceOps
-from mpistrat.cross_replica_ops import CrossReplicaOps
+from mpistrat.cross_device_ops.cross_device_ops import check_pairs
+from mpistrat.cross_replica_ops import AllReduceCall, CrossReplicaOps
 from mpistrat.local_replicas import LocalReplicas
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
@@ -29,7 +30,6 @@ from mpistrat.replica_context import ReplicaContext
 from mpistrat.values import (
     DistributedValues,
     Mirrored,
-    PerReplica,
     regroup,
     select_replica,
 )
@@ -179,22 +179,29 @@ class StrategyExtended:
                 op, [(leaf,) for leaf in leaves], options, label
             )
 
-        def merge(strategy: Strategy, label: Any, values: Sequence[Any]) -> list[Any]:
-            return self.cross_replica_ops.all_reduce(op, label, values, options)
+        def merge(strategy: Strategy, calls: Any) -> list[Any]:
+            return self.cross_replica_ops.all_reduce(
+                self.cross_replica_ops.components(calls), options
+            )
 
-        shared = label if isinstance(label, str) else str(label)
-        return context.merge_call(merge, (shared, list(leaves)))
+        return context.merge_call(merge, (AllReduceCall(op, leaves, label),))
 
     def all_gather(
-        self, context: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
+        self,
+        context: ReplicaContext,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        label: str = "",
     ) -> Any:
-        """The work of `ReplicaContext.all_gather` on one array."""
+        """The work of `ReplicaContext.all_gather` on one leaf of a structure that `label` describes."""
         if self.num_replicas_in_sync == 1:
             return value
 
         def merge(strategy: Strategy, value: Any) -> Any:
-            per_replica = PerReplica(self.cross_replica_ops.components(value))
-            return self.cross_replica_ops.gather_to(per_replica, per_replica, axis, options)
+            return self.cross_replica_ops.all_gather(
+                self.cross_replica_ops.components(value), axis, options, label
+            )
 
         return context.merge_call(merge, (value,))
 
@@ -215,11 +222,13 @@ class StrategyExtended:
             an array for one device, `Mirrored` for several.
         """
         require_cross_replica(self.strategy, "reduce_to")
-        if isinstance(destinations, (list, tuple)):
-            raise AssertionError(
-                f"destinations must be one distributed value or device, got a list: {destinations!r:.60}"
-            )
-        op = self._parse_op(reduce_op)
+        with self.communicator.raising_together():
+            if isinstance(destinations, (list, tuple)):
+                raise AssertionError(
+                    "destinations must be one distributed value or device, got a list: "
+                    f"{destinations!r:.60}"
+                )
+            op = self._parse_op(reduce_op)
         return self.cross_replica_ops.reduce_to(op, value, destinations, options)
 
     @staticmethod
@@ -236,7 +245,9 @@ class StrategyExtended:
     ) -> list[Any]:
         """`reduce_to` for many (value, destinations) pairs in one collective; results in order."""
         require_cross_replica(self.strategy, "batch_reduce_to")
-        op = self._parse_op(reduce_op)
+        with self.communicator.raising_together():
+            op = self._parse_op(reduce_op)
+            check_pairs(value_destination_pairs)
         pairs = self._batch_destinations(value_destination_pairs)
         return self.cross_replica_ops.batch_reduce(op, pairs, options)
 
@@ -299,13 +310,15 @@ class StrategyExtended:
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
     ) -> Variable:
-        value = initial_array(initial_value, dtype)
-        if aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
-            raise ValueError(
-                f"variable {name!r}: aggregation MEAN needs a floating dtype, got "
-                f"{arrays.dtype_name(value)}"
-            )
-        value = self.cross_replica_ops.from_first_replica(value)
+        with self.communicator.raising_together():
+            value = initial_array(initial_value, dtype)
+            if aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
+                raise ValueError(
+                    f"variable {name!r}: aggregation MEAN needs a floating dtype, got "
+                    f"{arrays.dtype_name(value)}"
+                )
+        made = f"initial value of {name!r} ({synchronization.name}, {aggregation.name})"
+        value = self.cross_replica_ops.from_first_replica(value, made)
         components = [
             PlainVariable(
                 value, trainable, f"{name}/replica_{i}" if i else name, synchronization, aggregation

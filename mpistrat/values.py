@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import PYTHON_NUMBERS
+from mpistrat.arrays import is_number
 from mpistrat.context import current_local_replica
 
 
@@ -159,7 +159,7 @@ def regroup(values: Sequence[Any], always_wrap: bool = False, wrap_numbers: bool
     same = all(other is first for other in values)
     if same and isinstance(first, PassedWhole):
         return first
-    if same and not always_wrap and not (wrap_numbers and isinstance(first, PYTHON_NUMBERS)):
+    if same and not always_wrap and not (wrap_numbers and is_number(first)):
         return first
     container = getattr(first, "_container", None)
     if container is not None and not always_wrap:

@@ -16,7 +16,7 @@ from mpistrat.context import (
 )
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
 
 if TYPE_CHECKING:
@@ -319,12 +319,12 @@ class MirroredVariable(DistributedVariable):
             return self._own_copy_update(replica, method, operand)
         context = get_replica_context()
         assert context is not None
-        # Python numbers must not go through regrouping, which would drop one shared by all replicas.
-        check_sum_of_number(self, operand)
         return context.merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.cross_replica_ops.aggregate(self.aggregation, operand)
+        combined = strategy.extended.cross_replica_ops.aggregate(
+            self.aggregation, operand, f"{method} to {self.name!r}"
+        )
         for component in self._values:
             component._update(method, combined)
         return DistributedValues([component.read_value() for component in self._values])
@@ -348,7 +348,9 @@ class SyncOnReadVariable(DistributedVariable):
                 "value. Read it inside run, or give it an aggregation"
             )
         copies = DistributedValues([component.read_value() for component in self._values])
-        return self.strategy.extended.cross_replica_ops.aggregate(self.aggregation, copies)
+        return self.strategy.extended.cross_replica_ops.aggregate(
+            self.aggregation, copies, f"read of {self.name!r}"
+        )
 
     def state(self) -> Array:
         return arrays.copy(self.read_value())
@@ -393,21 +395,3 @@ def check_scatter(variable: Variable, method: str) -> None:
             f"variable {variable.name!r}: {method} cannot be combined over replicas by "
             f"{variable.aggregation.name}; use aggregation NONE or ONLY_FIRST_REPLICA"
         )
-
-
-def check_sum_of_number(variable: Variable, operand: Any) -> None:
-    """ValueError for a Python number under SUM: is it meant once, or once per replica?"""
-    replicas = get_strategy().num_replicas_in_sync
-    if (
-        variable.aggregation is VariableAggregation.SUM
-        and replicas > 1
-        and isinstance(operand, arrays.PYTHON_NUMBERS)
-    ):
-        raise ValueError(
-            f"variable {variable.name!r} sums what its {replicas} replicas assign, but got the Python "
-            f"number {operand!r}, which has no component per replica; pass an array"
-        )
-
-
-def reduce_op_of(aggregation: VariableAggregation) -> ReduceOp:
-    return ReduceOp.from_variable_aggregation(aggregation)

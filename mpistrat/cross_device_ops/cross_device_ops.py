@@ -32,6 +32,19 @@ def check_destinations(destinations: Any) -> None:
     )
 
 
+def check_pairs(value_destination_pairs: Any) -> None:
+    """ValueError unless each is a tuple of a value and its destinations."""
+    pairs = value_destination_pairs
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError(
+            f"value_destination_pairs must be a list of (value, destinations) tuples; got {pairs!r:.80}"
+        )
+    for _, destinations in pairs:
+        check_destinations(destinations)
+
+
 def num_destinations(destinations: Any) -> int:
     return len(destinations.values) if isinstance(destinations, DistributedValues) else 1
 
@@ -108,20 +121,14 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """`reduce` for many (value, destinations) pairs at once; results in the same order."""
-        pairs = value_destination_pairs
         with self._checks():
             _check_op(reduce_op)
-            if not isinstance(pairs, (list, tuple)) or not all(
-                isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
-            ):
-                raise ValueError(
-                    "value_destination_pairs must be a list of (value, destinations) tuples; got "
-                    f"{pairs!r:.80}"
-                )
-            for _, destinations in pairs:
-                check_destinations(destinations)
-            checked = [(PerReplica(components_of(value)), where) for value, where in pairs]
-        if not pairs:
+            check_pairs(value_destination_pairs)
+            checked = [
+                (PerReplica(components_of(value)), where)
+                for value, where in value_destination_pairs
+            ]
+        if not checked:
             return []
         return self.batch_reduce_implementation(
             reduce_op, checked, options or CommunicationOptions()

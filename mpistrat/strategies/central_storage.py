@@ -17,7 +17,6 @@ from mpistrat.variables import (
     PlainVariable,
     Variable,
     check_scatter,
-    check_sum_of_number,
 )
 
 
@@ -47,13 +46,14 @@ class AggregatingVariable(DistributedVariable):
                 f"variable {self.name!r} has one copy for all replicas: to update it inside run, give it "
                 "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
             )
-        check_sum_of_number(self, operand)
         context = get_replica_context()
         assert context is not None
         return context.merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.cross_replica_ops.aggregate(self.aggregation, operand)
+        combined = strategy.extended.cross_replica_ops.aggregate(
+            self.aggregation, operand, f"{method} to {self.name!r}"
+        )
         return self._values[0]._update(method, combined)
 
 
