@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -41,7 +42,10 @@ class _Stopped(BaseException):
 
 
 class _Replica(threading.Thread):
-    """The thread of one replica but the first; it waits for work, and works when given the turn."""
+    """The thread of one replica but the first; it waits for work, and works when given the turn.
+
+    Given the turn without work, it ends.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__(name=f"mpistrat-replica-{index}", daemon=True)
@@ -55,7 +59,8 @@ class _Replica(threading.Thread):
     def run(self) -> None:
         while True:
             self.turn.acquire()
-            assert self.work is not None
+            if self.work is None:
+                return
             self.work()
             self.work = None
             self.back.release()
@@ -69,6 +74,7 @@ class LocalReplicas:
         self.states: list[ReplicaState] = []
         self._idle: list[list[_Replica]] = []  # threads of finished runs, for the next run
         self._current = threading.local()
+        weakref.finalize(self, _end, self._idle)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """The results of `body(i)` for each local replica i; the first exception, unchanged.
@@ -94,9 +100,16 @@ class LocalReplicas:
         run: _Run = self._current.run
         return run.meet(index, merge, operands)
 
-    def adopt(self, run: _Run) -> None:
+    def adopt(self, run: _Run | None) -> None:
         """Make `run` the current one of the calling thread."""
         self._current.run = run
+
+
+def _end(idle: list[list[_Replica]]) -> None:
+    """Nobody uses the threads any more."""
+    for threads in idle:
+        for thread in threads:
+            thread.turn.release()
 
 
 class _Run:
@@ -194,6 +207,8 @@ class _Run:
                 pass
             except BaseException as error:
                 self._error = self._error or error
+            finally:
+                self._replicas.adopt(None)
 
         return work
 

@@ -35,6 +35,11 @@ def reducer_here() -> GradientReducer | None:
     return None if mirroring is None else mirroring.reducer
 
 
+def inside_backward() -> bool:
+    """Whether this thread is in a hook or a function that the autograd engine calls."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @functools.wraps(_original)
 def _reducing_backward(
     tensors: Any,
@@ -47,7 +52,7 @@ def _reducing_backward(
     arguments = (tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
     reducer = reducer_here()
     # A backward inside a backward (reentrant checkpointing) is part of the outer one.
-    if reducer is None or torch._C._current_graph_task_id() != -1:
+    if reducer is None or inside_backward():
         _original(*arguments)
         return
     if create_graph:

@@ -12,21 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.pytorch.registry import BufferSlot, Registry
 
 if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
     from mpistrat.strategy_extended import StrategyExtended
 
-_strategy_of: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+_strategy_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 Snapshot = list["tuple[torch.Tensor | None, bool]"]
 
 
 def snapshot(registry: Registry) -> Snapshot:
-    """Each buffer of the replica that runs here, and whether it has been written since the last average."""
-    return [(slot.tensor(), slot.written()) for slot in registry.buffers]
+    """Each buffer of the replica that runs here, and whether it may have been written since the last average.
+
+    Torch's batch norm writes its statistics without counting that as a write, but counts its batches in
+    another buffer: where one buffer of a module was written, the others are taken to be, too.
+    """
+    tensors = [slot.tensor() for slot in registry.buffers]
+    written = {
+        slot.module
+        for slot, tensor in zip(registry.buffers, tensors, strict=True)
+        if slot.changed(tensor)
+    }
+    return [
+        (tensor, slot.module in written)
+        for slot, tensor in zip(registry.buffers, tensors, strict=True)
+    ]
 
 
 def flag_written(snapshots: Sequence[Snapshot], flags: np.ndarray) -> None:
@@ -46,10 +61,11 @@ def average(
     """Average the flagged buffers over all replicas of all ranks, in place. Collective."""
     communicator = extended.communicator
     groups: dict[torch.dtype, list[int]] = {}
-    for i in np.flatnonzero(flags):
+    flagged: list[int] = np.flatnonzero(flags).tolist()
+    for i in flagged:
         tensor = snapshots[0][i][0]
         if tensor is not None:
-            groups.setdefault(tensor.dtype, []).append(int(i))
+            groups.setdefault(tensor.dtype, []).append(i)
     for dtype, group in groups.items():
         copies = [[taken[i][0] for i in group] for taken in snapshots]
         averaged = dtype.is_floating_point or dtype.is_complex
@@ -61,35 +77,49 @@ def average(
         else:
             flat = torch.cat([t.detach().reshape(-1).cpu() for t in copies[0]])  # type: ignore[union-attr]
             communicator.broadcast(flat, label="buffers of replica 0")
-        with torch.no_grad():
-            for own in copies:
-                pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
-                for tensor, piece in zip(own, pieces, strict=True):
-                    tensor.copy_(piece.view(tensor.shape))  # type: ignore[union-attr]
-    for i in map(int, np.flatnonzero(flags)):
+        for own in copies:
+            pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
+            for index, tensor, piece in zip(group, own, pieces, strict=True):
+                _write(slots[index], tensor, piece)
+    for i in flagged:
         slots[i].settle([taken[i][0] for taken in snapshots])
 
 
-def average_before_state_dict(module: torch.nn.Module, strategy: Any) -> None:
+def _write(slot: BufferSlot, tensor: Any, value: torch.Tensor) -> None:
+    """Write `tensor` so that torch counts it only if it counted the forward's own write.
+
+    A graph that still waits for its backward may hold the buffer: torch lets batch norm write it in the
+    next forward meanwhile, and refuses what an in-place operation has changed.
+    """
+    target = tensor.detach() if slot.changed(tensor) else tensor.data
+    with torch.no_grad():
+        target.copy_(value.view(target.shape))
+
+
+def average_before_state_dict(module: torch.nn.Module, strategy: Strategy) -> None:
     """Have `module.state_dict()` average what was written since the last reduction of gradients."""
-    if module not in _strategy_of:
+    if _before_state_dict not in module._state_dict_pre_hooks.values():
         module.register_state_dict_pre_hook(_before_state_dict)
-    _strategy_of[module] = strategy
+    _strategy_of[module] = weakref.ref(strategy)
 
 
 def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     """A module-level function: it is saved and copied with the module by name alone."""
-    strategy = _strategy_of.get(module)
+    reference = _strategy_of.get(module)
+    strategy = None if reference is None else reference()
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
     if has_strategy() and get_replica_context() is not None:
         return  # inside run a replica reads its own
     from mpistrat.pytorch import virtual_replicas
 
-    registry = strategy._mirroring.registry
-    slots = [slot for slot in registry.buffers if slot.module() is module]
-    written = [slot.written() for slot in slots]
-    if any(written):
+    taken = snapshot(strategy._mirroring.registry)
+    slots, flags = [], []
+    for slot, (_, written) in zip(strategy._mirroring.registry.buffers, taken, strict=True):
+        if slot.module() is module:
+            slots.append(slot)
+            flags.append(written)
+    if any(flags):
         copies = virtual_replicas.copies_of_buffers(strategy.extended, slots)
         snapshots = [[(tensor, True) for tensor in own] for own in copies]
         average(strategy.extended, slots, snapshots, np.ones(len(slots), np.int32))

@@ -9,8 +9,9 @@ aside. `.grad` then is a view of the flat buffer: nothing is copied out.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,15 +27,20 @@ from mpistrat.pytorch.unsynchronized import Unsynchronized
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_UNUSED, _DENSE, _SPARSE = 0, 1, 2
+# How a gradient is laid out; the greatest of all replicas wins: what is dense anywhere is dense.
+_SPARSE, _DENSE = 1, 2
 _HEADER = 2
+
+# Ids of the reducers inside whose `no_sync()` this replica is; its thread inherits the program's.
+_not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "not_synchronizing", default=frozenset()
+)
 
 
 class GradientReducer:
     """Reduces the gradients of a strategy's mirrored parameters.
 
     Attributes:
-        synchronizes: False inside `no_sync()`.
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
     """
 
@@ -44,11 +50,20 @@ class GradientReducer:
         self.registry = registry
         self._rule = rule
         self._flat = FlatBuffers()
-        self._unsynchronized = [Unsynchronized() for _ in strategy.extended.worker_devices]
+        self._unsynchronized = [
+            Unsynchronized(registry) for _ in range(strategy.extended.num_local_replicas)
+        ]
         self._active: set[int] = set()  # local replicas inside a backward of ours
-        self._guarded = 0
-        self.synchronizes = True
         self.steps = 0
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The work of `Strategy.no_sync`."""
+        token = _not_synchronizing.set(_not_synchronizing.get() | {id(self)})
+        try:
+            yield
+        finally:
+            _not_synchronizing.reset(token)
 
     @contextlib.contextmanager
     def contribution(self) -> Iterator[None]:
@@ -56,33 +71,33 @@ class GradientReducer:
         context = get_replica_context()
         assert context is not None
         replica = context.local_index
-        rule = self._reduction_rule() if self.synchronizes else None
-        self._guard_parameters()
+        synchronizes = id(self) not in _not_synchronizing.get()
+        rule = self._reduction_rule() if synchronizes else None
         parameters = self.registry.parameters()
         unsynchronized = self._unsynchronized[replica]
-        aside = unsynchronized.set_aside(parameters, self.synchronizes)
-        self._active.add(replica)
+        aside = unsynchronized.set_aside(parameters)
         try:
-            yield
+            self._active.add(replica)
+            try:
+                yield
+            finally:
+                self._active.discard(replica)
+            if rule is None:
+                unsynchronized.keep(parameters, aside)
+                return
+            contributions = [None if p is None else p.grad for p in parameters]
+            operands = (contributions, buffers.snapshot(self.registry))
+            if self._extended.num_local_replicas == 1:
+                reduced = self._reduce([operands], rule)
+            else:
+                reduced = self._extended.replicas.meet(
+                    replica, lambda everyone: self._reduce(everyone, rule), operands
+                )
         except BaseException:
-            for slot, gradient in aside.items():
-                parameters[slot].grad = gradient  # type: ignore[union-attr]
+            unsynchronized.undo(parameters, aside)
             raise
-        finally:
-            self._active.discard(replica)
-        if rule is None:
-            unsynchronized.keep(parameters, aside)
-            return
         unsynchronized.clear()
-        contributions = [None if p is None else p.grad for p in parameters]
-        operands = (contributions, buffers.snapshot(self.registry))
-        if self._extended.num_local_replicas == 1:
-            reduced = self._reduce([operands], rule)
-        else:
-            reduced = self._extended.replicas.meet(
-                replica, lambda everyone: self._reduce(everyone, rule), operands
-            )
-        self._install(parameters, reduced, aside, replica)
+        _install(parameters, reduced[replica], aside)
 
     def _reduction_rule(self) -> str:
         if self._rule is not None:
@@ -96,29 +111,24 @@ class GradientReducer:
             'gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
         )
 
-    def _guard_parameters(self) -> None:
-        """Watch for gradients that reach mirrored parameters by a way that is not reduced."""
-        if self._guarded == len(self.registry):
+    def guard(self, parameter: torch.Tensor) -> None:
+        """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        for parameter in self.registry.parameters()[self._guarded :]:
-            if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
-                frozen = not parameter.requires_grad
-                parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(_Guard(self))
-                if frozen:
-                    parameter.requires_grad_(False)
-        self._guarded = len(self.registry)
+        required = parameter.requires_grad
+        parameter.requires_grad_(
+            True
+        )  # torch takes hooks only then; the parameter may be unfrozen later
+        parameter.register_post_accumulate_grad_hook(_Guard(self))
+        parameter.requires_grad_(required)
 
     def check_accumulation(self) -> None:
         """Called whenever a mirrored parameter's gradient has grown."""
-        context = get_replica_context()
-        if not self._active and self._strategy.num_replicas_in_sync > 1:
-            where = (
-                "outside run" if context is None or context.strategy is not self._strategy else ""
-            )
+        if not self._active:
             raise RuntimeError(
-                f"a gradient was added to a mirrored parameter {where or 'unseen'}, where it is not "
-                "reduced over replicas; call loss.backward() inside strategy.run(step)"
+                "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
+                "over replicas; call loss.backward() inside strategy.run(step), or use "
+                "torch.autograd.grad, which leaves .grad alone"
             )
 
     def _reduce(self, everyone: list[tuple[Any, ...]], rule: str) -> list[list[Any]]:
@@ -177,6 +187,7 @@ class GradientReducer:
             torch.cat(all_indices).t().to(parameter.device),
             torch.cat(all_values).to(parameter.device),
             parameter.shape,
+            check_invariants=False,
         ).coalesce()
         return total if scale is None else total * scale
 
@@ -185,31 +196,35 @@ class GradientReducer:
         if gradient is None:
             empty = parameter.new_empty((0, *parameter.shape[1:]))
             return torch.empty((1, 0), dtype=torch.int64, device=parameter.device), empty
-        if not gradient.is_sparse:
-            gradient = gradient.to_sparse(1)
+        if gradient.sparse_dim() != 1:
+            gradient = gradient.to_dense().to_sparse(1)
         gradient = gradient.coalesce()
         return gradient.indices(), gradient.values()
 
-    def _install(
-        self,
-        parameters: list[torch.Tensor | None],
-        everyone: list[list[Any]],
-        aside: dict[int, torch.Tensor],
-        replica: int,
-    ) -> None:
-        reduced = everyone[replica]
-        for slot, parameter in enumerate(parameters):
-            if parameter is None:
-                continue
-            before, added = aside.get(slot), reduced[slot]
-            if added is None:
-                parameter.grad = before
-            elif before is None:
-                parameter.grad = added
-            elif before.is_sparse or added.is_sparse:
-                parameter.grad = before + added
-            else:
-                parameter.grad = before.add_(added)
+
+def _install(
+    parameters: Sequence[torch.Tensor | None],
+    reduced: Sequence[torch.Tensor | None],
+    aside: dict[int, torch.Tensor],
+) -> None:
+    """Put the reduced gradients into `.grad`, added to those of earlier backwards in `aside`."""
+    totals, addends = [], []
+    for i, (parameter, added) in enumerate(zip(parameters, reduced, strict=True)):
+        if parameter is None:
+            continue
+        before = aside.get(i)
+        if added is None:
+            parameter.grad = before
+        elif before is None:
+            parameter.grad = added
+        elif before.is_sparse or added.is_sparse:
+            parameter.grad = before + added
+        else:
+            parameter.grad = before
+            totals.append(before)
+            addends.append(added)
+    if totals:
+        torch._foreach_add_(totals, addends)
 
 
 class _Guard:

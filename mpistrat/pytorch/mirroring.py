@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpistrat.context import require_cross_replica
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import backward, buffers, optimizers, virtual_replicas
 from mpistrat.pytorch.gradients import GradientReducer
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 _BYTES_PER_BROADCAST = 1 << 28
 
+_Parameter = tuple[str, torch.Tensor]
+_Buffer = tuple[str, torch.nn.Module, str]
+
 
 class Mirroring:
     """What a strategy keeps for PyTorch: which parameters are mirrored, and what is still pending."""
 
     def __init__(self, strategy: Strategy, gradients: str | None) -> None:
-        self._strategy: Any = weakref.proxy(strategy)
         self._extended = strategy.extended
         self.registry = Registry()
         self.reducer = GradientReducer(strategy, self.registry, gradients)
         self._recorder = Recorder(strategy)
-        self._numbered = 0
         if self._extended.num_replicas_in_sync > 1:
             backward.install()
             optimizers.install()
@@ -52,75 +53,73 @@ class Mirroring:
         """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
         if self._recorder.changed:
             self._recorder.changed = False
-            self._mirror(self._recorder.roots())
+            parameters, slots = self._collect(self._recorder.roots())
+            if parameters or slots:
+                self._mirror_tensors(parameters, slots)
 
     def mirror(self, module: Any) -> None:
         """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""
-        if isinstance(module, torch.nn.Module):
-            self._recorder.record(module)
-            self._mirror([module], again=True)
-        elif isinstance(module, torch.Tensor):
-            self._mirror_tensors([(f"parameter {self._number()}", module)], [])
-        elif isinstance(module, Iterable):
-            for one in module:
-                self.mirror(one)
-        else:
-            raise TypeError(f"mirror takes a torch module or parameters, got {module!r:.60}")
+        require_cross_replica(self._extended.strategy, "mirror")
+        modules: list[torch.nn.Module] = []
+        tensors: list[torch.Tensor] = []
+        for one in _flatten(module):
+            if isinstance(one, torch.nn.Module):
+                self._recorder.record(one)
+                modules.append(one)
+            else:
+                tensors.append(one)
+        parameters, slots = self._collect(modules, again=True)
+        parameters += [(f"parameter {i}", tensor) for i, tensor in enumerate(tensors)]
+        self._mirror_tensors(parameters, slots)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """The work of `Strategy.no_sync`."""
-        outer, self.reducer.synchronizes = self.reducer.synchronizes, False
-        try:
-            yield
-        finally:
-            self.reducer.synchronizes = outer
+        return self.reducer.no_sync()
 
-    def _number(self) -> int:
-        self._numbered += 1
-        return self._numbered - 1
-
-    def _mirror(self, roots: list[torch.nn.Module], again: bool = False) -> None:
-        parameters: list[tuple[str, torch.Tensor]] = []
-        slots: list[tuple[str, torch.nn.Module, str]] = []
+    def _collect(
+        self, roots: Iterable[torch.nn.Module], again: bool = False
+    ) -> tuple[list[_Parameter], list[_Buffer]]:
+        """What is in `roots`, by name: all of it (`again`), or what is not mirrored yet."""
+        parameters: list[_Parameter] = []
+        slots: list[_Buffer] = []
         for root in roots:
-            prefix = f"{type(root).__name__}.{self._number()}"
             for name, parameter in root.named_parameters():
-                if is_lazy(parameter):
-                    # Its shape is known after the first forward: look again at each run until then.
-                    self._recorder.changed = True
+                if _is_pending(parameter):
+                    self._recorder.changed = True  # look again at each run until it is known
                 elif again or parameter not in self.registry:
-                    parameters.append((f"{prefix}.{name}", parameter))
-            for path, module in root.named_modules():
+                    parameters.append((f"{type(root).__name__}.{name}", parameter))
+            for path, module in root.named_modules(prefix=type(root).__name__):
                 for key, buffer in module._buffers.items():
-                    if buffer is None or is_lazy(buffer):
+                    if buffer is None:
                         continue
-                    if again or not self.registry.knows_buffer(module, key):
-                        slots.append((f"{prefix}.{path}.{key}", module, key))
-        if parameters or slots:
-            self._mirror_tensors(parameters, slots)
+                    if _is_pending(buffer):
+                        self._recorder.changed = True
+                    elif again or self.registry.buffer(module, key) is None:
+                        slots.append((f"{path}.{key}", module, key))
+        return parameters, slots
 
-    def _mirror_tensors(
-        self,
-        parameters: list[tuple[str, torch.Tensor]],
-        slots: list[tuple[str, torch.nn.Module, str]],
-    ) -> None:
+    def _mirror_tensors(self, parameters: list[_Parameter], slots: list[_Buffer]) -> None:
         """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
-        tensors = [*parameters, *((name, module._buffers[key]) for name, module, key in slots)]
-        self._agree([f"{n}: {t.dtype}{list(t.shape)}" for n, t in tensors if t is not None])
-        self._broadcast([t.detach() for _, t in tensors if t is not None])
+        tensors: list[_Parameter] = [*parameters]
+        for name, module, key in slots:
+            buffer = module._buffers[key]
+            assert buffer is not None
+            tensors.append((name, buffer))
+        self._agree([f"{name}: {t.dtype}{list(t.shape)}" for name, t in tensors])
+        self._broadcast([t.detach() for _, t in tensors])
         self._drop_dead()
         for name, parameter in parameters:
             if parameter not in self.registry:
                 self.registry.add_parameter(name, parameter)
+                if self._extended.num_replicas_in_sync > 1:
+                    self.reducer.guard(parameter)
         for name, module, key in slots:
-            if not self.registry.knows_buffer(module, key):
+            if self.registry.buffer(module, key) is None:
                 self.registry.add_buffer(name, module, key)
-                buffers.average_before_state_dict(module, self._strategy)
-        fresh = {(id(module), key) for _, module, key in slots}
-        for slot in self.registry.buffers:
-            if (id(slot.module()), slot.key) in fresh:
-                slot.settle([slot.tensor()])
+                buffers.average_before_state_dict(module, self._extended.strategy)
+            slot = self.registry.buffer(module, key)
+            assert slot is not None
+            slot.settle([slot.tensor()])
 
     def _agree(self, described: list[str]) -> None:
         communicator = self._extended.communicator
@@ -155,11 +154,32 @@ class Mirroring:
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
-        alive = np.array([p is not None for p in self.registry.parameters()], np.uint8)
+        alive = np.array(self.registry.alive(), np.uint8)
         if alive.size:
             self._extended.communicator.all_reduce(alive, "max", label="parameters still in use")
             if not alive.all():
-                self.registry.drop_dead([bool(a) for a in alive])
+                self.registry.keep([bool(a) for a in alive])
+
+
+def _flatten(given: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
+    if isinstance(given, torch.nn.Module):
+        yield given
+    elif isinstance(given, torch.Tensor):
+        if not given.is_leaf:
+            raise ValueError(
+                f"mirror takes parameters, got the result of an operation, {given.grad_fn!r:.60}"
+            )
+        yield given
+    elif isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
+        for one in given:
+            yield from _flatten(one)
+    else:
+        raise TypeError(f"mirror takes a torch module or parameters, got {given!r:.60}")
+
+
+def _is_pending(tensor: torch.Tensor) -> bool:
+    """Whether shape or values come later: of lazy modules with the first forward, of meta ones by to_empty."""
+    return is_lazy(tensor) or tensor.is_meta
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,12 @@ from torch.optim.optimizer import (
 )
 
 from mpistrat.context import get_replica_context
-from mpistrat.pytorch.backward import reducer_here
+from mpistrat.pytorch.backward import inside_backward, reducer_here
 from mpistrat.pytorch.gradients import GradientReducer
 
 _installed = False
-# Optimizers whose parameters were all found to be mirrored, with how many there were.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
-    weakref.WeakKeyDictionary()
-)
+# The parameters (by id) of optimizers when all were found to be mirrored, and by which reducer.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
@@ -39,11 +37,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     reducer = reducer_here()
     if reducer is None:
         return
+    if inside_backward():
+        raise RuntimeError(
+            "optimizer.step() was called by a hook inside backward(), before gradients are reduced over "
+            "replicas; call it after backward()"
+        )
     _check_mirrored(optimizer, reducer)
     context = get_replica_context()
     assert context is not None
     extended = context.strategy.extended
     if extended.num_local_replicas > 1:
+        _check_no_closure(args, kwargs)
         # The parameters are one storage: all replicas arrive, the first steps, the others find no
         # gradients.
         extended.replicas.meet(context.local_index, lambda everyone: None, ())
@@ -68,16 +72,28 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
     """RuntimeError if the step would change a parameter that is not mirrored."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == (id(reducer), count):
+    found = [id(reducer), *(id(p) for group in optimizer.param_groups for p in group["params"])]
+    if _checked.get(optimizer) == found:
         return
     for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
+        names = group.get("param_names") or [
+            f"{i} of group {g}" for i in range(len(group["params"]))
+        ]
+        for name, parameter in zip(names, group["params"], strict=True):
             if parameter.requires_grad and parameter not in reducer.registry:
                 raise RuntimeError(
-                    f"optimizer.step() inside run: parameter {i} of group {g}, of shape "
-                    f"{list(parameter.shape)}, was never mirrored, so its replicas would drift apart. "
-                    "Build the module inside strategy.scope(), or call strategy.mirror(module) after "
-                    "building, copying or unpickling it; a lazy module needs one forward in scope()"
+                    f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
+                    "was never mirrored, so its replicas would drift apart. Build the module inside "
+                    "strategy.scope(), or call strategy.mirror(module) after building, copying or "
+                    "unpickling it; a lazy module needs one run of its forward before the first step"
                 )
-    _checked[optimizer] = (id(reducer), count)
+    _checked[optimizer] = found
+
+
+def _check_no_closure(args: Any, kwargs: Any) -> None:
+    """`args` begin with the optimizer itself."""
+    if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
+        raise RuntimeError(
+            "optimizer.step(closure) inside run would step once for each replica of this rank, which "
+            "share their parameters; call backward() and then step(), or start one rank per replica"
+        )

@@ -7,10 +7,12 @@ all of `nn.TransformerEncoder`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
+from torch.utils.hooks import RemovableHandle
 
 from mpistrat.context import per_thread
 
@@ -19,7 +21,8 @@ class Recorder:
     """Keeps weak references to modules, in the order in which they were first seen.
 
     Attributes:
-        changed: a module of ours got a parameter, buffer or submodule since the last `take`.
+        changed: a module of ours got a parameter, buffer or submodule, or has one whose shape or values
+            are not known yet.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -27,18 +30,21 @@ class Recorder:
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._seen: dict[int, weakref.ref[torch.nn.Module]] = {}
         self.changed = False
-        for register in (
-            hooks.register_module_parameter_registration_hook,
-            hooks.register_module_buffer_registration_hook,
-            hooks.register_module_module_registration_hook,
-        ):
-            register(_hook_for(weakref.ref(self)))
+        hook = _hook_for(weakref.ref(self))
+        handles = [
+            hooks.register_module_parameter_registration_hook(hook),
+            hooks.register_module_buffer_registration_hook(hook),
+            hooks.register_module_module_registration_hook(hook),
+        ]
+        weakref.finalize(self, _remove, handles)
 
     def see(self, module: torch.nn.Module, value: Any) -> None:
-        """A registration hook fired. Inside our scope any module counts, elsewhere those known."""
-        modes = per_thread.modes
-        inside = bool(modes) and modes[0].strategy is self._strategy
-        if inside or self._known(module):
+        """A registration hook fired. In our scope any module counts, elsewhere, run included, those known."""
+        mode = per_thread.modes[-1] if per_thread.modes else None
+        in_scope = (
+            mode is not None and mode.replica_context is None and mode.strategy is self._strategy
+        )
+        if in_scope or self._known(module):
             self.changed = True
             self.record(module)
             if isinstance(value, torch.nn.Module):
@@ -70,3 +76,8 @@ def _hook_for(recorder: weakref.ref[Recorder]) -> Any:
             target.see(module, value)
 
     return hook
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

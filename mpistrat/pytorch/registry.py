@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclasses.dataclass(eq=False)
+class ParameterSlot:
+    """One parameter: what a strategy remembers about it is kept by its slot."""
+
+    name: str
+    reference: weakref.ref[torch.Tensor]
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,17 +32,17 @@ class BufferSlot:
         module = self.module()
         return None if module is None else module._buffers.get(self.key)
 
-    def written(self) -> bool:
-        """Whether the buffer of the replica that runs here has changed since `settle`."""
-        tensor = self.tensor()
-        return tensor is not None and (id(tensor), _version(tensor)) not in self.settled
+    def changed(self, tensor: torch.Tensor | None) -> bool:
+        """Whether `tensor`, a replica's, has been written or put here since `settle`."""
+        return tensor is not None and (id(tensor), version(tensor)) not in self.settled
 
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Remember that `copies`, one per replica of this rank, are equal on all replicas now."""
-        self.settled = frozenset((id(c), _version(c)) for c in copies if c is not None)
+        self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor` has been written in place, as far as torch counts that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -42,44 +50,50 @@ class Registry:
     """Weak references only: a model that the program drops is freed."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.slots: list[ParameterSlot] = []
         self.buffers: list[BufferSlot] = []
-        self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._slot_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._known_buffers: set[tuple[int, str]] = set()
+        self._buffer_of: dict[tuple[int, str], BufferSlot] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._slot_of
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self.slots)
 
     def parameters(self) -> list[torch.Tensor | None]:
         """All parameters by slot; None where the program has dropped one."""
-        return [reference() for reference in self._parameters]
+        return [slot.reference() for slot in self.slots]
 
     def add_parameter(self, name: str, parameter: torch.Tensor) -> None:
-        self._slot_of[parameter] = len(self._parameters)
-        self._parameters.append(weakref.ref(parameter))
-        self.names.append(name)
+        slot = ParameterSlot(name, weakref.ref(parameter))
+        self._slot_of[parameter] = slot
+        self.slots.append(slot)
 
-    def knows_buffer(self, module: torch.nn.Module, key: str) -> bool:
-        return (id(module), key) in self._known_buffers and any(
-            slot.module() is module and slot.key == key for slot in self.buffers
-        )
+    def buffer(self, module: torch.nn.Module, key: str) -> BufferSlot | None:
+        """The slot of `module`'s buffer `key`; None if it is not mirrored."""
+        slot = self._buffer_of.get((id(module), key))
+        return slot if slot is not None and slot.module() is module else None
 
-    def add_buffer(self, name: str, module: torch.nn.Module, key: str) -> BufferSlot:
+    def add_buffer(self, name: str, module: torch.nn.Module, key: str) -> None:
         slot = BufferSlot(name, weakref.ref(module), key)
-        self._known_buffers.add((id(module), key))
+        self._buffer_of[id(module), key] = slot
         self.buffers.append(slot)
-        return slot
 
-    def drop_dead(self, alive_somewhere: list[bool]) -> None:
-        """Forget the parameters that are False in `alive_somewhere`, which all ranks must agree on."""
-        kept = [i for i, alive in enumerate(alive_somewhere) if alive]
-        self.names = [self.names[i] for i in kept]
-        self._parameters = [self._parameters[i] for i in kept]
-        for slot, reference in enumerate(self._parameters):
-            parameter = reference()
-            if parameter is not None:
-                self._slot_of[parameter] = slot
+    def alive(self) -> list[bool]:
+        """Which parameters, then which buffers, the program still has on this rank."""
+        return [
+            *(slot.reference() is not None for slot in self.slots),
+            *(slot.module() is not None for slot in self.buffers),
+        ]
+
+    def keep(self, alive_somewhere: Sequence[bool]) -> None:
+        """Forget what is False in `alive_somewhere`, `alive()` of all ranks combined."""
+        parameters, buffers = (
+            alive_somewhere[: len(self.slots)],
+            alive_somewhere[len(self.slots) :],
+        )
+        self.slots = [slot for slot, kept in zip(self.slots, parameters, strict=True) if kept]
+        self.buffers = [slot for slot, kept in zip(self.buffers, buffers, strict=True) if kept]
+        known = set(map(id, self.buffers))
+        self._buffer_of = {key: s for key, s in self._buffer_of.items() if id(s) in known}

@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from mpistrat.pytorch.registry import ParameterSlot, Registry
+
 
 @dataclasses.dataclass
 class _Split:
@@ -20,16 +22,15 @@ class _Split:
 class Unsynchronized:
     """Which `.grad`s of one replica hold contributions that the next reduction must include."""
 
-    def __init__(self) -> None:
-        self._local: set[int] = set()
-        self._splits: dict[int, _Split] = {}
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._local: set[ParameterSlot] = set()
+        self._splits: dict[ParameterSlot, _Split] = {}
 
-    def set_aside(
-        self, parameters: list[torch.Tensor | None], synchronizes: bool
-    ) -> dict[int, torch.Tensor]:
-        """Take what is reduced out of every `.grad`; returns it by slot."""
+    def set_aside(self, parameters: list[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Take what is reduced out of every `.grad`; returns it by position in `parameters`."""
         aside = {}
-        for slot, parameter in enumerate(parameters):
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             if parameter is None:
                 continue
             gradient = parameter.grad
@@ -37,26 +38,26 @@ class Unsynchronized:
                 self._local.discard(slot)
                 self._splits.pop(slot, None)
             elif slot not in self._local:
-                aside[slot] = gradient
+                aside[i] = gradient
                 parameter.grad = None
             elif slot in self._splits:
                 split = self._splits.pop(slot)
                 if gradient is split.combined and gradient._version == split.version:
-                    aside[slot] = split.reduced
+                    aside[i] = split.reduced
                     parameter.grad = split.local
-                elif gradient.count_nonzero():
+                elif gradient.to_dense().any():
                     raise RuntimeError(
-                        "a .grad that mixes reduced and no_sync() gradients was changed before the next "
-                        "backward(); call zero_grad() before accumulating with no_sync()"
+                        f"the .grad of {slot.name} mixes reduced and no_sync() gradients, and was changed "
+                        "before the next backward(); call zero_grad() before accumulating with no_sync()"
                     )
         return aside
 
     def keep(self, parameters: list[torch.Tensor | None], aside: dict[int, torch.Tensor]) -> None:
         """After a backward that reduced nothing: put back what was set aside."""
-        for slot, parameter in enumerate(parameters):
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
             if parameter is None:
                 continue
-            local, reduced = parameter.grad, aside.get(slot)
+            local, reduced = parameter.grad, aside.get(i)
             if local is None:
                 parameter.grad = reduced
                 continue
@@ -66,6 +67,14 @@ class Unsynchronized:
                 parameter.grad = combined
                 self._splits[slot] = _Split(combined, combined._version, reduced, local)
 
+    def undo(self, parameters: list[torch.Tensor | None], aside: dict[int, torch.Tensor]) -> None:
+        """After a backward that failed: forget what it added where nothing is waiting to be reduced."""
+        for slot, parameter in zip(self._registry.slots, parameters, strict=True):
+            if parameter is not None and slot not in self._local:
+                parameter.grad = None
+        self.keep(parameters, aside)
+
     def clear(self) -> None:
+        """Everything in `.grad` has been reduced."""
         self._local.clear()
         self._splits.clear()

@@ -7,6 +7,7 @@ brought out where replicas take turns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpistrat.context import get_replica_context
-from mpistrat.pytorch.registry import BufferSlot, Registry
+from mpistrat.pytorch.registry import BufferSlot, ParameterSlot, Registry, version
 
 if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
@@ -23,86 +24,151 @@ _states: weakref.WeakKeyDictionary[Any, TorchState] = weakref.WeakKeyDictionary(
 
 
 class TorchState:
-    """A `ReplicaState` for PyTorch."""
+    """A `ReplicaState` for PyTorch.
+
+    Between runs replica 0's state is out, and the program may change it: set gradients to None, load
+    buffers, seed. What the program has changed it has changed for all replicas.
+    """
 
     def __init__(self, registry: Registry, count: int) -> None:
         self._registry = registry
         self._count = count
-        self._gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(count)]
-        self._buffers: list[dict[int, torch.Tensor]] = [{} for _ in range(count)]
-        self._generators: list[torch.Tensor] = []
-        self._left: torch.Tensor | None = None
+        self._gradients: list[dict[ParameterSlot, torch.Tensor]] = [{} for _ in range(count)]
+        self._buffers: list[dict[BufferSlot, torch.Tensor]] = [{} for _ in range(count)]
+        self._generators: list[list[torch.Tensor]] = []
+        self._seed = torch.initial_seed()
+        # What replica 0's gradients and buffers were, with their versions, when the last run ended.
+        self._left: dict[Any, tuple[torch.Tensor, int]] = {}
 
     def begin(self) -> None:
-        """A run starts: a generator that was seeded meanwhile is seeded for every replica."""
-        now = torch.get_rng_state()
-        if self._left is None or not torch.equal(now, self._left):
-            self._generators = [now.clone() for _ in range(self._count)]
-        for index, slot in enumerate(self._registry.buffers):
-            tensor = slot.tensor()
-            if index not in self._buffers[-1] and tensor is not None:
-                copies = [tensor.clone() for _ in range(1, self._count)]
-                for own, copy in zip(self._buffers[1:], copies, strict=True):
-                    own[index] = copy
-                slot.settle([tensor, *copies])
+        registry = self._registry
+        clones: dict[int, list[torch.Tensor]] = {}  # what modules share, their copies share
+        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
+            gradient = None if parameter is None else parameter.grad
+            self._share_if_changed(slot, gradient, self._gradients, clones)
+        for buffer in registry.buffers:
+            tensor = buffer.tensor()
+            if self._share_if_changed(buffer, tensor, self._buffers, clones):
+                buffer.settle([tensor, *(own.get(buffer) for own in self._buffers[1:])])
+        self._left.clear()
+        self._begin_random()
+
+    def _share_if_changed(
+        self,
+        slot: Any,
+        tensor: torch.Tensor | None,
+        replicas: list[dict[Any, torch.Tensor]],
+        clones: dict[int, list[torch.Tensor]],
+    ) -> bool:
+        left, left_version = self._left.get(slot, (None, 0))
+        if tensor is left and (tensor is None or version(tensor) == left_version):
+            return False
+        if tensor is None:
+            for own in replicas[1:]:
+                own.pop(slot, None)
+            return True
+        if id(tensor) not in clones:
+            # Copies made for an evaluation must serve the training that follows it.
+            with torch.inference_mode(False):
+                clones[id(tensor)] = [tensor.detach().clone() for _ in replicas[1:]]
+        for own, clone in zip(replicas[1:], clones[id(tensor)], strict=True):
+            own[slot] = clone
+        return True
+
+    def _begin_random(self) -> None:
+        """Replicas whose generators were in step stay so; otherwise the program's is replica 0's.
+
+        So one seed gives each replica the numbers that it would draw on a rank of its own.
+        """
+        now = _generators()
+        seed = torch.initial_seed()
+        in_step = all(_equal(self._generators[0], other) for other in self._generators[1:])
+        if not self._generators or in_step or seed != self._seed:
+            self._generators = [now] * self._count
+        self._generators[0] = now
+        self._seed = seed
 
     def end(self) -> None:
-        """A run has ended, with replica 0's state out."""
-        self._left = torch.get_rng_state()
-        self._generators[0] = self._left
+        registry = self._registry
+        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
+            if parameter is not None and parameter.grad is not None:
+                self._left[slot] = (parameter.grad, version(parameter.grad))
+        for buffer in registry.buffers:
+            tensor = buffer.tensor()
+            if tensor is not None:
+                self._left[buffer] = (tensor, version(tensor))
+        self._generators[0] = _generators()
+        self._seed = torch.initial_seed()
 
     def inherit(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        grad = torch.is_grad_enabled()
-        inference = torch.is_inference_mode_enabled()
-        device = torch.get_default_device()
-        autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
+        modes: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
+            functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+            functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         ]
+        device = torch.get_default_device()
+        if device != torch.device("cpu"):
+            modes.append(lambda: device)
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+                modes.append(functools.partial(torch.autocast, kind, dtype=dtype))
+        if torch.cuda.is_initialized():
+            # Entering a stream enters its device.
+            modes.append(functools.partial(torch.cuda.stream, torch.cuda.current_stream()))
 
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.inference_mode(inference))
-                stack.enter_context(torch.set_grad_enabled(grad))
-                if device != torch.device("cpu"):
-                    stack.enter_context(device)
-                for kind, dtype, enabled in autocast:
-                    if enabled:
-                        stack.enter_context(torch.autocast(kind, dtype=dtype))
+                for mode in modes:
+                    stack.enter_context(mode())
                 yield
 
         return enter
 
     def switch(self, leaving: int, entering: int) -> None:
+        registry = self._registry
         away, out = self._gradients[leaving], self._gradients[entering]
         away.clear()
-        for i, parameter in enumerate(self._registry.parameters()):
+        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
             if parameter is not None:
                 if parameter.grad is not None:
-                    away[i] = parameter.grad
-                parameter.grad = out.get(i)
-        for index, slot in enumerate(self._registry.buffers):
-            module, tensor = slot.module(), slot.tensor()
+                    away[slot] = parameter.grad
+                parameter.grad = out.get(slot)
+        for buffer in registry.buffers:
+            module, tensor = buffer.module(), buffer.tensor()
             if module is None or tensor is None:
                 continue
-            self._buffers[leaving][index] = tensor
-            module._buffers[slot.key] = self._buffers[entering].get(index, tensor)
-        self._generators[leaving] = torch.get_rng_state()
-        torch.set_rng_state(self._generators[entering])
+            self._buffers[leaving][buffer] = tensor
+            module._buffers[buffer.key] = self._buffers[entering].get(buffer, tensor)
+        self._generators[leaving] = _generators()
+        _set_generators(self._generators[entering])
 
     def copies(self, slots: Sequence[BufferSlot]) -> list[list[torch.Tensor | None]]:
         """Each replica's copy of the buffers `slots`, with replica 0's in the modules."""
-        indices = [self._registry.buffers.index(slot) for slot in slots]
         own = [slot.tensor() for slot in slots]
         others = [
-            [
-                self._buffers[i].get(index, tensor)
-                for index, tensor in zip(indices, own, strict=True)
-            ]
-            for i in range(1, self._count)
+            [kept.get(slot, tensor) for slot, tensor in zip(slots, own, strict=True)]
+            for kept in self._buffers[1:]
         ]
         return [own, *others]
+
+
+def _generators() -> list[torch.Tensor]:
+    """The state of the CPU's generator and, where CUDA is in use, of the current device's."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _set_generators(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def _equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, states, others))
 
 
 def install(extended: StrategyExtended, registry: Registry) -> None:
