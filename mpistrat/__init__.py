@@ -4,6 +4,7 @@ from mpistrat import cluster_resolver as cluster_resolver
 from mpistrat import compat as compat
 from mpistrat import errors as errors
 from mpistrat import experimental as experimental
+from mpistrat.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from mpistrat.context import get_replica_context as get_replica_context
 from mpistrat.context import get_strategy as get_strategy
 from mpistrat.context import has_strategy as has_strategy

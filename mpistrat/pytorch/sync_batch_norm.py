@@ -1,0 +1,105 @@
+"""Batch norm whose statistics are those of the batches of all replicas together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from mpistrat.context import get_replica_context, has_strategy
+from mpistrat.reduce_op import ReduceOp
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the examples of all replicas, each counted once, however many a replica has.
+
+    Inside `run` and in training, every replica calls it equally often, with an empty batch if it has no
+    examples. Elsewhere it is torch's batch norm. Arguments and attributes are those of
+    `torch.nn.BatchNorm1d`; the input is [examples, channels, ...].
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm takes [examples, channels, ...], got {list(input.shape)}"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        context = get_replica_context() if has_strategy() else None
+        batch_statistics = self.training or self.running_mean is None
+        if context is None or context.num_replicas_in_sync == 1 or not batch_statistics:
+            return super().forward(input)
+        self._check_input_dim(input)
+        return self._normalize(context, input)
+
+    def _normalize(self, context: Any, input: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(dtype)
+        axes = [0, *range(2, x.dim())]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        elements = x.new_tensor([x.numel() // x.shape[1]])
+        sums = context.all_reduce(ReduceOp.SUM, torch.cat([x.sum(axes), elements]))
+        count = sums[-1].detach()
+        if count <= 1:
+            raise ValueError(
+                f"SyncBatchNorm needs more than 1 value per channel over all replicas to train, got {int(count)}; "
+                f"this replica's input has shape {list(input.shape)}"
+            )
+        mean = sums[:-1] / count
+        centered = x - mean.view(shape)
+        variance = context.all_reduce(ReduceOp.SUM, centered.square().sum(axes)) / count
+        self._update_statistics(mean, variance * (count / (count - 1)))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        output = centered * scale.view(shape)
+        if self.bias is not None:
+            output = output + self.bias.view(shape)
+        return output.to(input.dtype)
+
+    @torch.no_grad()
+    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running statistics towards this batch's, as torch's batch norm does."""
+        if not self.training or not self.track_running_stats:
+            return
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+
+def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
+    """The work of `mpistrat.convert_sync_batchnorm`."""
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        return _converted(module)
+    for name, child in module.named_children():
+        converted = convert_sync_batchnorm(child)
+        if converted is not child:
+            setattr(module, name, converted)
+    return module
+
+
+def _converted(module: _BatchNorm) -> SyncBatchNorm:
+    if isinstance(module, LazyModuleMixin):
+        raise ValueError(
+            f"convert_sync_batchnorm: {type(module).__name__} does not know its channels yet; "
+            "convert after the first forward"
+        )
+    converted = SyncBatchNorm(
+        module.num_features,
+        module.eps,
+        module.momentum,
+        affine=False,
+        track_running_stats=False,
+    )
+    converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
+    for name in ("weight", "bias"):
+        converted.register_parameter(name, getattr(module, name))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        converted.register_buffer(name, getattr(module, name))
+    return converted.train(module.training)

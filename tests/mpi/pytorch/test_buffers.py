@@ -1,0 +1,310 @@
+"""Buffers that a forward writes: a replica's own in the forward, one value for whoever reads afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import mpistrat as ms
+from whole_batch import (
+    BATCH,
+    FEATURES,
+    Pair,
+    batches,
+    build,
+    equal_on_all_ranks,
+    loss_of,
+    own,
+    plain_step,
+)
+
+MOMENTUM = 0.1
+
+
+def normalized() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(FEATURES), torch.nn.Linear(FEATURES, 2))
+
+
+def even_batches(strategy: ms.Strategy) -> list[torch.Tensor]:
+    """A batch of 4 examples for each replica of all ranks, in replica order; the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (4, FEATURES)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) * (i + 1)
+        for i in range(strategy.num_replicas_in_sync)
+    ]
+
+
+def mine(strategy: ms.Strategy) -> torch.Tensor:
+    context = ms.get_replica_context()
+    assert context is not None
+    return even_batches(strategy)[context.replica_id_in_sync_group]
+
+
+def averaged_statistics(strategy: ms.Strategy, steps: int = 1) -> tuple[Any, Any]:
+    """The mean over replicas of what a BatchNorm1d has seen after `steps` forwards on its own batch."""
+    layers = [torch.nn.BatchNorm1d(FEATURES).double() for _ in even_batches(strategy)]
+    for layer, x in zip(layers, even_batches(strategy), strict=True):
+        for _ in range(steps):
+            layer(x)
+    return tuple(
+        torch.stack([getattr(layer, name) for layer in layers]).mean(0)
+        for name in ("running_mean", "running_var")
+    )
+
+
+def check_state(strategy: ms.Strategy, model: torch.nn.Module, steps: int) -> None:
+    state = model.state_dict()
+    mean, variance = averaged_statistics(strategy, steps)
+    torch.testing.assert_close(state["0.running_mean"], mean)
+    torch.testing.assert_close(state["0.running_var"], variance)
+    assert state["0.num_batches_tracked"] == steps
+    assert equal_on_all_ranks(strategy, state["0.running_mean"])
+
+
+def test_state_dict_averages_after_a_backward(strategy: ms.Strategy) -> None:
+    model = build(strategy, normalized)
+    for steps in (1, 2, 3):
+        strategy.run(lambda: model(mine(strategy)).sum().backward())
+        check_state(strategy, model, steps)
+
+
+def test_state_dict_averages_without_a_backward(strategy: ms.Strategy) -> None:
+    model = build(strategy, normalized)
+    for steps in (1, 2):
+        strategy.run(lambda: (model(mine(strategy)), None)[1])
+        check_state(strategy, model, steps)
+
+
+def test_after_a_backward_one_rank_may_read_alone(strategy: ms.Strategy) -> None:
+    model = build(strategy, normalized)
+    strategy.run(lambda: model(mine(strategy)).sum().backward())
+    if strategy.extended.communicator.rank == 0:
+        mean, _ = averaged_statistics(strategy)
+        torch.testing.assert_close(model.state_dict()["0.running_mean"], mean)
+    assert equal_on_all_ranks(strategy, model[0].running_mean)
+
+
+def test_buffers_are_each_replicas_own_until_then(strategy: ms.Strategy) -> None:
+    model = build(strategy, normalized)
+
+    def step() -> torch.Tensor:
+        model(mine(strategy))
+        return model[0].running_mean.clone()
+
+    extended = strategy.extended
+    results = strategy.experimental_local_results(strategy.run(step))
+    for i, result in enumerate(results):
+        expected = even_batches(strategy)[extended.first_replica_id + i].mean(0) * MOMENTUM
+        torch.testing.assert_close(result, expected)
+
+
+def test_evaluation_reads_the_averages(strategy: ms.Strategy) -> None:
+    model = build(strategy, normalized)
+    strategy.run(lambda: model(mine(strategy)).sum().backward())
+    model.eval()
+    x, _ = next(batches())
+    results = strategy.experimental_local_results(strategy.run(lambda: model[0](x)))
+    mean, variance = averaged_statistics(strategy)
+    expected = (x - mean) / (variance + model[0].eps).sqrt()
+    for result in results:
+        torch.testing.assert_close(result, expected)
+
+
+def test_loaded_buffers_reach_every_replica(strategy: ms.Strategy) -> None:
+    model = build(strategy, normalized)
+    strategy.run(lambda: model(mine(strategy)).sum().backward())
+    state = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    read = strategy.run(lambda: model[0].running_mean.clone())
+    for result in strategy.experimental_local_results(read):
+        assert result.tolist() == [3.0] * FEATURES
+    model[0].running_mean = torch.full((FEATURES,), 4.0, dtype=torch.float64)
+    read = strategy.run(lambda: model[0].running_mean.clone())
+    for result in strategy.experimental_local_results(read):
+        assert result.tolist() == [4.0] * FEATURES
+
+
+class Counting(torch.nn.Module):
+    """Buffers of each kind: written in place, replaced, whole numbers, and one that nobody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(FEATURES, 2)
+        self.register_buffer("sums", torch.zeros(2))
+        self.register_buffer("last", torch.zeros(()))
+        self.register_buffer("examples", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("constant", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor, replica: int) -> torch.Tensor:
+        with torch.no_grad():
+            self.sums += replica
+            self.last = torch.tensor(float(replica), dtype=self.sums.dtype)
+            self.examples += replica + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_float_buffers_are_averaged_and_integers_are_replica_0s(
+    strategy: ms.Strategy, with_backward: bool
+) -> None:
+    model = build(strategy, Counting)
+    before = model.constant
+
+    def step() -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        output = model(mine(strategy), context.replica_id_in_sync_group)
+        if with_backward:
+            output.sum().backward()
+
+    strategy.run(step)
+    strategy.run(step)
+    n = strategy.num_replicas_in_sync
+    state = model.state_dict()
+    assert state["sums"].tolist() == [n - 1.0, n - 1.0]
+    assert state["last"].item() == (n - 1) / 2
+    assert state["examples"].item() == 2
+    assert state["constant"].tolist() == [0, 1, 2]
+    assert model.constant is before
+
+
+def test_instance_norm_statistics(strategy: ms.Strategy) -> None:
+    """Its writes count as writes, but it counts no batches."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.InstanceNorm1d(FEATURES, track_running_stats=True, affine=True)
+
+    model = build(strategy, make)
+    strategy.run(lambda: model(mine(strategy)[:, :, None].expand(-1, -1, 3)).sum().backward())
+    expected = torch.stack([x.mean(0) for x in even_batches(strategy)]).mean(0) * MOMENTUM
+    torch.testing.assert_close(model.state_dict()["running_mean"], expected)
+
+
+def test_a_buffer_that_two_modules_share(strategy: ms.Strategy) -> None:
+    def make() -> torch.nn.Module:
+        model = torch.nn.ModuleList([Counting(), Counting()])
+        model[1].sums = model[0].sums
+        return model
+
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = make()
+
+    def step() -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        x = mine(strategy).float()
+        model[0](x, context.replica_id_in_sync_group).sum().backward()
+
+    strategy.run(step)
+    average = (strategy.num_replicas_in_sync - 1) / 2
+    assert model.state_dict()["1.sums"].tolist() == [average, average]
+    assert model[1].sums is model[0].sums
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_sync_batch_norm_trains_as_on_the_whole_batch(
+    strategy: ms.Strategy, momentum: float | None
+) -> None:
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, 3),
+            torch.nn.Unflatten(1, (3, 1, 1)),
+            torch.nn.BatchNorm2d(3, momentum=momentum),
+            torch.nn.Flatten(),
+            torch.nn.BatchNorm1d(3, affine=False, momentum=momentum),
+            torch.nn.Tanh(),
+            torch.nn.Linear(3, 2),
+        )
+
+    pair = Pair(strategy, make)
+    assert ms.convert_sync_batchnorm(pair.model) is pair.model
+    for _ in range(3):
+        pair.train(plain_step, steps=1)
+        torch.testing.assert_close(dict(pair.model.state_dict()), dict(pair.alone.state_dict()))
+    pair.model.eval()
+    pair.alone.eval()
+    x, _ = next(pair.batches)
+    for result in strategy.experimental_local_results(strategy.run(lambda: pair.model(x))):
+        torch.testing.assert_close(result, pair.alone(x))
+
+
+@pytest.mark.parametrize("examples", [2, BATCH])
+def test_sync_batch_norm_outputs_and_gradients(strategy: ms.Strategy, examples: int) -> None:
+    """Replicas have different numbers of examples, some none; each example counts once."""
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(examples, 3, 2, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(examples, 3, 2, generator=generator, dtype=torch.float64)
+    alone = torch.nn.BatchNorm1d(3).double()
+    torch.nn.init.uniform_(alone.weight, generator=generator)
+    with strategy.scope():
+        model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(3).double())
+    model.load_state_dict(alone.state_dict())
+
+    def step() -> Any:
+        x = own(whole).clone().requires_grad_()
+        y = model(x)
+        (y * own(upstream)).sum().backward()
+        return y.detach(), x.grad
+
+    output, input_gradient = strategy.run(step)
+    x = whole.clone().requires_grad_()
+    y = alone(x)
+    (y * upstream).sum().backward()
+    torch.testing.assert_close(strategy.gather(output, axis=0), y.detach())
+    torch.testing.assert_close(strategy.gather(input_gradient, axis=0), x.grad)
+    torch.testing.assert_close(model.weight.grad, alone.weight.grad)
+    torch.testing.assert_close(model.bias.grad, alone.bias.grad)
+    torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()))
+
+
+def test_sync_batch_norm_of_narrow_inputs(strategy: ms.Strategy) -> None:
+    x, _ = next(batches())
+    layer = torch.nn.BatchNorm1d(FEATURES)
+    with strategy.scope():
+        model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(FEATURES))
+    expected = layer(x.float()).detach()
+
+    def step() -> torch.Tensor:
+        y = model(own(x).bfloat16())
+        assert y.dtype == torch.bfloat16
+        return y.detach()
+
+    gathered = strategy.gather(strategy.run(step), axis=0)
+    torch.testing.assert_close(gathered.float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_sync_batch_norm_needs_more_than_one_value(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"more than 1 value per channel"):
+        strategy.run(lambda: model(own(torch.ones(1, 3))))
+
+
+def test_conversion_keeps_parameters_and_leaves_the_rest(strategy: ms.Strategy) -> None:
+    pair = Pair(strategy, lambda: torch.nn.Sequential(normalized(), torch.nn.LayerNorm(2)))
+    names = list(pair.model.state_dict())
+    parameters = list(pair.model.parameters())
+    pair.model[0].eval()
+    ms.convert_sync_batchnorm(pair.model)
+    assert not pair.model[0][0].training
+    assert type(pair.model[0][0]).__name__ == "SyncBatchNorm"
+    assert list(pair.model.state_dict()) == names
+    assert all(a is b for a, b in zip(parameters, pair.model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="LazyBatchNorm1d does not know its channels"):
+        ms.convert_sync_batchnorm(torch.nn.LazyBatchNorm1d())
+
+
+def test_two_forwards_may_wait_for_two_backwards(strategy: ms.Strategy) -> None:
+    """As in torch, though the first backward has averaged the statistics meanwhile."""
+    model = build(strategy, normalized)
+
+    def step() -> None:
+        x = mine(strategy)
+        one, other = loss_of(model(x), x[:, :2]), loss_of(model(x * 2), x[:, :2])
+        one.backward()
+        other.backward()
+
+    strategy.run(step)
+    assert model.state_dict()["0.num_batches_tracked"] == 2
