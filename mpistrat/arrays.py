@@ -112,7 +112,11 @@ def zeros(shape: Sequence[int], like: Array) -> Array:
 def cast(array: Array, dtype: Any) -> Array:
     """`array` as `dtype`: a name, or a dtype of the array's own library."""
     xp = api.array_namespace(array)
-    return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype)
+    try:
+        return xp.astype(array, getattr(xp, dtype) if isinstance(dtype, str) else dtype)
+    except (AttributeError, TypeError):
+        library = "torch" if is_torch(array) else "NumPy"
+        raise TypeError(f"{dtype!r:.60} is not a dtype of {library}, whose array this is") from None
 
 
 def cast_like(array: Array, like: Array) -> Array:
@@ -167,13 +171,15 @@ def scatter(array: Array, indices: Array, rows: Array, combine: str) -> Array:
 
 def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
     """`axis` as a tuple of axes counted from the front; ValueError when one is out of range."""
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
     for one in axes:
-        if not isinstance(one, int) or not -array.ndim <= one < array.ndim:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise ValueError(f"axis must be an integer, or several, got {axis!r:.60}")
+        if not -array.ndim <= one < array.ndim:
             raise ValueError(
-                f"axis {one!r} is out of range for an array of shape {tuple(array.shape)}"
+                f"axis {one} is out of range for an array of shape {tuple(array.shape)}"
             )
-    return tuple(one % array.ndim for one in axes)
+    return tuple(int(one) % array.ndim for one in axes)
 
 
 def sum_over(array: Array, axes: tuple[int, ...]) -> Array:

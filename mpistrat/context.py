@@ -8,6 +8,7 @@ stack lies the default strategy in its replica context.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -133,6 +134,15 @@ def current_local_replica() -> int | None:
     return modes[-1].replica_context.local_index
 
 
-def describe(value: Any) -> str:
-    """A short name of a value for error messages."""
-    return f"{type(value).__name__}: {value!r:.80}"
+def check_call(call: str, fn: Any, args: Any, kwargs: Any) -> None:
+    """Errors for what cannot be called: a function, a list or tuple, and a mapping or None are wanted."""
+    if not callable(fn):
+        raise TypeError(f"{call} takes a function, got {fn!r:.60}; pass its arguments as args=(…,)")
+    if not isinstance(args, (list, tuple)):
+        raise ValueError(
+            f"{call} takes args as a list or a tuple, got {type(args).__name__}; for one argument write (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ValueError(
+            f"{call} takes kwargs as a dictionary or None, got {type(kwargs).__name__}"
+        )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mpistrat import arrays
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexedSlices:
     """Rows `values[i]` at positions `indices[i]` of an array of shape `dense_shape`.
 
     Args:
-        values: array of shape [rows, ...].
-        indices: integer array of shape [rows]; an index may occur more than once.
+        values: array of shape [rows, ...], or a list of numbers.
+        indices: integer array of shape [rows], or a list; an index may occur more than once.
         dense_shape: the whole array's shape, if known.
     """
 
@@ -21,9 +23,15 @@ class IndexedSlices:
     dense_shape: Any = None
 
     def __post_init__(self) -> None:
-        if getattr(self.indices, "ndim", 1) != 1 or len(self.indices) != len(self.values):
+        values, indices = arrays.as_array(self.values), arrays.as_array(self.indices)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "indices", indices)
+        if indices.ndim != 1 or values.ndim == 0 or indices.shape[0] != values.shape[0]:
             raise ValueError(
-                "IndexedSlices needs one index per row: got indices of shape "
-                f"{tuple(getattr(self.indices, 'shape', ()))} for values of shape "
-                f"{tuple(getattr(self.values, 'shape', ()))}"
+                f"IndexedSlices needs one index per row: got indices of shape {list(indices.shape)} for "
+                f"values of shape {list(values.shape)}"
+            )
+        if not arrays.is_integer(indices):
+            raise TypeError(
+                f"IndexedSlices needs integer indices, got {arrays.dtype_name(indices)}"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpistrat import arrays
 from mpistrat.context import get_replica_context, get_strategy
 
@@ -12,6 +14,14 @@ def _replicas(call: str) -> int:
     if get_replica_context() is None:
         raise RuntimeError(f"{call} was called outside run; it scales one replica's loss")
     return get_strategy().num_replicas_in_sync
+
+
+def _check_positive_integer(global_batch_size: Any) -> None:
+    given = global_batch_size
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+        raise TypeError(f"global_batch_size must be an integer, got {given!r:.60}")
+    if given <= 0:
+        raise ValueError(f"global_batch_size must be positive, got {given}")
 
 
 def compute_average_loss(
@@ -40,6 +50,11 @@ def compute_average_loss(
         )
     if sample_weight is not None:
         weight = arrays.as_array(sample_weight)
+        if tuple(weight.shape) != tuple(loss.shape[: weight.ndim]):
+            raise ValueError(
+                "sample_weight must have per_example_loss's shape or its first dimensions, got "
+                f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
+            )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
     if global_batch_size is None:
         global_batch_size = loss.shape[0] * replicas
@@ -47,8 +62,8 @@ def compute_average_loss(
             raise ValueError(
                 "this replica's batch is empty; pass global_batch_size, which it does not tell"
             )
-    elif isinstance(global_batch_size, bool) or not global_batch_size > 0:
-        raise ValueError(f"global_batch_size must be positive, got {global_batch_size!r}")
+    else:
+        _check_positive_integer(global_batch_size)
     strategy = get_strategy()
     strategy.losses_are_averaged = True
     return loss.sum() / global_batch_size

@@ -6,6 +6,10 @@ import dataclasses
 import enum
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class CommunicationImplementation(enum.Enum):
     """Which transport a collective should prefer; `AUTO` lets the strategy choose."""
 
@@ -31,8 +35,16 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
+        if not _is_integer(self.bytes_per_pack):
+            raise TypeError(f"bytes_per_pack must be an integer, got {self.bytes_per_pack!r:.60}")
         if self.bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
+        if isinstance(self.timeout_seconds, bool) or not isinstance(
+            self.timeout_seconds, (int, float, type(None))
+        ):
+            raise TypeError(
+                f"timeout_seconds must be a number or None, got {self.timeout_seconds!r:.60}"
+            )
         given = self.implementation
         if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
             object.__setattr__(self, "implementation", CommunicationImplementation[given.upper()])
@@ -42,8 +54,7 @@ class CommunicationOptions:
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """These options, overridden by every field of `other` that is not at its default."""
-        if other is None:
-            return dataclasses.replace(self)
+        other = check_options(other)
         merged = self
         if other.bytes_per_pack != 0:
             merged = dataclasses.replace(merged, bytes_per_pack=other.bytes_per_pack)
@@ -52,6 +63,15 @@ class CommunicationOptions:
         if other.implementation is not CommunicationImplementation.AUTO:
             merged = dataclasses.replace(merged, implementation=other.implementation)
         return merged
+
+
+def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
+    """`options`, the defaults for None; TypeError for anything else."""
+    if options is None:
+        return CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise TypeError(f"options must be CommunicationOptions or None, got {options!r:.60}")
+    return options
 
 
 def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keeps
@@ -92,3 +112,17 @@ class InputOptions:
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode, buffered = (
+            self.experimental_replication_mode,
+            self.experimental_per_replica_buffer_size,
+        )
+        if not isinstance(mode, InputReplicationMode):
+            raise TypeError(
+                f"experimental_replication_mode must be an InputReplicationMode, got {mode!r:.60}"
+            )
+        if not _is_integer(buffered) or buffered < 1:
+            raise ValueError(
+                f"experimental_per_replica_buffer_size must be a positive integer, got {buffered!r:.60}"
+            )

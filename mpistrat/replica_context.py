@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import arrays, nest
-from mpistrat.context import require_replica
+from mpistrat.context import check_call, require_replica
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
@@ -83,6 +83,7 @@ class ReplicaContext:
             RuntimeError: outside this replica's run, or when the replicas call it unequally often.
         """
         require_replica(self, "merge_call")
+        check_call("merge_call", merge_fn, args, kwargs)
         return self._strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import nest
-from mpistrat.context import entered, per_thread, require_cross_replica
+from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.reduce_op import ReduceOp
@@ -36,6 +36,14 @@ class Strategy:
     _mirroring: Mirroring | None = None
     # Set by compute_average_loss: the gradients of averaged losses are to be summed.
     losses_are_averaged = False
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        if not isinstance(extended, StrategyExtended):
+            raise TypeError(
+                f"{type(self).__name__} takes a StrategyExtended, got {extended!r:.60}; to train, make a "
+                "MultiWorkerMirroredStrategy, a MirroredStrategy or a OneDeviceStrategy"
+            )
+        self._extended = extended
 
     @property
     def extended(self) -> StrategyExtended:
@@ -81,8 +89,7 @@ class Strategy:
         Raises:
             what `fn` raised. RuntimeError: inside `run`, or in another strategy's scope.
         """
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"args must be a list or a tuple, got {type(args).__name__}")
+        check_call("run", fn, args, kwargs)
         if per_thread.modes:
             require_cross_replica(self, "run")
         if "torch" in sys.modules and self.num_replicas_in_sync > 1:
@@ -148,6 +155,7 @@ class Strategy:
         """A value per replica of this rank, made by `value_fn(ValueContext)` in replica order."""
         extended = self._extended
         require_cross_replica(self, "experimental_distribute_values_from_function")
+        check_call("experimental_distribute_values_from_function", value_fn, (), None)
         contexts = [
             ValueContext(extended.first_replica_id + i, extended.num_replicas_in_sync)
             for i in range(extended.num_local_replicas)
@@ -169,6 +177,7 @@ class Strategy:
         Returns:
             an iterable over steps; each iteration over it is an epoch.
         """
+        _check_input_options(options)
         return DistributedDataset(dataset, self._extended)
 
     def distribute_datasets_from_function(
@@ -179,6 +188,8 @@ class Strategy:
         Called by: every rank. Each step takes one batch for each of the rank's replicas.
         """
         extended = self._extended
+        check_call("distribute_datasets_from_function", dataset_fn, (), None)
+        _check_input_options(options)
         context = InputContext(
             extended.communicator.size, extended.communicator.rank, extended.num_replicas_in_sync
         )
@@ -247,6 +258,11 @@ class _Scope:
             self._strategy._mirroring.stop_recording(failed=exc_type is not None)
 
 
+def _check_input_options(options: InputOptions | None) -> None:
+    if not isinstance(options, (InputOptions, type(None))):
+        raise TypeError(f"options must be InputOptions or None, got {options!r:.60}")
+
+
 _set_scope: _Scope | None = None
 
 
@@ -257,6 +273,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         RuntimeError: inside `with strategy.scope()` or `run`.
     """
     global _set_scope
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(f"experimental_set_strategy takes a Strategy or None, got {strategy!r:.60}")
     if _set_scope is not None:
         previous, _set_scope = _set_scope, None
         previous.__exit__(None)

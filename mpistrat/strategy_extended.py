@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
 from mpistrat.context import (
+    check_call,
     entered,
     get_replica_context,
     has_strategy,
@@ -39,6 +40,7 @@ from mpistrat.variables import (
     PlainVariable,
     SyncOnReadVariable,
     Variable,
+    check_variable_arguments,
 )
 
 if TYPE_CHECKING:
@@ -279,10 +281,8 @@ class StrategyExtended:
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Variable:
         """The work of `mpistrat.Variable(...)`, in the scope or inside run. Called by every rank."""
-        if synchronization is VariableSynchronization.NONE:
-            raise ValueError(
-                "VariableSynchronization.NONE is not supported; use ON_WRITE or ON_READ"
-            )
+        with self.communicator.raising_together():
+            check_variable_arguments(trainable, name, synchronization, aggregation)
         on_read = synchronization is VariableSynchronization.ON_READ
         trainable = (not on_read) if trainable is None else trainable
 
@@ -368,6 +368,7 @@ class StrategyExtended:
         Returns:
             `Mirrored` of the results, or their tuple with `group=False`.
         """
+        check_call("update", fn, args, kwargs)
         keywords = dict(kwargs or {})
         if has_strategy() and not in_cross_replica_context():
             context = get_replica_context()
@@ -421,6 +422,7 @@ class StrategyExtended:
     ) -> Any:
         """Call `fn(*args, **kwargs)` once for each device in `colocate_with`. Context: cross-replica."""
         require_cross_replica(self.strategy, "update_non_slot")
+        check_call("update_non_slot", fn, args, kwargs)
         devices = colocate_with if isinstance(colocate_with, (list, tuple)) else (colocate_with,)
         results = self._on_each_component(
             devices, lambda _, *a, **k: fn(*a, **k), tuple(args), dict(kwargs or {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -73,10 +72,17 @@ class Communicator(abc.ABC):
         """
         raise error
 
-    @contextlib.contextmanager
-    def raising_together(self) -> Iterator[None]:
+    def raising_together(self) -> contextlib.AbstractContextManager[None]:
         """Around the checks of this rank's operands: `raise_together` for what they raise."""
-        try:
-            yield
-        except Exception as error:
-            self.raise_together(error)
+        return _RaisingTogether(self)
+
+
+class _RaisingTogether(contextlib.AbstractContextManager[None]):
+    __slots__ = ("_communicator",)
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._communicator.raise_together(error)

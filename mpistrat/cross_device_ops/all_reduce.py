@@ -27,6 +27,8 @@ class _PackedAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int):
+            raise TypeError(f"num_packs must be an integer, got {num_packs!r:.60}")
         if num_packs < 0:
             raise ValueError(f"num_packs must be >= 0 (0: no packing), got {num_packs}")
         self._num_packs = num_packs
@@ -117,6 +119,11 @@ class MpiAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, communicator: Communicator) -> None:
+        if not isinstance(communicator, Communicator):
+            raise TypeError(
+                "MpiAllReduce takes a Communicator, such as strategy.extended.communicator, got "
+                f"{communicator!r:.60}"
+            )
         self.communicator = communicator
         self._results = RecycledBuffers()
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from mpistrat import arrays
 from mpistrat.cross_device_ops import accumulation
+from mpistrat.devices import check_device
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.options import CommunicationOptions
+from mpistrat.options import CommunicationOptions, check_options
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored, PerReplica
 
@@ -17,14 +18,13 @@ from mpistrat.values import DistributedValues, Mirrored, PerReplica
 def check_destinations(destinations: Any) -> None:
     """ValueError unless `destinations` names devices: a string, an array, a distributed value."""
     if isinstance(destinations, str):
-        valid = bool(destinations)
-    else:
-        valid = (
-            isinstance(destinations, (DistributedValues, IndexedSlices))
-            or arrays.is_array(destinations)
-            or hasattr(destinations, "assign")  # a variable
-        )
-    if valid:
+        check_device(destinations)
+        return
+    if (
+        isinstance(destinations, (DistributedValues, IndexedSlices))
+        or arrays.is_array(destinations)
+        or hasattr(destinations, "assign")  # a variable
+    ):
         return
     raise ValueError(
         "destinations must be a distributed value, a variable, an array or the name of a device; got "
@@ -52,7 +52,7 @@ def num_destinations(destinations: Any) -> int:
 def place(value: Any, destinations: Any) -> Any:
     """`value` where `destinations` says: itself for one device, a `Mirrored` of copies for several."""
     if isinstance(destinations, str) and arrays.is_array(value):
-        return arrays.to_device(value, destinations)
+        return arrays.to_device(value, check_device(destinations))
     count = num_destinations(destinations)
     if count == 1:
         return value
@@ -110,9 +110,8 @@ class CrossDeviceOps:
             _check_op(reduce_op)
             check_destinations(destinations)
             value = PerReplica(components_of(per_replica_value))
-        return self.reduce_implementation(
-            reduce_op, value, destinations, options or CommunicationOptions()
-        )
+            options = check_options(options)
+        return self.reduce_implementation(reduce_op, value, destinations, options)
 
     def batch_reduce(
         self,
@@ -128,11 +127,10 @@ class CrossDeviceOps:
                 (PerReplica(components_of(value)), where)
                 for value, where in value_destination_pairs
             ]
+            options = check_options(options)
         if not checked:
             return []
-        return self.batch_reduce_implementation(
-            reduce_op, checked, options or CommunicationOptions()
-        )
+        return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on `destinations`: `Mirrored` for several devices, else an array."""
@@ -151,9 +149,8 @@ class CrossDeviceOps:
             check_destinations(destinations)
             value = PerReplica(components_of(per_replica_value))
             accumulation.check_no_slices(value.values)
-        return self.gather_implementation(
-            value, destinations, axis, options or CommunicationOptions()
-        )
+            options = check_options(options)
+        return self.gather_implementation(value, destinations, axis, options)
 
     def reduce_implementation(
         self,

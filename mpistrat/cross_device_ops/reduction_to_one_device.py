@@ -9,6 +9,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
+from mpistrat.devices import check_device
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
@@ -28,7 +29,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[Sequence[Array]], Array] | None = None,
     ) -> None:
-        self.reduce_to_device = reduce_to_device
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(f"accumulation_fn must be a function, got {accumulation_fn!r:.60}")
+        self.reduce_to_device = None if reduce_to_device is None else check_device(reduce_to_device)
         self.accumulation_fn = accumulation_fn or accumulation.add_n
 
     def reduce_implementation(

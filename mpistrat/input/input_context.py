@@ -21,6 +21,8 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """One replica's share of a global batch; ValueError unless it divides evenly."""
+        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
+            raise TypeError(f"global_batch_size must be an integer, got {global_batch_size!r:.60}")
         if global_batch_size % self.num_replicas_in_sync != 0:
             raise ValueError(
                 f"the global batch size {global_batch_size} does not divide by the number of replicas, "

@@ -7,8 +7,8 @@ from typing import Any
 
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.context import get_replica_context, per_thread
+from mpistrat.devices import check_device, check_devices
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
-from mpistrat.strategies.devices import check_device, check_devices
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended, initial_array
 from mpistrat.values import DistributedValues

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
+from mpistrat.devices import check_devices, default_devices
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies.devices import check_devices, default_devices
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended

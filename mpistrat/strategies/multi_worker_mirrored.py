@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.devices import check_devices, default_devices
 from mpistrat.errors import TopologyError
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies.devices import check_devices, default_devices
 from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.communicators import LocalCommunicator
+from mpistrat.devices import check_device
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
-from mpistrat.strategies.devices import check_device
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended, initial_array
 from mpistrat.variables import PlainVariable, Variable

@@ -28,6 +28,7 @@ LAYERS = (
     ("cluster_resolver",),
     (
         "arrays",
+        "devices",
         "errors",
         "indexed_slices",
         "nest",

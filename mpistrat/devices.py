@@ -30,8 +30,10 @@ def check_device(device: str) -> str:
 
 def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
     """Distinct devices of this rank, in our spelling."""
-    if isinstance(devices, str):
-        raise ValueError(f"devices must be a list of device names, got the string {devices!r}")
+    if not isinstance(devices, (list, tuple)):
+        raise ValueError(
+            f"devices must be a list of device names, such as ['cpu:0', 'cpu:1'], got {devices!r:.60}"
+        )
     hosts = {_DEVICE.fullmatch(d)["host"] for d in devices if _DEVICE.fullmatch(str(d))}  # type: ignore[index]
     if len(hosts - {None, "/job:localhost"}) and len(hosts) > 1:
         raise ValueError(
