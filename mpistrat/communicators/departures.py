@@ -77,17 +77,19 @@ class Registrar:
         if self._first_failure is not None:
             since, left = self._first_failure
             if now - since > SECONDS_TO_LEAVE_TOGETHER:
-                text = f"{left.who} {left.how} while {self._size - len(self._left)} of {self._size} ranks still worked."
+                text = f"{left.who} {left.how} while {self._size - len(self._left)} of {self._size} ranks still worked"
                 return text, left.code
         return None
 
 
 def _never_comes(missing: list[Left], waits: Waits) -> str:
     first = missing[0]
-    others = ", ".join(str(left.rank) for left in missing[1:9])
-    more = f" (so did rank {others}{', …' if len(missing) > 9 else ''})" if others else ""
+    others = ""
+    if len(missing) > 1:
+        ranks = ", ".join(str(left.rank) for left in missing[1:9])
+        others = f" (so did rank{'s' * (len(missing) > 2)} {ranks}{', …' * (len(missing) > 9)})"
     return (
-        f"{first.who} {first.how}{more}, but another rank waits for it in a collective.\n"
+        f"{first.who} {first.how}{others}, but another rank waits for it in a collective.\n"
         f"  rank {first.rank}: left after collective number {first.calls[waits.communicator]}\n"
         f"  {waits.who}: in collective number {waits.call}, {waits.collective}\n{_ADVICE}"
     )

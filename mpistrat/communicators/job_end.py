@@ -29,9 +29,12 @@ from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.departures import Left, Registrar, Waits
 from mpistrat.communicators.interrupts import Interrupts
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
+from mpistrat.errors import CollectiveMismatchError
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_UNTIL_STUCK = 0.5
+SECONDS_FOR_RANK_0 = 1.0
+SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_BE_KILLED = 2.0
 
 
@@ -120,9 +123,8 @@ class _Watch:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._pid = os.getpid()
-        world = MPI.COMM_WORLD  # communicators of the user's may number the ranks differently
-        size = f"{world.size}" if comm.size == world.size else f"MPI_COMM_WORLD's {world.size}"
-        self._who = f"rank {world.rank} of {size} ({socket.gethostname()}, pid {self._pid})"
+        world = MPI.COMM_WORLD  # numbered as the launcher does, whatever `comm` is
+        self._who = f"rank {world.rank} of {world.size} ({socket.gethostname()}, pid {self._pid})"
         self._groups: list[_Group] = []
         self._has_left = False
         self._stop = threading.Event()
@@ -174,14 +176,14 @@ class _Watch:
         if self._has_left or os.getpid() != self._pid or MPI.Is_finalized():
             return
         self._has_left = True
-        assert self._thread is not None
-        self._stop.set()
-        self._thread.join()
         end = program_exit()
         if end.failed:
             _end_job(f"ending the job: {self._who} {end.how}", end.code)
         _flush()
+        assert self._thread is not None
         try:
+            self._stop.set()
+            self._thread.join()
             for group in self._groups:
                 group.leave(self._who, end)
             pause = 0.001
@@ -198,6 +200,12 @@ class _Watch:
         if os.getpid() != self._pid or MPI.Is_finalized() or hasattr(sys, "ps1"):
             self._previous_excepthook(kind, error, trace)
             return
+        if (
+            isinstance(error, CollectiveMismatchError)
+            and not error.__cause__
+            and MPI.COMM_WORLD.rank
+        ):
+            time.sleep(SECONDS_FOR_RANK_0)  # all ranks say the same: once is enough
         # Written in one piece: other ranks may write at the same time.
         text = io.StringIO()
         with contextlib.redirect_stderr(text):
@@ -235,6 +243,7 @@ def _flush() -> None:
 def abort(code: int) -> NoReturn:
     """End all processes of the job with exit code `code`."""
     _flush()
+    time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
     MPI.COMM_WORLD.Abort(code)
     time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once it has told the launcher
     os._exit(code)
