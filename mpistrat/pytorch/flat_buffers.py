@@ -8,18 +8,17 @@ import torch
 
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
-
-_BUFFERS_KEPT = 2
+from mpistrat.recycled_buffers import RecycledBuffers
 
 
 class FlatBuffers:
     """Packs contributions, reduces them, and hands out views of the sums as gradients.
 
-    A buffer is used again once no gradient, and nothing the program made of one, refers to it.
+    A buffer on the host is used again once no gradient, and nothing the program made of one, refers to it.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._recycled = RecycledBuffers()
 
     def reduce(
         self,
@@ -58,21 +57,13 @@ class FlatBuffers:
 
     def _buffer(self, like: list[Any]) -> torch.Tensor:
         length = sum(parameter.numel() for parameter in like)
-        key = (length, like[0].dtype, like[0].device)
-        kept = self._kept.setdefault(key, [])
-        for flat in kept:
-            if _is_free(flat):
-                return flat
-        flat = torch.empty(length, dtype=like[0].dtype, device=like[0].device)
-        self._kept[key] = [flat, *kept][:_BUFFERS_KEPT]
-        return flat
-
-
-def _is_free(flat: torch.Tensor) -> bool:
-    """Whether no other tensor shares the memory of `flat`."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    # One reference is `flat`'s own, one that of the storage object asked here.
-    return count is not None and count(flat.untyped_storage()._cdata) <= 2
+        dtype, device = like[0].dtype, like[0].device
+        if device.type != "cpu":
+            return torch.empty(
+                length, dtype=dtype, device=device
+            )  # the device's allocator recycles
+        buffer: torch.Tensor = self._recycled.like(torch.empty(length, dtype=dtype, device="meta"))
+        return buffer
 
 
 def _pieces(flat: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:

@@ -41,9 +41,6 @@ class Mirroring:
         if self._extended.num_local_replicas > 1:
             virtual_replicas.install(self._extended, self.registry)
 
-    def start_recording(self) -> None:
-        """The outermost `scope()` is entered; modules built from here on are recorded."""
-
     def stop_recording(self, failed: bool) -> None:
         """The outermost `scope()` is left. After an error nothing is sent: other ranks may not be here."""
         if not failed:
