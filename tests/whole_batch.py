@@ -29,6 +29,17 @@ def own(whole: torch.Tensor) -> torch.Tensor:
     return whole.tensor_split(context.num_replicas_in_sync)[context.replica_id_in_sync_group]
 
 
+def in_run() -> bool:
+    return ms.has_strategy()
+
+
+def replica_id() -> int:
+    """This replica's number; 0 outside run, where one process stands for all."""
+    context = ms.get_replica_context()
+    assert context is not None
+    return int(context.replica_id_in_sync_group)
+
+
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """This replica's part of the mean squared error over the batch; all of it outside run."""
     return (output - target).square().sum() / BATCH

@@ -21,6 +21,7 @@ from whole_batch import (
     loss_of,
     own,
     plain_step,
+    replica_id,
     small_net,
 )
 
@@ -34,12 +35,6 @@ def split(one_per_rank: ms.Strategy) -> ms.Strategy:
     replicas = REPLICAS // ranks if REPLICAS % ranks == 0 else 2
     devices = [f"cpu:{i}" for i in range(replicas)]
     return ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")
-
-
-def replica_id() -> int:
-    context = ms.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 class Simulated:
