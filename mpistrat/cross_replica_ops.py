@@ -19,7 +19,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation
 from mpistrat.values import DistributedValues, Mirrored, PerReplica
-from mpistrat.variables import MirroredVariable
+from mpistrat.variables import SyncOnReadVariable, Variable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,17 +135,11 @@ class CrossReplicaOps:
         results: list[Any] = [None] * len(flat)
         batched: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
-            components = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-            together = isinstance(leaf, PerReplica) or self.communicator.size > 1
-            if (
-                self.num_replicas > 1
-                and together
-                and not isinstance(leaf, (Mirrored, MirroredVariable))
-            ):
-                batched[i] = components
-            else:
+            if self._is_local(op, leaf):
                 with self.communicator.raising_together():
                     results[i] = arrays.detach_read(self._reduce_local(op, leaf))
+            else:
+                batched[i] = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
         if batched:
             reduced = self.reduce_leaves(op, list(batched.values()), None, label)
             for i, result in zip(batched, reduced, strict=True):
@@ -177,6 +171,19 @@ class CrossReplicaOps:
         totals, elements = reduced[: len(sums)], reduced[len(sums) :]
         return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
 
+    def _is_local(self, op: ReduceOp, value: Any) -> bool:
+        """Whether `value` is reduced without the other ranks: it is theirs too, or it cannot be reduced.
+
+        A plain value is one rank's; but the SUM of one that several replicas of a rank returned could
+        mean it once or once for each of them.
+        """
+        if self.num_replicas == 1:
+            return True
+        if isinstance(value, DistributedValues):
+            copies = isinstance(value, Variable) and not isinstance(value, SyncOnReadVariable)
+            return copies or isinstance(value, Mirrored)
+        return self.communicator.size == 1 or (self.num_local_replicas > 1 and op is ReduceOp.SUM)
+
     def _reduce_local(self, op: ReduceOp, value: Any) -> Any:
         """Reduce what needs no communication: all replicas have the same value, or there is only one."""
         if self.num_replicas == 1:
@@ -200,10 +207,9 @@ class CrossReplicaOps:
     ) -> Any:
         if self.num_replicas == 1:
             return value.values[0] if isinstance(value, DistributedValues) else value
-        plain = not isinstance(value, DistributedValues) and self.communicator.size == 1
         with self.communicator.raising_together():
             check_destinations(destinations)
-            if plain or isinstance(value, (Mirrored, MirroredVariable)):
+            if self._is_local(op, value):
                 return place(self._reduce_local(op, value), destinations)
         components = value.values if isinstance(value, DistributedValues) else (value,)
         reduced = self.reduce_leaves(op, [components], options, "")[0]

@@ -18,6 +18,9 @@ from mpistrat.topology import Topology
 NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
+_kept_with_comm: int | None = (
+    None  # the key of the MPI attribute that holds a communicator's Topology
+)
 
 
 class MPIClusterResolver(ClusterResolver):
@@ -25,7 +28,7 @@ class MPIClusterResolver(ClusterResolver):
 
     Args: comm: an mpi4py intracommunicator, default all ranks (MPI.COMM_WORLD). MPI is initialized if it is not yet.
     Called by: every rank of `comm`. Building one starts nothing; the first use of any other member does, and the first
-        `topology()` is collective over `comm`.
+        `topology()` of a communicator is collective over it.
     Raises: TopologyError on first use, when launcher and MPI library contradict each other.
     """
 
@@ -142,7 +145,19 @@ def _check_comm(mpi: Any, comm: Any) -> None:
 
 
 def _topology_of(comm: Any) -> Topology:
+    """Kept with `comm`: later calls are not collective, and cannot wait for ranks that do something else."""
+    global _kept_with_comm
     mpi = importlib.import_module("mpi4py.MPI")
+    if _kept_with_comm is None:
+        _kept_with_comm = mpi.Comm.Create_keyval()
+    topology: Topology | None = comm.Get_attr(_kept_with_comm)
+    if topology is None:
+        topology = _ask_ranks_of(comm, mpi)
+        comm.Set_attr(_kept_with_comm, topology)
+    return topology
+
+
+def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
     rank, size = comm.Get_rank(), comm.Get_size()
     with start_deadline("the first collective call on this communicator", rank=rank, size=size):
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=rank)

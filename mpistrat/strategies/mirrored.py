@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,12 @@ def agree_on_construction(communicator: Communicator, what: str, replicas: int) 
     communicator.barrier(label=f"constructor of {what} with {replicas} replicas per rank")
 
 
+@functools.cache
+def _of_node(communicator: Communicator, node: int) -> Communicator:
+    """The ranks of a node; split off once, for MPI has few communicators to give."""
+    return communicator.split(node)
+
+
 class MirroredStrategy(Strategy):
     """Synchronous replicas on one node: the ranks that share this rank's memory.
 
@@ -72,7 +79,7 @@ class MirroredStrategy(Strategy):
         topology = resolver.topology()
         communicator = communicator_of(resolver)
         if comm is None and topology.num_nodes > 1:
-            communicator = communicator.split(topology.node)
+            communicator = _of_node(communicator, topology.node)
         setup(
             self,
             topology,

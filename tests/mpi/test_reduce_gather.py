@@ -104,7 +104,7 @@ def test_memory_layout_does_not_matter(strategy, make):
 def test_operands_are_not_written_to(strategy):
     given = np.arange(3.0)
     given.flags.writeable = False
-    total = strategy.reduce("sum", per_replica(strategy, lambda i: given), axis=None)
+    total = strategy.reduce("sum", per_replica(strategy, lambda i: given[:]), axis=None)
     again = strategy.reduce("sum", per_replica(strategy, lambda i: given + 0), axis=None)
     assert given.tolist() == [0, 1, 2]
     assert again.tolist() == [
@@ -196,6 +196,20 @@ def test_local_results_are_this_rank_s(strategy):
     )
 
 
+def test_one_object_of_all_replicas_of_a_rank_is_no_sum():
+    """Should it count once, or once per replica? With one replica per rank that is clear."""
+    pair = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+    shared = np.ones(2)
+    same = pair.run(lambda: shared)
+    assert same is shared
+    for reduce in (pair.reduce, lambda *a: pair.extended.reduce_to(*a[:2], "cpu:0")):
+        with pytest.raises(ValueError, match="SUM needs a value per replica"):
+            reduce("sum", same, None)
+        assert reduce("mean", same, None).tolist() == [1, 1]
+        assert reduce("sum", np.zeros(2), None).tolist() == [0, 0]
+    assert_usable(pair)
+
+
 # What only one rank does wrong is everybody's error, and nobody hangs
 
 
@@ -211,8 +225,8 @@ def ones(i):
 
 WRONG_OPERANDS = {
     "object": ("TypeError", lambda i: object()),
-    "string": ("TypeError", lambda i: "loss"),
-    "None": ("TypeError", lambda i: None),
+    "string": ("TypeError", lambda i: f"loss {i}"),
+    "None": ("ValueError", lambda i: None),
     "bool": ("InvalidArgumentError", lambda i: np.ones(3, bool)),
 }
 WRONG_CALLS = {

@@ -52,7 +52,9 @@ def test_all_reduce(strategy, make):
         total = context.all_reduce(ms.ReduceOp.SUM, make([float(i), 1.0]))
         return total.tolist(), context.all_reduce("mean", make([2.0 * i])).tolist()
 
-    assert set(map(str, on_each_replica(strategy, replica))) == {str(([float(triangle(n)), float(n)], [n - 1.0]))}
+    assert set(map(str, on_each_replica(strategy, replica))) == {
+        str(([float(triangle(n)), float(n)], [n - 1.0]))
+    }
 
 
 def test_all_reduce_of_a_structure(strategy):
@@ -172,6 +174,12 @@ def test_a_context_is_refused_outside_its_run(strategy):
 # One replica's mistake is every rank's error
 
 
+@pytest.fixture(scope="module")
+def pair():
+    """Two replicas per rank: what one of them does wrong, other replicas and other ranks must learn of."""
+    return ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+
+
 def ones(context):
     return context.all_reduce("sum", np.ones(3))
 
@@ -195,14 +203,14 @@ WRONG = {
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_one_rank_s_call_is_wrong(strategy, wrong):
+def test_one_rank_s_call_is_wrong(pair, wrong):
     error, call = WRONG[wrong]
 
     def replica(context, i):
         return (call if RANK == LAST else ones)(context)
 
-    assert_all_raise(error, LAST, lambda: on_each_replica(strategy, replica))
-    assert_usable(strategy)
+    assert_all_raise(error, LAST, lambda: on_each_replica(pair, replica))
+    assert_usable(pair)
 
 
 DIFFERENT = {
@@ -217,22 +225,21 @@ DIFFERENT = {
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("different", DIFFERENT)
-def test_calls_that_differ_between_ranks(strategy, different):
+def test_calls_that_differ_between_ranks(pair, different):
     def replica(context, i):
         (DIFFERENT[different] if RANK == LAST else ones)(context)
 
     def calls():
-        on_each_replica(strategy, replica)
-        strategy.extended.communicator.barrier(label="after")
+        on_each_replica(pair, replica)
+        pair.extended.communicator.barrier(label="after")
 
     errors = errors_of_ranks(calls)
     assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}, errors
-    assert_usable(strategy)
+    assert_usable(pair)
 
 
 @pytest.mark.parametrize("different", ["op", "shape", "dtype", "structure"])
-def test_calls_that_differ_between_the_replicas_of_one_rank(different):
-    pair = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+def test_calls_that_differ_between_the_replicas_of_one_rank(pair, different):
 
     def replica(context, i):
         return (DIFFERENT[different] if i == 2 * SIZE - 1 else ones)(context)

@@ -98,6 +98,8 @@ def test_on_read_variables_are_combined_when_read_outside_run(strategy):
         assert not variable.trainable
         on_each_replica(strategy, lambda i, v=variable: v.assign_add(np.array([float(i)])))
         assert variable.read_value().tolist() == [expected]
+        mean = strategy.reduce("mean", variable, axis=None)  # of the copies, whatever it reads as
+        assert mean.tolist() == ([(n - 1) / 2] if n > 1 else [expected])
         state = variable.state()
         variable.assign([n * 3.0])
         assert variable.numpy().tolist() == [n * 3]
@@ -130,6 +132,12 @@ def test_made_inside_run_it_is_one_variable(strategy):
 # One rank's mistake is every rank's error
 
 
+@pytest.fixture(scope="module")
+def pair():
+    """Two replicas per rank: what one of them does wrong, other replicas and other ranks must learn of."""
+    return ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+
+
 def zeros(**kwargs):
     return ms.Variable(np.zeros(2), **kwargs)
 
@@ -153,15 +161,15 @@ WRONG_CONSTRUCTIONS = {
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("wrong", WRONG_CONSTRUCTIONS)
-def test_one_rank_constructs_wrongly(strategy, wrong):
+def test_one_rank_constructs_wrongly(pair, wrong):
     error, make = WRONG_CONSTRUCTIONS[wrong]
 
     def construct():
-        with strategy.scope():
+        with pair.scope():
             return make() if RANK == LAST else zeros()
 
     assert_all_raise(error, LAST, construct)
-    assert_usable(strategy)
+    assert_usable(pair)
 
 
 DIFFERENT_CONSTRUCTIONS = {
@@ -176,35 +184,35 @@ DIFFERENT_CONSTRUCTIONS = {
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("different", DIFFERENT_CONSTRUCTIONS)
-def test_constructions_that_differ_between_ranks(strategy, different):
+def test_constructions_that_differ_between_ranks(pair, different):
     def construct():
-        with strategy.scope():
+        with pair.scope():
             DIFFERENT_CONSTRUCTIONS[different]() if RANK == LAST else zeros()
-        strategy.extended.communicator.barrier(label="after")
+        pair.extended.communicator.barrier(label="after")
 
     errors = errors_of_ranks(construct)
     assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}, errors
-    assert_usable(strategy)
+    assert_usable(pair)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("aggregation", [SUM, FIRST], ids=["SUM", "FIRST"])
 @pytest.mark.parametrize("wrong", ["object", "None"])
-def test_one_rank_assigns_something_unsupported(strategy, wrong, aggregation):
-    variable = make_variable(strategy, np.zeros(2), aggregation=aggregation)
+def test_one_rank_assigns_something_unsupported(pair, wrong, aggregation):
+    variable = make_variable(pair, np.zeros(2), aggregation=aggregation)
     operand = {"object": object(), "None": None}[wrong] if RANK == LAST else np.ones(2)
     assert_all_raise(
-        "TypeError", LAST, lambda: on_each_replica(strategy, lambda i: variable.assign(operand))
+        "TypeError", LAST, lambda: on_each_replica(pair, lambda i: variable.assign(operand))
     )
     assert variable.numpy().tolist() == [0, 0]
-    assert_usable(strategy)
+    assert_usable(pair)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=["SUM", "MEAN", "FIRST"])
 @pytest.mark.parametrize("wrong", ["bool", "dtype", "shape", "number", "slices"])
-def test_one_rank_assigns_something_else(strategy, wrong, aggregation):
-    variable = make_variable(strategy, np.zeros(2), aggregation=aggregation)
+def test_one_rank_assigns_something_else(pair, wrong, aggregation):
+    variable = make_variable(pair, np.zeros(2), aggregation=aggregation)
     odd = {
         "bool": np.ones(2, bool),
         "dtype": np.ones(2, "f4"),
@@ -213,10 +221,10 @@ def test_one_rank_assigns_something_else(strategy, wrong, aggregation):
         "slices": ms.IndexedSlices(np.ones(1), np.zeros(1, int)),
     }[wrong]
     operand = odd if RANK == LAST else np.ones(2)
-    errors = errors_of_ranks(lambda: on_each_replica(strategy, lambda i: variable.assign(operand)))
+    errors = errors_of_ranks(lambda: on_each_replica(pair, lambda i: variable.assign(operand)))
     assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}, errors
     assert variable.numpy().tolist() == [0, 0]
-    assert_usable(strategy)
+    assert_usable(pair)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +237,7 @@ def test_one_rank_assigns_something_else(strategy, wrong, aggregation):
     ],
     ids=["object", "number", "shape", "dtype"],
 )
-def test_all_ranks_assign_wrongly(error, operand):
-    pair = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+def test_all_ranks_assign_wrongly(pair, error, operand):
     variable = make_variable(pair, np.zeros(2), aggregation=SUM)
     errors = errors_of_ranks(lambda: on_each_replica(pair, lambda i: variable.assign(operand)))
     assert [name for name, _, _ in errors] == [error] * SIZE, errors
@@ -239,15 +246,15 @@ def test_all_ranks_assign_wrongly(error, operand):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_order_of_updates_is_part_of_the_contract(strategy):
-    first = make_variable(strategy, np.zeros(2), name="first", aggregation=SUM)
-    second = make_variable(strategy, np.zeros(2), name="second", aggregation=SUM)
+def test_the_order_of_updates_is_part_of_the_contract(pair):
+    first = make_variable(pair, np.zeros(2), name="first", aggregation=SUM)
+    second = make_variable(pair, np.zeros(2), name="second", aggregation=SUM)
 
     def replica(i):
         for variable in (second, first) if RANK == LAST else (first, second):
             variable.assign_add(np.ones(2))
 
-    errors = errors_of_ranks(lambda: on_each_replica(strategy, replica))
+    errors = errors_of_ranks(lambda: on_each_replica(pair, replica))
     assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}
     assert all("'first'" in message and "'second'" in message for _, message, _ in errors)
-    assert_usable(strategy)
+    assert_usable(pair)
