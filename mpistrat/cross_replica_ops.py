@@ -71,9 +71,17 @@ class CrossReplicaOps:
 
     def components(self, value: Any) -> tuple[Any, ...]:
         """What each replica of this rank contributes; one object passed by all counts for each."""
-        if isinstance(value, DistributedValues):
-            return value.values
-        return (value,) * self.num_local_replicas
+        if not isinstance(value, DistributedValues):
+            return (value,) * self.num_local_replicas
+        components = value.values
+        if isinstance(value, Variable) and len(components) == 1:  # kept in one place for all
+            return components * self.num_local_replicas
+        if len(components) != self.num_local_replicas:
+            raise ValueError(
+                f"this strategy has {self.num_local_replicas} replicas per rank, but got a "
+                f"{type(value).__name__} of {len(components)} components; was it made by another strategy?"
+            )
+        return components
 
     def reduce_leaves(
         self,
@@ -135,11 +143,11 @@ class CrossReplicaOps:
         results: list[Any] = [None] * len(flat)
         batched: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
-            if self._is_local(op, leaf):
-                with self.communicator.raising_together():
+            with self.communicator.raising_together():
+                if self._is_local(op, leaf):
                     results[i] = arrays.detach_read(self._reduce_local(op, leaf))
-            else:
-                batched[i] = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+                else:
+                    batched[i] = self._components_of_rank(leaf)
         if batched:
             reduced = self.reduce_leaves(op, list(batched.values()), None, label)
             for i, result in zip(batched, reduced, strict=True):
@@ -170,6 +178,10 @@ class CrossReplicaOps:
         reduced = self.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
         totals, elements = reduced[: len(sums)], reduced[len(sums) :]
         return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
+
+    def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
+        """Like `components`, but a plain value counts once for its rank."""
+        return self.components(value) if isinstance(value, DistributedValues) else (value,)
 
     def _is_local(self, op: ReduceOp, value: Any) -> bool:
         """Whether `value` is reduced without the other ranks: it is theirs too, or it cannot be reduced.
@@ -211,7 +223,7 @@ class CrossReplicaOps:
             check_destinations(destinations)
             if self._is_local(op, value):
                 return place(self._reduce_local(op, value), destinations)
-        components = value.values if isinstance(value, DistributedValues) else (value,)
+            components = self._components_of_rank(value)
         reduced = self.reduce_leaves(op, [components], options, "")[0]
         if arrays.is_number(reduced):
             return reduced
@@ -260,7 +272,7 @@ class CrossReplicaOps:
         if self.communicator.size == 1 and self._custom is not None:
             return self._custom.gather(value, self.components(value)[0], axis, options)
         with self.communicator.raising_together():
-            components = components_of(value)
+            components = components_of(PerReplica(self._components_of_rank(value)))
             accumulation.check_no_slices(components)
         return self._over_ranks.all_gather(components, axis, label)
 

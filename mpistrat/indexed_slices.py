@@ -35,3 +35,10 @@ class IndexedSlices:
             raise TypeError(
                 f"IndexedSlices needs integer indices, got {arrays.dtype_name(indices)}"
             )
+        if self.dense_shape is not None and (
+            not hasattr(self.dense_shape, "__len__") or len(self.dense_shape) != values.ndim
+        ):
+            raise ValueError(
+                f"dense_shape must have one size for each of the {values.ndim} dimensions of values, got "
+                f"{self.dense_shape!r:.60}"
+            )

@@ -45,6 +45,8 @@ class CommunicationOptions:
             raise TypeError(
                 f"timeout_seconds must be a number or None, got {self.timeout_seconds!r:.60}"
             )
+        if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
+            raise ValueError(f"timeout_seconds must be >= 0, got {self.timeout_seconds}")
         given = self.implementation
         if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
             object.__setattr__(self, "implementation", CommunicationImplementation[given.upper()])

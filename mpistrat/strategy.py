@@ -90,6 +90,8 @@ class Strategy:
             what `fn` raised. RuntimeError: inside `run`, or in another strategy's scope.
         """
         check_call("run", fn, args, kwargs)
+        if options is not None and not isinstance(options, RunOptions):
+            raise TypeError(f"options must be RunOptions or None, got {options!r:.60}")
         if per_thread.modes:
             require_cross_replica(self, "run")
         if "torch" in sys.modules and self.num_replicas_in_sync > 1:

@@ -79,6 +79,8 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
+        if not isinstance(communicator, Communicator):
+            raise TypeError(f"communicator must be a Communicator, got {communicator!r:.60}")
         self.strategy = strategy
         self.communicator = communicator
         self.worker_devices = tuple(worker_devices)
@@ -339,6 +341,8 @@ class StrategyExtended:
 
     def read_var(self, variable: Any) -> Any:
         """`variable`'s value; for an ON_READ variable its copies combined."""
+        if not hasattr(variable, "read_value"):
+            raise TypeError(f"read_var takes a variable, got {variable!r:.60}")
         return variable.read_value()
 
     @contextlib.contextmanager

@@ -119,7 +119,15 @@ class PassedWhole:
 def select_replica(index: int, structure: Any) -> Any:
     """`structure` with every distributed value replaced by the component of local replica `index`."""
     if isinstance(structure, DistributedValues):
-        return structure if isinstance(structure, PassedWhole) else structure.values[index]
+        if isinstance(structure, PassedWhole):
+            return structure
+        try:
+            return structure.values[index]
+        except IndexError:
+            raise ValueError(
+                f"a {type(structure).__name__} of {len(structure.values)} components was passed to more "
+                f"replicas (replica {index} of this rank has none); was it made by another strategy?"
+            ) from None
     if nest.is_structure(structure):
         return nest.map_structure(lambda leaf: select_replica(index, leaf), structure)
     return structure

@@ -198,7 +198,10 @@ def _fitting(array: Array, operand: Any, name: str) -> Array:
     """`operand` as an array of `array`'s library and dtype, of a shape that needs no stretching of `array`."""
     operand = arrays.detach_read(operand)
     if not arrays.is_array(operand):
-        value = arrays.cast_like(arrays.as_array(operand), array)
+        try:
+            value = arrays.cast_like(arrays.as_array(operand), array)
+        except TypeError as error:
+            raise TypeError(f"variable {name!r}: {error}") from None
     else:
         if arrays.dtype_name(operand) != arrays.dtype_name(array):
             raise InvalidArgumentError(
@@ -219,7 +222,15 @@ def _scatter(combine: str) -> Callable[[Array, Any, str], Array]:
             raise TypeError(
                 f"variable {name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
             )
-        return arrays.scatter(array, slices.indices, slices.values, combine)
+        rows, wanted = slices.values, (len(slices.indices), *array.shape[1:])
+        if tuple(rows.shape) != wanted or (
+            arrays.is_integer(array) and not arrays.is_integer(rows)
+        ):
+            raise InvalidArgumentError(
+                f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
+                f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
+            )
+        return arrays.scatter(array, slices.indices, rows, combine)
 
     return scatter
 

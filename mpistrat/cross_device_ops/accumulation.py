@@ -14,7 +14,8 @@ from mpistrat.indexed_slices import IndexedSlices
 
 
 def signature(array: Array) -> str:
-    return f"{arrays.dtype_name(array)}{list(array.shape)}"
+    """Dtype and shape: "float32[2, 3]", "torch.float32[2, 3]"."""
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def check_summable(values: Sequence[Array]) -> None:
@@ -74,9 +75,9 @@ def check_no_slices(values: Sequence[Any]) -> None:
         )
 
 
-def check_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
-    """The axis counted from the front, if arrays of `shapes` can be concatenated along it."""
-    first = shapes[0]
+def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -> int:
+    """The axis counted from the front, if `values` can be concatenated along it."""
+    first = tuple(values[0].shape)
     if not isinstance(axis, (int, np.integer)):
         raise ValueError(f"axis must be an integer, got {axis!r:.60}")
     if not first:
@@ -84,12 +85,12 @@ def check_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
     if not -len(first) <= axis < len(first):
         raise ValueError(f"axis {axis} is out of range for arrays of shape {list(first)}")
     axis = int(axis) % len(first)
-    for shape in shapes[1:]:
-        if len(shape) != len(first) or any(
-            a != b for i, (a, b) in enumerate(zip(shape, first, strict=True)) if i != axis
-        ):
-            given = ", ".join(f"replica {i}: {list(s)}" for i, s in enumerate(shapes))
+    around = (first[:axis], first[axis + 1 :], values[0].dtype)
+    for value in values[1:]:
+        shape = tuple(value.shape)
+        if (shape[:axis], shape[axis + 1 :], value.dtype) != around or len(shape) != len(first):
+            given = ", ".join(f"{owner} {i}: {signature(v)}" for i, v in enumerate(values))
             raise InvalidArgumentError(
-                f"gather along axis {axis} needs shapes that are equal elsewhere; got {given}"
+                f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {given}"
             )
     return axis

@@ -224,12 +224,12 @@ class MpiAllReduce(CrossDeviceOps):
             label: what the values are; must be equal on all ranks.
         """
         with self.communicator.raising_together():
-            front = accumulation.check_joinable([tuple(v.shape) for v in values], axis)
+            front = accumulation.check_joinable(values, axis)
             local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
         parts = self.communicator.all_gather(
             arrays.to_host(local), label=f"{label} along axis {front}".lstrip()
         )
-        accumulation.check_joinable([tuple(part.shape) for part in parts], front)
+        accumulation.check_joinable(parts, front, "rank")
         return arrays.to_device_of(arrays.concatenate(parts, front), values[0])
 
     def _checks(self) -> contextlib.AbstractContextManager[None]:

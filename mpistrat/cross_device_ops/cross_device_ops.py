@@ -192,7 +192,7 @@ class CrossDeviceOps:
         values = per_replica_value.values
         if len(values) == 1:
             return values[0]
-        axis = accumulation.check_joinable([tuple(v.shape) for v in values], axis)
+        axis = accumulation.check_joinable(values, axis)
         return place(arrays.concatenate(values, axis), destinations)
 
 

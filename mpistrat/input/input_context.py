@@ -19,6 +19,21 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            if isinstance(given, bool) or not isinstance(given, int):
+                raise TypeError(f"{field.name} must be an integer, got {given!r:.60}")
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            raise ValueError(
+                f"input_pipeline_id must be at least 0 and less than num_input_pipelines, "
+                f"{self.num_input_pipelines}; got {self.input_pipeline_id}"
+            )
+        if self.num_replicas_in_sync < 1:
+            raise ValueError(
+                f"num_replicas_in_sync must be positive, got {self.num_replicas_in_sync}"
+            )
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """One replica's share of a global batch; ValueError unless it divides evenly."""
         if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):

@@ -19,7 +19,7 @@ from mpistrat.topology import Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-GRADIENTS = (None, "sum", "mean")
+GRADIENTS = ("sum", "mean")
 
 
 def check_strategy_arguments(
@@ -30,7 +30,7 @@ def check_strategy_arguments(
     """ValueError for arguments of the wrong kind."""
     if options is not None and not isinstance(options, CommunicationOptions):
         raise ValueError(f"communication_options must be CommunicationOptions, got {options!r:.60}")
-    if gradients not in GRADIENTS:
+    if gradients is not None and not (isinstance(gradients, str) and gradients in GRADIENTS):
         raise ValueError(
             "gradients must be 'sum' (scale the loss with compute_average_loss) or 'mean' (as DDP), or "
             f"None; got {gradients!r:.60}"
