@@ -9,8 +9,14 @@ import numpy as np
 from mpistrat.arrays import Array, is_torch, itemsize, num_elements
 
 _SMALLEST = 1 << 16  # below, the allocators recycle pages themselves
-# References to a buffer that nothing but this module uses: the list, the loop variable, the argument.
-_OWN_REFERENCES = 3
+
+
+def _references(buffers: list[np.ndarray], index: int) -> int:
+    return sys.getrefcount(buffers[index])
+
+
+# To a buffer that nothing but this module uses. Counted, because it depends on the interpreter's version.
+_OWN_REFERENCES = _references([np.empty(0)], 0)
 
 
 class RecycledBuffers:
@@ -39,9 +45,12 @@ class RecycledBuffers:
 
     def _take(self, nbytes: int) -> np.ndarray:
         """A buffer of exactly `nbytes` that no array shares; arrays made of it keep it in use."""
-        for buffer in self._buffers:
-            if buffer.nbytes == nbytes and sys.getrefcount(buffer) == _OWN_REFERENCES:
-                return buffer
+        for i in range(len(self._buffers)):
+            if (
+                self._buffers[i].nbytes == nbytes
+                and _references(self._buffers, i) == _OWN_REFERENCES
+            ):
+                return self._buffers[i]
         buffer = np.empty(nbytes, np.uint8)
         self._buffers = [buffer, *self._buffers][: self._kept]
         return buffer

@@ -1,0 +1,55 @@
+"""Recycled memory is never that of a result which somebody still holds."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpistrat.recycled_buffers import RecycledBuffers
+
+LARGE = 1 << 17
+
+
+@pytest.fixture(params=[np.zeros, torch.zeros], ids=["numpy", "torch"])
+def zeros(request):
+    return request.param
+
+
+def address(array):
+    return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+
+
+def test_what_nobody_holds_is_used_again(zeros):
+    buffers = RecycledBuffers()
+    like = zeros(LARGE)
+    first = address(buffers.like(like))
+    assert address(buffers.like(like)) == first
+
+
+def test_what_somebody_holds_is_not(zeros):
+    buffers = RecycledBuffers()
+    like = zeros(LARGE)
+    held = [buffers.like(like) for _ in range(3)]
+    held.append(buffers.like(like)[1:2])  # a view keeps the whole
+    assert len({address(array) for array in held}) == 4
+    of_views = {address(buffers.like(like)) for _ in range(3)}
+    assert len(of_views) == 1
+    assert not of_views & {address(array) for array in held[:3]}
+    assert address(held[3]) - held[3].dtype.itemsize not in of_views
+
+
+def test_shapes_and_dtypes(zeros):
+    buffers = RecycledBuffers()
+    for shape in ((), (0, 3), (4, 5), (3, LARGE)):
+        array = buffers.like(zeros(shape))
+        assert tuple(array.shape) == shape
+        assert array.dtype == zeros(shape).dtype
+    half = torch.zeros(LARGE, dtype=torch.bfloat16)
+    assert buffers.like(half).dtype == torch.bfloat16
+
+
+def test_only_so_many_are_kept():
+    buffers = RecycledBuffers(kept=2)
+    sizes = [LARGE, LARGE + 1, LARGE + 2]
+    for size in sizes:
+        buffers.like(np.zeros(size))
+    assert [buffer.nbytes for buffer in buffers._buffers] == [8 * size for size in sizes[:0:-1]]

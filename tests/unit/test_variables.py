@@ -1,0 +1,205 @@
+"""Variables of one rank: every synchronization and aggregation, in and outside `run`."""
+
+import numpy as np
+import pytest
+import torch
+
+import mpistrat as ms
+from mpistrat.errors import InvalidArgumentError
+
+AUTO, ON_WRITE = ms.VariableSynchronization.AUTO, ms.VariableSynchronization.ON_WRITE
+ON_READ = ms.VariableSynchronization.ON_READ
+NONE, SUM = ms.VariableAggregation.NONE, ms.VariableAggregation.SUM
+MEAN, FIRST = ms.VariableAggregation.MEAN, ms.VariableAggregation.ONLY_FIRST_REPLICA
+LIBRARIES = {"numpy": np.array, "torch": torch.tensor}
+
+
+@pytest.fixture(params=LIBRARIES)
+def make(request):
+    return LIBRARIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ms.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def variable(strategy, value, **kwargs):
+    with strategy.scope():
+        return ms.Variable(value, **kwargs)
+
+
+def replica():
+    return ms.get_replica_context().replica_id_in_sync_group
+
+
+def copies(variable):
+    return [copy.numpy().tolist() for copy in variable.values]
+
+
+# What replicas 0 and 1 assign is 10 and 20: what each copy holds afterwards
+IN_RUN = {
+    (AUTO, NONE): [10, 20],
+    (ON_WRITE, NONE): [10, 20],
+    (ON_WRITE, SUM): [30, 30],
+    (ON_WRITE, MEAN): [15, 15],
+    (ON_WRITE, FIRST): [10, 10],
+    (ON_READ, NONE): [10, 20],
+    (ON_READ, SUM): [10, 20],
+    (ON_READ, MEAN): [10, 20],
+    (ON_READ, FIRST): [10, 20],
+}
+READ_OUTSIDE = {SUM: 30, MEAN: 15, FIRST: 10}
+
+
+@pytest.mark.parametrize(("synchronization", "aggregation"), IN_RUN)
+def test_assign_in_run(pair, make, synchronization, aggregation):
+    v = variable(pair, make(0.0), synchronization=synchronization, aggregation=aggregation)
+    returned = pair.run(lambda: v.assign(make(10.0 * (replica() + 1))))
+    expected = IN_RUN[synchronization, aggregation]
+    assert copies(v) == expected
+    assert [float(r) for r in pair.experimental_local_results(returned)] == expected
+    if synchronization is ON_READ and aggregation is not NONE:
+        assert float(v) == READ_OUTSIDE[aggregation]
+    pair.run(lambda: v.assign_sub(make(10.0 * (replica() + 1))))
+    assert copies(v) == [0, 0]
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+def test_assign_outside_run(pair, make, synchronization, aggregation):
+    v = variable(pair, make(0.0), synchronization=synchronization, aggregation=aggregation)
+    if synchronization is ON_READ and aggregation is NONE:
+        assert v.assign(make(6.0)) is None  # it cannot be read outside run
+        assert copies(v) == [6, 6]
+        with pytest.raises(ValueError, match="no single value"):
+            v.numpy()
+        return
+    assert float(v.assign(make(6.0))) == 6
+    shared = synchronization is ON_READ and aggregation is SUM  # the copies add up to the value
+    assert copies(v) == ([3, 3] if shared else [6, 6])
+    if shared:
+        with pytest.raises(ValueError, match="once per replica"):
+            v.assign_add(make(1.0))
+    else:
+        assert float(v.assign_add(make(1.0))) == 7
+
+
+def test_first_values(pair, make):
+    calls = []
+    v = variable(pair, lambda: calls.append(1) or make([1.0, 2.0]), name="v")
+    assert len(calls) == 1
+    assert copies(v) == [[1, 2], [1, 2]]
+    assert [c.name for c in v.values] == ["v", "v/replica_1"]
+    assert (v.name, v.shape, v.trainable) == ("v", (2,), True)
+    assert not variable(pair, make(1.0), synchronization=ON_READ).trainable
+    assert variable(pair, make(1.0), synchronization=ON_READ, trainable=True).trainable
+
+
+def test_numbers_become_float32_unless_told(pair):
+    assert variable(pair, 1.5).dtype == np.float32
+    assert variable(pair, [1, 2]).dtype == np.int64
+    assert variable(pair, 1.5, dtype="float64").dtype == np.float64
+    assert variable(pair, torch.ones(1), dtype=torch.float16).dtype == torch.float16
+
+
+def test_a_variable_has_its_own_memory(pair, make):
+    given = make([1.0, 2.0])
+    v = variable(pair, given)
+    given[0] = 9
+    read = v.read_value()
+    v.assign_add(make([1.0, 1.0]))
+    assert v.numpy().tolist() == [2, 3]
+    assert read.tolist() == [1, 2]
+
+
+def test_a_variable_acts_as_an_array(pair, make):
+    v = variable(pair, make([1.0, 2.0]))
+    assert (v + 1).tolist() == [2, 3]
+    assert (2 - v).tolist() == [1, 0]
+    assert (v * v).tolist() == [1, 4]
+    assert (-v).tolist() == [-1, -2]
+    assert (v > 1).tolist() == [False, True]
+    assert v[1] == 2
+    assert np.asarray(v).tolist() == [1, 2]
+
+
+SCATTERED = {
+    "scatter_add": [1, 16, 3],
+    "scatter_sub": [1, -12, 3],
+    "scatter_mul": [1, 90, 3],
+    "scatter_min": [1, 2, 3],
+    "scatter_max": [1, 9, 3],
+    "scatter_update": [1, 9, 3],
+}
+
+
+@pytest.mark.parametrize("method", SCATTERED)
+def test_scatter_outside_run(pair, make, method):
+    v = variable(pair, make([1.0, 2.0, 3.0]))
+    rows = make([9.0, 9.0] if method == "scatter_update" else [5.0, 9.0])
+    getattr(v, method)(ms.IndexedSlices(rows, make([1, 1])))
+    assert copies(v) == [SCATTERED[method]] * 2
+
+
+def test_scatter_in_run_is_aggregated(pair, make):
+    for aggregation, expected in {SUM: [1, 2], MEAN: [0.5, 1], FIRST: [1, 0], NONE: None}.items():
+        v = variable(pair, make([0.0, 0.0]), aggregation=aggregation)
+        pair.run(
+            lambda v=v: v.scatter_add(ms.IndexedSlices(make([replica() + 1.0]), make([replica()])))
+        )
+        assert copies(v) == ([expected] * 2 if expected else [[1, 0], [0, 2]])
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
+def test_state_is_one_array_and_comes_back(pair, make, synchronization, aggregation):
+    v = variable(pair, make([4.0]), synchronization=synchronization, aggregation=aggregation)
+    before = v.read_value().tolist()
+    state = v.state()
+    pair.run(lambda: v.assign_add(make([1.0])))
+    v.load_state(state)
+    assert v.read_value().tolist() == before
+    assert state.tolist() == before
+
+
+def test_per_replica_operands_are_refused_outside_run(pair, make):
+    v = variable(pair, make(0.0))
+    with pytest.raises(ValueError, match="reduce it first"):
+        v.assign(ms.PerReplica([make(1.0), make(2.0)]))
+
+
+def test_nothing_is_broadcast_or_converted(pair, make):
+    v = variable(pair, make([1.0, 2.0]))
+    for wrong in (make([1.0]), make([1, 2]), make(3.0)):
+        with pytest.raises(InvalidArgumentError):
+            v.assign(wrong)
+    assert v.assign([3, 4]).tolist() == [3, 4]  # Python's numbers have no dtype of their own
+    assert copies(v) == [[3, 4], [3, 4]]
+
+
+def test_central_storage_keeps_one_copy(make):
+    strategy = ms.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    for aggregation, expected in {SUM: 30, MEAN: 15, FIRST: 10}.items():
+        v = variable(strategy, make(0.0), aggregation=aggregation)
+        assert len(v.values) == 1
+        strategy.run(lambda v=v: v.assign(make(10.0 * (replica() + 1))))
+        assert float(v) == expected
+    state = v.state()
+    v.assign(make(1.0))
+    v.load_state(state)
+    assert float(v) == 10
+
+
+def test_one_replica_has_plain_variables(make):
+    one = ms.OneDeviceStrategy("cpu:0")
+    for v in (variable(one, make(1.0), aggregation=SUM), ms.Variable(make(1.0))):
+        assert not isinstance(v, ms.DistributedValues)
+        assert float(one.run(lambda v=v: v.assign_add(make(2.0)))) == 3
+        assert float(v) == 3
+
+
+def test_a_variable_made_outside_is_changed_by_every_replica(pair, make):
+    v = ms.Variable(make(0.0))
+    pair.run(lambda: v.assign_add(make(1.0)))
+    assert float(v) == 2
