@@ -36,6 +36,8 @@ class Strategy:
     _mirroring: Mirroring | None = None
     # Set by compute_average_loss: the gradients of averaged losses are to be summed.
     losses_are_averaged = False
+    # Calls of `run` so far: ranks whose counts differ at a backward are not in the same step.
+    runs = 0
 
     def __init__(self, extended: StrategyExtended) -> None:
         if not isinstance(extended, StrategyExtended):
@@ -96,6 +98,7 @@ class Strategy:
             require_cross_replica(self, "run")
         if "torch" in sys.modules and self.num_replicas_in_sync > 1:
             self._torch().before_run()
+        self.runs += 1
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
     def reduce(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
+import weakref
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,6 +41,8 @@ class CheckedCommunicator(Communicator):
         self.waiting_in: tuple[Any, ...] | None = None
         self.splits: list[CheckedCommunicator] = []
         self._agreement = np.empty(2, np.int64)
+        self._forked = False
+        os.register_at_fork(after_in_child=_Forked(self))
 
     def all_reduce(
         self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
@@ -97,6 +101,11 @@ class CheckedCommunicator(Communicator):
         raise error
 
     def _agree(self, signature: tuple[Any, ...], cause: Exception | None = None) -> None:
+        if self._forked:
+            raise RuntimeError(
+                f"{describe(signature)} was called in a forked child of rank {self.rank}; MPI belongs to "
+                "the parent: return what the child computed, and call it there"
+            )
         self.calls += 1
         self.waiting_in = signature
         digest = _digest(signature)
@@ -109,6 +118,18 @@ class CheckedCommunicator(Communicator):
             everyone = self.inner.all_gather_object((told, call_site(sys._getframe(1))))
             self.waiting_in = None
             raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
+
+
+class _Forked:
+    """Marks a communicator in a forked child, without keeping it alive in the parent."""
+
+    def __init__(self, communicator: CheckedCommunicator) -> None:
+        self._communicator = weakref.ref(communicator)
+
+    def __call__(self) -> None:
+        communicator = self._communicator()
+        if communicator is not None:
+            communicator._forked = True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,8 +20,12 @@ from mpistrat.communicators.local import LocalCommunicator
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 # MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
-# float16: both are summed as float32 and rounded once.
-_SUMMED_AS_FLOAT32 = ("float16", "bfloat16")
+# float16: both, and torch's floats of 8 bits, are summed as float32 and rounded once.
+_SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
+_KNOWN_TO_MPI = frozenset(
+    ["float32", "float64", "complex64", "complex128"]
+    + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+)
 
 
 def _view(buffer: Array) -> np.ndarray:
@@ -32,7 +36,7 @@ def _view(buffer: Array) -> np.ndarray:
         except TypeError:
             import torch
 
-            bits = {1: torch.uint8, 2: torch.int16}[buffer.element_size()]
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.element_size()]
             return buffer.detach().view(bits).numpy()
     return buffer
 
@@ -58,10 +62,12 @@ class MpiCommunicator(Communicator):
         self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
     ) -> None:
         target = buffer if out is None else out
-        if dtype_name(buffer) in _SUMMED_AS_FLOAT32:
+        if dtype_name(buffer).startswith(_SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
             self.comm.Allreduce(MPI.IN_PLACE, _view(wide), _OPS[op])
             target[...] = wide
+        elif is_torch(buffer) and dtype_name(buffer) not in _KNOWN_TO_MPI:
+            raise TypeError(f"MPI cannot reduce {dtype_name(buffer)}; convert it to float32 first")
         elif out is None:
             self.comm.Allreduce(MPI.IN_PLACE, _view(buffer), _OPS[op])
         else:

@@ -25,6 +25,8 @@ def check_summable(values: Sequence[Array]) -> None:
         raise InvalidArgumentError(
             f"cannot reduce booleans ({signature(first)}); cast to an integer"
         )
+    if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
+        raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be")
     for other in values[1:]:
         if other.shape != first.shape or other.dtype != first.dtype:
             given = ", ".join(f"replica {i}: {signature(v)}" for i, v in enumerate(values))

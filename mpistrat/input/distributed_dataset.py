@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
+from mpistrat.communicators import Communicator
 from mpistrat.input.slicing import regroup_batches, slice_bounds
 
 if TYPE_CHECKING:
@@ -49,14 +51,10 @@ class DistributedDataset(Iterable[Any]):
 
     def _steps_of_global_batches(self) -> Iterator[Any]:
         extended = self._extended
-        for batch in self._dataset:
-            sizes = {_batch_size(leaf) for leaf in nest.leaves(batch)}
-            if len(sizes) != 1:
-                raise ValueError(
-                    "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
-                    f"{sorted(sizes)}"
-                )
-            (size,) = sizes
+        for number, batch in enumerate(self._dataset):
+            size = _global_batch_size(batch)
+            if number == 0:
+                _check_equal(batch, extended.communicator)
             slices = []
             for i in range(extended.num_local_replicas):
                 first, end = slice_bounds(
@@ -66,8 +64,38 @@ class DistributedDataset(Iterable[Any]):
             yield regroup_batches(slices)
 
 
+def _check_equal(batch: Any, communicator: Communicator) -> None:
+    """ValueError on all ranks unless all have the same first batch: a shuffle of each rank's own shows there.
+
+    Collective. Later batches are not compared; it would cost reading them once more.
+    """
+    if communicator.size == 1:
+        return
+    digest = 0
+    for leaf in nest.leaves(batch):
+        digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
+    digests = communicator.all_gather_object(digest, label="first batch of the dataset")
+    if len(set(digests)) > 1:
+        raise ValueError(
+            "the ranks read different first batches, so some examples would be read twice and others "
+            "never: an iterable must yield the same GLOBAL batches on every rank. Give its shuffle the "
+            "same seed everywhere, or pass a torch DataLoader itself (progress bars go around the "
+            f"distributed dataset); checksums by rank: {digests[:16]}"
+        )
+
+
 def _slice(batch: Any, first: int, end: int) -> Any:
     return nest.map_structure(lambda leaf: leaf[first:end], batch)
+
+
+def _global_batch_size(batch: Any) -> int:
+    sizes = {_batch_size(leaf) for leaf in nest.leaves(batch)}
+    if len(sizes) != 1:
+        raise ValueError(
+            "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
+            f"{sorted(sizes)}"
+        )
+    return sizes.pop()
 
 
 def _batch_size(leaf: Any) -> int:

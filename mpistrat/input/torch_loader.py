@@ -7,6 +7,7 @@ twice and others never.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -23,62 +24,82 @@ _BATCHES_PER_MESSAGE = 64
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
-    """Whether `dataset` is a DataLoader of batches whose examples can be asked for by index."""
-    return (
-        isinstance(dataset, data.DataLoader)
-        and not isinstance(dataset.dataset, data.IterableDataset)
-        and dataset.batch_sampler is not None
-    )
+    """Whether `dataset` is a DataLoader of batches whose examples can be asked for by index.
+
+    Raises:
+        ValueError: its sampler already takes one rank's share.
+    """
+    if not isinstance(dataset, data.DataLoader) or dataset.batch_sampler is None:
+        return False
+    for sampler in (dataset.sampler, dataset.batch_sampler):
+        if isinstance(sampler, data.DistributedSampler):
+            raise ValueError(
+                "the DataLoader has a DistributedSampler, which gives each rank a share of the examples; "
+                "here the loader yields GLOBAL batches and the strategy shares them out. Use "
+                "DataLoader(dataset, batch_size=GLOBAL, shuffle=True)"
+            )
+    return not isinstance(dataset.dataset, data.IterableDataset)
 
 
-def global_index_batches(loader: data.DataLoader[Any], extended: StrategyExtended) -> Iterator[Any]:
-    """The index lists of an epoch's global batches, as rank 0's sampler gives them."""
-    communicator = extended.communicator
-    batches = iter(loader.batch_sampler) if communicator.rank == 0 else iter(())  # type: ignore[arg-type]
-    while True:
-        block = list(itertools.islice(batches, _BATCHES_PER_MESSAGE))
-        block = communicator.broadcast_object(block, label="sampler of the distributed dataset")
-        yield from block
-        if len(block) < _BATCHES_PER_MESSAGE:
-            return
+class _ShardedIndices:
+    """A batch sampler: of each global batch the slices of this rank's replicas, in turn.
+
+    A slice without examples is given as the batch's first example, so that every rank's loader asks for
+    as many batches at the same times; `is_empty` says which those are.
+    """
+
+    def __init__(self, loader: data.DataLoader[Any], extended: StrategyExtended) -> None:
+        self._loader = loader
+        self._extended = extended
+        self.is_empty: collections.deque[bool] = collections.deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        extended = self._extended
+        first_id, replicas = extended.first_replica_id, extended.num_replicas_in_sync
+        for batch in self._global_batches():
+            for i in range(first_id, first_id + extended.num_local_replicas):
+                first, end = slice_bounds(len(batch), i, replicas)
+                self.is_empty.append(first == end)
+                yield batch[first:end] if first < end else batch[:1]
+
+    def _global_batches(self) -> Iterator[list[int]]:
+        """The index lists of the global batches, as rank 0's sampler gives them."""
+        communicator = self._extended.communicator
+        batches = iter(self._loader.batch_sampler)  # type: ignore[arg-type]
+        if communicator.rank != 0:
+            # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
+            next(batches, None)
+        while True:
+            block: list[list[int]] = []
+            with communicator.raising_together():
+                if communicator.rank == 0:
+                    block = list(itertools.islice(batches, _BATCHES_PER_MESSAGE))
+            block = communicator.broadcast_object(block, label="sampler of the distributed dataset")
+            yield from block
+            if len(block) < _BATCHES_PER_MESSAGE:
+                return
 
 
 def steps(loader: data.DataLoader[Any], extended: StrategyExtended) -> Iterator[Any]:
     """One epoch: for each global batch this rank's slice, or slices, collated by the loader's function."""
-    batches = list(global_index_batches(loader, extended))
+    indices = _ShardedIndices(loader, extended)
+    batches = iter(_loader_of(loader, indices))
     k = extended.num_local_replicas
-    bounds = [
-        slice_bounds(len(batch), extended.first_replica_id + i, extended.num_replicas_in_sync)
-        for batch in batches
-        for i in range(k)
-    ]
-    slices = [
-        batch[first:end]
-        for batch, (first, end) in zip(
-            itertools.chain.from_iterable([batch] * k for batch in batches), bounds, strict=True
+    while len(step := list(itertools.islice(batches, k))) == k:
+        yield regroup_batches(
+            [_without_examples(batch) if indices.is_empty.popleft() else batch for batch in step]
         )
-    ]
-    # Workers are given the slices that hold examples; an empty one is an empty batch of the same kind.
-    loaded = iter(_loader_of(loader, [indices for indices in slices if indices]))
-    template: Any = None
-    for step in range(len(batches)):
-        parts = []
-        for indices in slices[step * k : (step + 1) * k]:
-            if indices:
-                template = next(loaded)
-                parts.append(template)
-            else:
-                if template is None:
-                    template = loader.collate_fn([loader.dataset[batches[step][0]]])
-                parts.append(nest.map_structure(lambda leaf: leaf[:0], template))
-        yield regroup_batches(parts)
 
 
-def _loader_of(loader: data.DataLoader[Any], batches: list[Any]) -> data.DataLoader[Any]:
-    """A DataLoader like `loader` that reads just `batches`."""
+def _without_examples(batch: Any) -> Any:
+    return nest.map_structure(lambda leaf: leaf[:0], batch)
+
+
+def _loader_of(loader: data.DataLoader[Any], indices: _ShardedIndices) -> data.DataLoader[Any]:
+    """A DataLoader like `loader` that reads just `indices`."""
     return data.DataLoader(
         loader.dataset,
-        batch_sampler=batches,
+        batch_sampler=indices,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -57,6 +57,7 @@ def average(
     slots: Sequence[BufferSlot],
     snapshots: Sequence[Snapshot],
     flags: np.ndarray,
+    label: str = "buffers",
 ) -> None:
     """Average the flagged buffers over all replicas of all ranks, in place. Collective."""
     communicator = extended.communicator
@@ -72,11 +73,11 @@ def average(
         if averaged:
             flats = [torch.cat([t.detach().reshape(-1).cpu() for t in own]) for own in copies]  # type: ignore[union-attr]
             flat = torch.stack(flats).sum(0) if len(flats) > 1 else flats[0]
-            communicator.all_reduce(flat, label="buffers")
+            communicator.all_reduce(flat, label=label)
             flat = flat / extended.num_replicas_in_sync
         else:
             flat = torch.cat([t.detach().reshape(-1).cpu() for t in copies[0]])  # type: ignore[union-attr]
-            communicator.broadcast(flat, label="buffers of replica 0")
+            communicator.broadcast(flat, label=label)
         for own in copies:
             pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
             for index, tensor, piece in zip(group, own, pieces, strict=True):
@@ -122,4 +123,7 @@ def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
     if any(flags):
         copies = virtual_replicas.copies_of_buffers(strategy.extended, slots)
         snapshots = [[(tensor, True) for tensor in own] for own in copies]
-        average(strategy.extended, slots, snapshots, np.ones(len(slots), np.int32))
+        label = (
+            "state_dict() averages buffers written since the last backward(): call it on every rank"
+        )
+        average(strategy.extended, slots, snapshots, np.ones(len(slots), np.int32), label)

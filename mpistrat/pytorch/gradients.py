@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # How a gradient is laid out; the greatest of all replicas wins: what is dense anywhere is dense.
 _SPARSE, _DENSE = 1, 2
-_HEADER = 2
+_HEADER = 4
 
 # Ids of the reducers inside whose `no_sync()` this replica is; its thread inherits the program's.
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
@@ -138,7 +138,7 @@ class GradientReducer:
         communicator = self._extended.communicator
         slots = len(contributions[0])
         flags = np.zeros(_HEADER + slots + len(self.registry.buffers), np.int32)
-        flags[0], flags[1] = self.steps, -self.steps
+        flags[:_HEADER] = (self.steps, -self.steps, self._strategy.runs, -self._strategy.runs)
         for gradients in contributions:
             for slot, gradient in enumerate(gradients):
                 if gradient is not None:
@@ -146,12 +146,16 @@ class GradientReducer:
                     flags[_HEADER + slot] = max(kind, flags[_HEADER + slot])
         buffers.flag_written(snapshots, flags[_HEADER + slots :])
         communicator.all_reduce(flags, "max", label="gradients of mirrored parameters")
-        if flags[0] != -flags[1]:
-            steps = communicator.all_gather_object(self.steps)
+        if flags[0] != -flags[1] or flags[2] != -flags[3]:
+            counts = communicator.all_gather_object((self._strategy.runs, self.steps))
+            described = ", ".join(
+                f"rank {r}: run {runs}, {steps} steps" for r, (runs, steps) in enumerate(counts)
+            )
             raise CollectiveMismatchError(
-                f"backward() on rank {communicator.rank}: the ranks have taken different numbers of "
-                f"optimizer steps {dict(enumerate(steps))}; a rank has skipped a backward. Every rank "
-                "must call backward() as often as the others; a loss of zero contributes nothing"
+                f"backward() on rank {communicator.rank}: the ranks are not in the same step, counting "
+                f"calls of run and optimizer steps ({described}); a rank has skipped a backward. Every "
+                "rank must call run and backward() as often as the others; a loss of zero contributes "
+                "nothing"
             )
         used = flags[_HEADER : _HEADER + slots]
         total = self._extended.num_replicas_in_sync

@@ -85,7 +85,8 @@ def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) 
                     f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
                     "was never mirrored, so its replicas would drift apart. Build the module inside "
                     "strategy.scope(), or call strategy.mirror(module) after building, copying or "
-                    "unpickling it; a lazy module needs one run of its forward before the first step"
+                    "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
+                    "sees no modules if torch was not imported before it.)"
                 )
     _checked[optimizer] = found
 

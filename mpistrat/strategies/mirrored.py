@@ -39,11 +39,6 @@ def check_strategy_arguments(
         raise ValueError(f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}")
 
 
-def agree_on_construction(communicator: Communicator, what: str, replicas: int) -> None:
-    """All ranks make the same strategy with as many replicas each; CollectiveMismatchError if not."""
-    communicator.barrier(label=f"constructor of {what} with {replicas} replicas per rank")
-
-
 @functools.cache
 def _of_node(communicator: Communicator, node: int) -> Communicator:
     """The ranks of a node; split off once, for MPI has few communicators to give."""
@@ -87,8 +82,8 @@ class MirroredStrategy(Strategy):
             checked or default_devices(topology),
             cross_device_ops,
             communication_options,
+            gradients,
         )
-        self._gradients = gradients
 
 
 def communicator_of(resolver: ClusterResolver) -> Communicator:
@@ -108,9 +103,16 @@ def setup(
     devices: Sequence[str],
     cross_device_ops: CrossDeviceOps | None,
     options: CommunicationOptions | None,
+    gradients: str | None,
     extended: type[StrategyExtended] = StrategyExtended,
 ) -> None:
-    """Agree with the other ranks, share out the cores, and give `strategy` its extended part."""
-    agree_on_construction(communicator, type(strategy).__name__, len(devices))
+    """Agree with the other ranks, share out the cores, and give `strategy` its parts.
+
+    Raises:
+        CollectiveMismatchError: on all ranks, when they make different strategies.
+    """
+    what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
+    communicator.barrier(label=f"constructor of {what}, gradients={gradients!r}, {options}")
     share_cores(communicator, topology)
+    strategy._gradients = gradients
     strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)

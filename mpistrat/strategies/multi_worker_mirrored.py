@@ -74,7 +74,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             checked or default_devices(topology),
             None,
             communication_options,
+            gradients,
             _MultiWorkerExtended,
         )
         self._cluster_resolver = cluster_resolver or over_mpi
-        self._gradients = gradients

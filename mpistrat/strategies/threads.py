@@ -20,10 +20,12 @@ def share_cores(communicator: Communicator, topology: Topology) -> None:
     torch's own choice.
     """
     global _announced
-    if communicator.size == 1 or user_set_threads():
+    if communicator.size == 1:
         return
     mine = os.sched_getaffinity(0)
     everyone = communicator.all_gather_object((topology.node, sorted(mine)), label="CPU affinity")
+    if user_set_threads():  # on this rank; others may differ
+        return
     local = [set(cpus) for node, cpus in everyone if node == topology.node]
     threads = intra_op_threads(mine, local)
     torch = sys.modules.get("torch")
