@@ -253,6 +253,11 @@ REDUCE: dict[str, Case] = {
         InvalidArgumentError,
         "booleans; cast to an integer",
     ),
+    "strings": (
+        lambda: PAIR.reduce("sum", on_replicas(lambda: np.array(["a"])), None),
+        InvalidArgumentError,
+        "cannot reduce <U1[1]; only numbers",
+    ),
     "too few components": (
         lambda: PAIR.reduce("mean", ms.PerReplica([np.ones(2)]), None),
         ValueError,
