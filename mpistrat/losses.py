@@ -64,8 +64,8 @@ def compute_average_loss(
             )
     else:
         _check_positive_integer(global_batch_size)
-    strategy = get_strategy()
-    strategy.losses_are_averaged = True
+    if getattr(loss, "requires_grad", False):  # not that of an evaluation
+        get_strategy().losses_are_averaged = True
     return loss.sum() / global_batch_size
 
 

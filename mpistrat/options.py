@@ -26,8 +26,9 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: close a bucket of fused arrays once it exceeds this many bytes; 0 puts
             everything into one bucket per dtype.
-        timeout_seconds: the longest time a collective may take; None is no limit.
-        implementation: a `CommunicationImplementation` or its name in any case.
+        timeout_seconds: accepted for compatibility; a collective that can never end is ended without it.
+        implementation: a `CommunicationImplementation` or its name in any case; accepted for
+            compatibility: bytes move over MPI.
     """
 
     bytes_per_pack: int = 0
@@ -101,7 +102,7 @@ class InputReplicationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class InputOptions:
-    """Options of distributed inputs.
+    """Options of distributed inputs. The replication mode is checked; the others are hints, not used yet.
 
     Args:
         experimental_fetch_to_device: prefetch to the replica's device; None means True.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
-from mpistrat.options import InputOptions, RunOptions
+from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.values import DistributedValues, regroup, select_replica
@@ -81,7 +81,8 @@ class Strategy:
     ) -> Any:
         """Call `fn` on every replica of this rank, each with its own components of the arguments.
 
-        Called by: every rank.   Context: cross-replica or top level. It communicates nothing by itself.
+        Called by: every rank, equally often, which `backward()` checks: what one rank wants of its own it
+        calls without `run`.   Context: cross-replica or top level. It communicates nothing by itself.
         Args:
             fn: one replica's work; it may call `get_replica_context()`.
             args, kwargs: distributed values in them are replaced by the replica's component, variables
@@ -225,9 +226,7 @@ class Strategy:
         return self._torch().no_sync()
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError(
-            "a Strategy cannot be copied; pass the object itself, or copy.deepcopy it"
-        )
+        raise RuntimeError("a Strategy cannot be copied; pass the object itself")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
@@ -266,6 +265,12 @@ class _Scope:
 def _check_input_options(options: InputOptions | None) -> None:
     if not isinstance(options, (InputOptions, type(None))):
         raise TypeError(f"options must be InputOptions or None, got {options!r:.60}")
+    per_replica = InputReplicationMode.PER_REPLICA
+    if options is not None and options.experimental_replication_mode is per_replica:
+        raise NotImplementedError(
+            "InputReplicationMode.PER_REPLICA is not supported: there is one input pipeline per rank. Start "
+            "one rank per replica"
+        )
 
 
 _set_scope: _Scope | None = None

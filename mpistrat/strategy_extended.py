@@ -25,6 +25,7 @@ from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.cross_replica_ops import AllReduceCall, CrossReplicaOps
 from mpistrat.local_replicas import LocalReplicas
+from mpistrat.multi_step import MultiStepContext
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replica_context import ReplicaContext
@@ -164,6 +165,24 @@ class StrategyExtended:
                 return merge_fn(self.strategy, *grouped, **keywords)
 
         return select_replica(index, self.replicas.meet(index, merge, (args, kwargs)))
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Iterator[Any],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Call `fn(context, next(iterator))` `iterations` times, in the scope; returns the context.
+
+        Called by: every rank.   Context: cross-replica or top level.
+        """
+        require_cross_replica(self.strategy, "experimental_run_steps_on_iterator")
+        context = MultiStepContext(initial_loop_values)
+        with entered(self.strategy, None):
+            for _ in range(iterations):
+                fn(context, next(iterator))
+        return context
 
     # Combining
 

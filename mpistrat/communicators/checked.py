@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 import weakref
 from typing import Any, NoReturn
 
@@ -41,6 +42,7 @@ class CheckedCommunicator(Communicator):
         self.waiting_in: tuple[Any, ...] | None = None
         self.splits: list[CheckedCommunicator] = []
         self._agreement = np.empty(2, np.int64)
+        self._thread = 0  # the one that is, or was last, inside a collective
         self._forked = False
         os.register_at_fork(after_in_child=_Forked(self))
 
@@ -106,6 +108,14 @@ class CheckedCommunicator(Communicator):
                 f"{describe(signature)} was called in a forked child of rank {self.rank}; MPI belongs to "
                 "the parent: return what the child computed, and call it there"
             )
+        thread = threading.get_ident()
+        if self.waiting_in is not None and self._thread != thread:
+            raise RuntimeError(
+                f"rank {self.rank}: {describe(signature)} was called on a second thread while another is in "
+                f"{describe(self.waiting_in)}; the ranks could not know which is which. Call collectives on "
+                "one thread, or make a strategy of its own (comm=) for each"
+            )
+        self._thread = thread
         self.calls += 1
         self.waiting_in = signature
         digest = _digest(signature)

@@ -7,6 +7,7 @@ everybody's script does, needs no communication. Integer buffers take replica 0'
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +45,31 @@ def snapshot(registry: Registry) -> Snapshot:
     ]
 
 
+FLAGS_PER_BUFFER = 3
+
+
 def flag_written(snapshots: Sequence[Snapshot], flags: np.ndarray) -> None:
-    """Set `flags[i]` where a local replica has written buffer i."""
+    """Set the flags of the buffers that a local replica has written; their MAX over ranks is agreed on.
+
+    Args:
+        flags: of shape [buffers · FLAGS_PER_BUFFER]: written, and the shape's checksum and its negative.
+    """
+    rows = flags.reshape(-1, FLAGS_PER_BUFFER)
+    rows[:, 1:] = np.iinfo(flags.dtype).min
     for taken in snapshots:
-        for i, (_, written) in enumerate(taken):
-            if written:
-                flags[i] = 1
+        for row, (tensor, written) in zip(rows, taken, strict=True):
+            if tensor is not None:
+                checksum = zlib.crc32(repr(tuple(tensor.shape)).encode()) >> 1
+                row[:] = np.maximum(row, (written, checksum, -checksum))
+
+
+def to_average(flags: np.ndarray) -> np.ndarray:
+    """Which buffers were written on some replica, and have one shape on all of them.
+
+    One that a forward replaces by another of its batch's length, a cache of positions, is left alone.
+    """
+    rows = flags.reshape(-1, FLAGS_PER_BUFFER)
+    return (rows[:, 0] == 1) & (rows[:, 1] == -rows[:, 2])
 
 
 def average(

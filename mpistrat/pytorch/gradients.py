@@ -54,6 +54,10 @@ class GradientReducer:
             Unsynchronized(registry) for _ in range(strategy.extended.num_local_replicas)
         ]
         self._active: set[int] = set()  # local replicas inside a backward of ours
+        # The last contributions, kept until the next backward takes their memory again. Freed all at once
+        # they may be the top of the heap, which glibc returns to the system: page faults were a quarter of
+        # a training step.
+        self._spent: list[torch.Tensor] = []
         self.steps = 0
 
     @contextlib.contextmanager
@@ -76,6 +80,7 @@ class GradientReducer:
         parameters = self.registry.parameters()
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
+        self._spent = []
         try:
             self._active.add(replica)
             try:
@@ -96,6 +101,7 @@ class GradientReducer:
         except BaseException:
             unsynchronized.undo(parameters, aside)
             raise
+        self._spent = [g for g in contributions if g is not None and g.device.type == "cpu"]
         unsynchronized.clear()
         _install(parameters, reduced[replica], aside)
 
@@ -137,7 +143,9 @@ class GradientReducer:
         snapshots = [operands[1] for operands in everyone]
         communicator = self._extended.communicator
         slots = len(contributions[0])
-        flags = np.zeros(_HEADER + slots + len(self.registry.buffers), np.int32)
+        flags = np.zeros(
+            _HEADER + slots + buffers.FLAGS_PER_BUFFER * len(self.registry.buffers), np.int32
+        )
         flags[:_HEADER] = (self.steps, -self.steps, self._strategy.runs, -self._strategy.runs)
         for gradients in contributions:
             for slot, gradient in enumerate(gradients):
@@ -170,7 +178,8 @@ class GradientReducer:
             reduced[slot] = self._reduce_sparse(
                 parameters[slot], [gradients[slot] for gradients in contributions], scale
             )
-        buffers.average(self._extended, self.registry.buffers, snapshots, flags[_HEADER + slots :])
+        written = buffers.to_average(flags[_HEADER + slots :])
+        buffers.average(self._extended, self.registry.buffers, snapshots, written)
         return [
             reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
             for i in range(len(everyone))

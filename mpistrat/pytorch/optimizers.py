@@ -19,8 +19,8 @@ from mpistrat.pytorch.backward import inside_backward, reducer_here
 from mpistrat.pytorch.gradients import GradientReducer
 
 _installed = False
-# The parameters (by id) of optimizers when all were found to be mirrored, and by which reducer.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
+# The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
@@ -72,7 +72,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
     """RuntimeError if the step would change a parameter that is not mirrored."""
-    found = [id(reducer), *(id(p) for group in optimizer.param_groups for p in group["params"])]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
     if _checked.get(optimizer) == found:
         return
     for g, group in enumerate(optimizer.param_groups):

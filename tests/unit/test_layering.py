@@ -19,7 +19,7 @@ LAYERS = (
     ("strategy_extended",),
     ("cross_replica_ops", "input"),
     ("cross_device_ops",),
-    ("batch_norm", "losses", "replica_context"),
+    ("batch_norm", "losses", "multi_step", "replica_context"),
     ("pytorch",),
     ("variables",),
     ("values", "local_replicas"),

@@ -1,0 +1,46 @@
+"""Several steps of a loop as one call, as the v1 API has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpistrat.context import get_replica_context, get_strategy
+from mpistrat.reduce_op import ReduceOp
+
+
+class MultiStepContext:
+    """What a step function of `experimental_run_steps_on_iterator` leaves for the caller.
+
+    Attributes:
+        last_step_outputs: by name, what the last step set.
+        non_tensor_outputs: by name, anything else that a step left.
+    """
+
+    def __init__(self, initial_outputs: Mapping[str, Any] | None = None) -> None:
+        self.last_step_outputs: dict[str, Any] = dict(initial_outputs or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Keep `output` under `name`; inside `run`, reduced over all replicas.
+
+        Raises:
+            AssertionError: inside `run` without a `reduce_op`.
+        """
+        context = get_replica_context()
+        if context is None:
+            if reduce_op is not None:
+                output = get_strategy().reduce(reduce_op, output, axis=None)
+            self.last_step_outputs[name] = output
+            return
+        if reduce_op is None:
+            raise AssertionError(
+                f"set_last_step_output({name!r}) inside run needs a reduce_op: 'sum' or 'mean'"
+            )
+        self.last_step_outputs[name] = context.all_reduce(reduce_op, output)
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep `output` under `name` as it is."""
+        self.non_tensor_outputs[name] = output
