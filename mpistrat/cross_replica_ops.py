@@ -144,7 +144,7 @@ class CrossReplicaOps:
         batched: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
             with self.communicator.raising_together():
-                if self._is_local(op, leaf):
+                if self._is_local(leaf):
                     results[i] = arrays.detach_read(self._reduce_local(op, leaf))
                 else:
                     batched[i] = self._components_of_rank(leaf)
@@ -183,18 +183,14 @@ class CrossReplicaOps:
         """Like `components`, but a plain value counts once for its rank."""
         return self.components(value) if isinstance(value, DistributedValues) else (value,)
 
-    def _is_local(self, op: ReduceOp, value: Any) -> bool:
-        """Whether `value` is reduced without the other ranks: it is theirs too, or it cannot be reduced.
-
-        A plain value is one rank's; but the SUM of one that several replicas of a rank returned could
-        mean it once or once for each of them.
-        """
+    def _is_local(self, value: Any) -> bool:
+        """Whether `value` is reduced without the other ranks. A plain value is one rank's, and counts once."""
         if self.num_replicas == 1:
             return True
         if isinstance(value, DistributedValues):
             copies = isinstance(value, Variable) and not isinstance(value, SyncOnReadVariable)
             return copies or isinstance(value, Mirrored)
-        return self.communicator.size == 1 or (self.num_local_replicas > 1 and op is ReduceOp.SUM)
+        return self.communicator.size == 1
 
     def _reduce_local(self, op: ReduceOp, value: Any) -> Any:
         """Reduce what needs no communication: all replicas have the same value, or there is only one."""
@@ -221,7 +217,7 @@ class CrossReplicaOps:
             return value.values[0] if isinstance(value, DistributedValues) else value
         with self.communicator.raising_together():
             check_destinations(destinations)
-            if self._is_local(op, value):
+            if self._is_local(value):
                 return place(self._reduce_local(op, value), destinations)
             components = self._components_of_rank(value)
         reduced = self.reduce_leaves(op, [components], options, "")[0]

@@ -196,15 +196,18 @@ def test_local_results_are_this_rank_s(strategy):
     )
 
 
-def test_one_object_of_all_replicas_of_a_rank_is_no_sum():
-    """Should it count once, or once per replica? With one replica per rank that is clear."""
+def test_one_object_of_all_replicas_of_a_rank():
+    """It is not distributed: over ranks it counts once for each, as recorded; in one process it is no sum."""
     pair = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
     shared = np.ones(2)
     same = pair.run(lambda: shared)
     assert same is shared
     for reduce in (pair.reduce, lambda *a: pair.extended.reduce_to(*a[:2], "cpu:0")):
-        with pytest.raises(ValueError, match="SUM needs a value per replica"):
-            reduce("sum", same, None)
+        if SIZE > 1:
+            assert reduce("sum", same, None).tolist() == [SIZE, SIZE]
+        else:
+            with pytest.raises(ValueError, match="SUM needs a value per replica"):
+                reduce("sum", same, None)
         assert reduce("mean", same, None).tolist() == [1, 1]
         assert reduce("sum", np.zeros(2), None).tolist() == [0, 0]
     assert_usable(pair)
@@ -226,7 +229,7 @@ def ones(i):
 WRONG_OPERANDS = {
     "object": ("TypeError", lambda i: object()),
     "string": ("TypeError", lambda i: f"loss {i}"),
-    "None": ("ValueError", lambda i: None),
+    "None": ("TypeError", lambda i: None),
     "bool": ("InvalidArgumentError", lambda i: np.ones(3, bool)),
 }
 WRONG_CALLS = {

@@ -142,7 +142,7 @@ CONSTRUCTORS: dict[str, Case] = {
         ValueError,
         "'cpu:0'; got 'disk'",
     ),
-    "copy": (lambda: copy.copy(PAIR), RuntimeError, "cannot be copied; deepcopy"),
+    "copy": (lambda: copy.copy(PAIR), RuntimeError, "cannot be copied; pass the object"),
     "topology": (lambda: ms.Topology(0, 2, (0,)), ValueError, "1 ranks; size=2"),
     "extended": (lambda: ms.StrategyExtended(PAIR, 5, ["cpu:0"]), TypeError, "Communicator; got 5"),
     "replica context": (
