@@ -19,7 +19,7 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
 
 
-class _PackedAllReduce(CrossDeviceOps):
+class _PackedAllReduce(ReductionToOneDevice):
     """Reduces packs of fused arrays among the devices of one rank.
 
     Args:
@@ -32,22 +32,7 @@ class _PackedAllReduce(CrossDeviceOps):
         if num_packs < 0:
             raise ValueError(f"num_packs must be >= 0 (0: no packing), got {num_packs}")
         self._num_packs = num_packs
-        self._one_device = ReductionToOneDevice()
-
-    def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
-        return self._one_device.combine(reduce_op, values)
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any,
-        options: CommunicationOptions,
-    ) -> Any:
-        values = per_replica_value.values
-        if len(values) == 1:
-            return place(values[0], destinations)
-        return place(self.combine(reduce_op, values), destinations)
+        super().__init__()
 
     def batch_reduce_implementation(
         self,
@@ -101,11 +86,11 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
     def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
         half = len(values) // 2
         if half < 2 or isinstance(values[0], IndexedSlices):
-            return self._one_device.combine(reduce_op, values)
+            return super().combine(reduce_op, values)
         accumulation.check_summable(values)
+        combine = super().combine
         halves = (values[:half], values[half:])
-        sums = [self._one_device.combine(ReduceOp.SUM, part) for part in halves]
-        total = self._one_device.combine(ReduceOp.SUM, sums)
+        total = combine(ReduceOp.SUM, [combine(ReduceOp.SUM, part) for part in halves])
         return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
 
 
