@@ -1,0 +1,71 @@
+"""Starting the observer, and what a rank does to be observed."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from mpistrat.flight_recorder.record import STACK_SIGNAL, RankRecord
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# mpistrat's own __init__ would load NumPy: the observer gets an empty package with the same folder.
+_MAIN = """
+import sys, types
+package = types.ModuleType("mpistrat")
+package.__path__ = [sys.argv[1]]
+sys.modules["mpistrat"] = package
+from mpistrat.flight_recorder.observer import main
+main()
+"""
+
+_prepared: subprocess.Popen[bytes] | None = None
+_stacks: Any = None  # faulthandler keeps only its number
+
+
+def prepare(environ: dict[str, str] | None = None) -> None:
+    """Start the observer of this node, which then waits for `observe` or for this process's end. Once.
+
+    It is started before MPI where that is possible: forking with MPI's network open is undefined on some.
+    """
+    global _prepared
+    if _prepared is None:
+        with contextlib.suppress(OSError):  # no memory, no process: the ranks run unobserved
+            _prepared = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _MAIN, _PACKAGE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environ,
+            )
+
+
+def observe(folder: str) -> None:
+    """Have the ranks whose records appear in `folder` observed from now on."""
+    global _prepared
+    prepare()
+    if _prepared is not None and _prepared.stdin is not None:
+        with contextlib.suppress(OSError):
+            _prepared.stdin.write(os.fsencode(folder) + b"\n")
+            _prepared.stdin.close()
+        _prepared.returncode = 0  # it outlives us: nobody is to wait for it, or to warn that nobody did
+        _prepared = None
+
+
+def speak_on_signal(record: RankRecord, stacks: str) -> None:
+    """Let others ask for this process's Python stack, even while it holds the GIL; fatal signals are explained too."""
+    global _stacks
+    _stacks = open(stacks, "ab", buffering=0)  # noqa: SIM115 - open until the process ends
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_stacks)
+    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            faulthandler.register(number, _stacks, all_threads=True, chain=False)
+            record.words[STACK_SIGNAL] = number
+            return
+
+

@@ -1,0 +1,141 @@
+"""What Linux says about another process of the same user: how it does, where its Python stands, how it died."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import struct
+import time
+
+SECONDS_FOR_A_STACK = 0.6
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a device or file system (state D)",
+    "T": "stopped (state T: SIGSTOP, or a debugger)",
+    "t": "stopped by a debugger (state t)",
+    "Z": "dead",
+    "X": "dead",
+}
+_LAUNCHERS = re.compile(
+    r"(mpiexec|mpirun|mpiexec\.\w+|hydra_pmi_proxy|hydra_bstrap_pr\w*|prterun|prted|orterun|orted)$"
+)
+
+
+def state_of(pid: int) -> str:
+    """Its letter in /proc/PID/stat; "" when it is gone."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def describe_state(letter: str) -> str:
+    return _STATES.get(letter, f"in state {letter}") if letter else "gone"
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def exit_status(pid: int, pidfd: int) -> int | None:
+    """The wait status of a dead process that is not our child; None when the kernel does not tell (any more)."""
+    fields = _stat(pid)  # while it is a zombie
+    if fields and fields[0] in "ZX":
+        return int(fields[-1])
+    return _exit_status_of_reaped(pidfd)
+
+
+def describe_exit(status: int | None) -> str:
+    if status is None:
+        return "died without a word (killed, or ended by os._exit)"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = {
+            signal.SIGKILL: ": the kernel does that when memory runs out, else somebody did",
+            signal.SIGSEGV: ": a segmentation fault",
+            signal.SIGBUS: ": a bus error, often a full /dev/shm or a truncated file",
+        }.get(number, "")
+        return f"was killed by {name}{hint}"
+    return f"ended with exit code {os.WEXITSTATUS(status)} and without MPI_Finalize, as os._exit() does"
+
+
+def stack_of(pid: int, stack_signal: int, main_thread: int, stacks: str) -> list[str]:
+    """The Python frames of its main thread, innermost first; [] when it does not answer.
+
+    The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
+    while the GIL is held.
+    """
+    if not stack_signal or state_of(pid) not in {"R", "S", "D"}:
+        return []
+    try:
+        before = os.path.getsize(stacks)
+        os.kill(pid, stack_signal)
+    except OSError:
+        return []
+    deadline = time.monotonic() + SECONDS_FOR_A_STACK
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        grown = os.path.getsize(stacks)
+        if grown == size > before:
+            break
+        size = grown
+    with open(stacks, encoding="utf-8", errors="replace") as file:
+        file.seek(before)
+        return _frames(file.read(), main_thread)
+
+
+def launcher_of(pid: int) -> int | None:
+    """The outermost of its ancestors that is an MPI launcher."""
+    found = None
+    while pid > 1:
+        fields = _stat(pid)
+        if fields is None:
+            break
+        pid = int(fields[1])
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:
+            if _LAUNCHERS.match(file.read().strip()):
+                found = pid
+    return found
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _frames(dump: str, main_thread: int) -> list[str]:
+    """The frames of one thread in faulthandler's output."""
+    frames: list[str] = []
+    inside = False
+    for line in dump.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            inside = int(re.search(r"0x([0-9a-f]+)", line)[1], 16) == main_thread  # type: ignore[index]
+        elif inside and (match := re.match(r'\s+File "(.*)", line (\d+) in (.*)', line)):
+            frames.append(f"{match[1]}:{match[2]} in {match[3]}")
+    return frames
+
+
+# PIDFD_GET_INFO, <linux/pidfd.h>: since Linux 6.15 it gives the exit status of a process that was reaped.
+_INFO_EXIT = 1 << 3
+_INFO = struct.Struct("=QQ11Ii")
+
+
+def _exit_status_of_reaped(pidfd: int) -> int | None:
+    request = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+    info = bytearray(_INFO.size)
+    _INFO.pack_into(info, 0, _INFO_EXIT, *[0] * 13)
+    try:
+        fcntl.ioctl(pidfd, request, info, True)
+    except OSError:
+        return None
+    mask, *_, status = _INFO.unpack(info)
+    return status if mask & _INFO_EXIT else None

@@ -1,0 +1,205 @@
+"""One rank's file in shared memory: who it is, which collective it is in, and its last 64 collectives.
+
+The file outlives its process, so that others can read what a stopped or dead rank was doing. Words are 8 bytes, aligned
+and in the machine's byte order: a reader sees an old or a new one, never half of each. Times are CLOCK_MONOTONIC in ns.
+
+    0      header, see the constants below
+    1024   host name, UTF-8, ends at a zero byte
+    1280   why this rank ends the job, likewise
+    3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds they belong to
+    4096   256 boards of 64 bytes, one for each communicator
+    20480  64 ring entries of 256 bytes
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
+# Header words
+VERSION, PID, RANK, SIZE, MAIN_THREAD, STACK_SIGNAL, STATE, ABORT, ENTRIES, BOARDS, LIMIT, ON_STALL = range(12)
+# STATE
+RUNNING, LEFT, ENDING = range(3)
+# ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
+END, RAISE = 1, 2
+# Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none), the
+# communicator's size and the hash of its name
+WORD, CALLS, SINCE, GROUP_SIZE, GROUP = range(5)
+
+_HOST, _REASON, _WAITED, _WAITED_SECOND = 1024, 1280, 3072 // 8, 3584 // 8
+_FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
+_FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
+BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
+
+_ENTRY = struct.Struct("=QqqIHH")  # number, entered, waited, board, bytes of the call, bytes of its site
+_TEXT_BYTES = _ENTRY_BYTES - _ENTRY.size
+MAX_SITE = 110
+
+
+class RankRecord:
+    """A rank's own record, or a view of another's. `path` None is memory that nobody else sees."""
+
+    def __init__(self, path: str | None, *, create: bool = False) -> None:
+        self.path = path
+        if path is None:
+            self._map = mmap.mmap(-1, BYTES)
+        else:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+            try:
+                if create:
+                    os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
+                self._map = mmap.mmap(file, BYTES)
+            finally:
+                os.close(file)
+        self.words = memoryview(self._map).cast("Q")
+        if not create and path is not None and self.words[VERSION] != MAGIC:
+            raise OSError(f"{path} is not a record of this version")
+
+    def start(self, rank: int, size: int, host: str, main_thread: int, limit: float, on_stall: int) -> None:
+        """Fill in the header; from here on others may read."""
+        words = self.words
+        words[PID], words[RANK], words[SIZE] = os.getpid(), rank, size
+        words[MAIN_THREAD], words[LIMIT], words[ON_STALL] = main_thread, int(limit * 1e9), on_stall
+        self._write_text(_HOST, host, 256)
+        words[VERSION] = MAGIC
+
+    def new_board(self, name_hash: int, size: int) -> int | None:
+        """The index in `words` of a new communicator's board; None when all are taken."""
+        number = self.words[BOARDS]
+        if number == MAX_BOARDS:
+            return None
+        board: int = _FIRST_BOARD + number * _BOARD_WORDS
+        self.words[board + GROUP_SIZE] = size
+        self.words[board + GROUP] = name_hash
+        self.words[BOARDS] = number + 1
+        return board
+
+    def enter(self, board: int, calls: int, text: bytes, call_bytes: int) -> None:
+        """This rank enters its `calls`-th collective on `board`; `text` is the call, then its site."""
+        words = self.words
+        number = words[ENTRIES] + 1
+        offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
+        now = time.monotonic_ns()
+        _ENTRY.pack_into(self._map, offset, calls, now, -1, board, call_bytes, len(text) - call_bytes)
+        start = offset + _ENTRY.size
+        self._map[start : start + len(text)] = text
+        words[ENTRIES] = number
+        words[board + CALLS] = calls
+        words[board + SINCE] = now
+
+    def waited(self, board: int) -> None:
+        """All ranks have entered the collective that this rank entered last."""
+        words = self.words
+        now = time.monotonic_ns()
+        nanoseconds = now - words[board + SINCE]
+        _WAITED_NS.pack_into(
+            self._map, _FIRST_ENTRY + words[ENTRIES] % RING * _ENTRY_BYTES + 16, nanoseconds
+        )
+        second = now // 1_000_000_000
+        bucket = second % RING
+        if words[_WAITED_SECOND + bucket] != second:
+            words[_WAITED + bucket] = 0
+            words[_WAITED_SECOND + bucket] = second
+        words[_WAITED + bucket] += nanoseconds
+
+    def leave(self, board: int) -> None:
+        self.words[board + SINCE] = 0
+
+    def seconds_waited(self, last: int = 60) -> float:
+        """How long this rank waited for others to enter collectives, in the last seconds (at most 63)."""
+        now = time.monotonic_ns() // 1_000_000_000
+        return sum(
+            self.words[_WAITED + bucket]
+            for bucket in range(RING)
+            if now - self.words[_WAITED_SECOND + bucket] <= last
+        ) / 1e9
+
+    def end(self, reason: str) -> None:
+        """This rank ends the job, or has failed: the observer need not explain its death."""
+        self._write_text(_REASON, reason, _WAITED * 8 - _REASON)
+        self.words[STATE] = ENDING
+
+    @property
+    def host(self) -> str:
+        return self._read_text(_HOST, 256)
+
+    @property
+    def reason(self) -> str:
+        return self._read_text(_REASON, _WAITED * 8 - _REASON)
+
+    def boards(self) -> list[Board]:
+        words = self.words
+        return [
+            Board(base, words[base + GROUP], words[base + GROUP_SIZE], words[base + CALLS], words[base + SINCE])
+            for base in range(
+                _FIRST_BOARD, _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS, _BOARD_WORDS
+            )
+        ]
+
+    def last(self, count: int = RING) -> list[Entry]:
+        """The last collectives, the latest first. A reader may catch one half written."""
+        entries = []
+        written = self.words[ENTRIES]
+        for number in range(written, max(0, written - min(count, RING)), -1):
+            offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
+            calls, entered, waited, board, call_bytes, site_bytes = _ENTRY.unpack_from(self._map, offset)
+            start = offset + _ENTRY.size
+            text = self._map[start : start + min(call_bytes + site_bytes, _TEXT_BYTES)]
+            entries.append(
+                Entry(
+                    calls,
+                    entered,
+                    waited,
+                    board,
+                    text[:call_bytes].decode(errors="replace"),
+                    text[call_bytes:].decode(errors="replace"),
+                )
+            )
+        return entries
+
+    def _write_text(self, offset: int, text: str, room: int) -> None:
+        encoded = text.encode(errors="replace")[: room - 1] + b"\0"
+        self._map[offset : offset + len(encoded)] = encoded
+
+    def _read_text(self, offset: int, room: int) -> str:
+        return self._map[offset : offset + room].split(b"\0", 1)[0].decode(errors="replace")
+
+
+_WAITED_NS = struct.Struct("=q")
+
+
+@dataclass(frozen=True)
+class Board:
+    """A rank's place in one communicator: its last call's number, and when it entered it (0: it has returned)."""
+
+    base: int
+    group: int
+    size: int
+    calls: int
+    since: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective: its number on its communicator, when it was entered, how long others were missing (-1: they still
+    are, or it was not measured)."""
+
+    number: int
+    entered: int
+    waited: int
+    board: int
+    call: str
+    site: str
+
+
+def text_of(call: str, site: str) -> tuple[bytes, int]:
+    """What `RankRecord.enter` takes: too long a call loses its end, a site its beginning."""
+    place = site.encode(errors="replace")
+    if len(place) > MAX_SITE:
+        place = b"..." + place[3 - MAX_SITE :]
+    told = call.encode(errors="replace")[: _TEXT_BYTES - len(place)]
+    return told + place, len(told)

@@ -1,0 +1,219 @@
+"""In words: which ranks are missing where others wait, and what each of them does instead."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from mpistrat.flight_recorder.processes import (
+    cpu_seconds,
+    describe_exit,
+    describe_state,
+    stack_of,
+    state_of,
+)
+from mpistrat.flight_recorder.record import LEFT, MAIN_THREAD, PID, RANK, SIZE, STACK_SIGNAL, STATE
+from mpistrat.flight_recorder.record import Board, Entry, RankRecord
+
+_MOST_FRAMES = 12
+_SECONDS_OF_CPU = 0.3
+
+
+@dataclass
+class Rank:
+    """A rank of this node, as seen from outside. `status` is its wait status once it is dead, None if unknown."""
+
+    record: RankRecord
+    stacks: str
+    dead: bool = False
+    status: int | None = None
+
+    @property
+    def number(self) -> int:
+        return int(self.record.words[RANK])
+
+    @property
+    def pid(self) -> int:
+        return int(self.record.words[PID])
+
+    @property
+    def who(self) -> str:
+        words = self.record.words
+        return f"rank {words[RANK]} of {words[SIZE]} ({self.record.host}, pid {words[PID]})"
+
+    @property
+    def has_left(self) -> bool:
+        return bool(self.record.words[STATE] == LEFT)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The collective that some ranks wait in, seen from all ranks of its communicator on this node."""
+
+    call: int
+    size: int
+    since: int  # when the first of the waiting ranks entered it
+    waiting: list[Rank]
+    missing: list[Rank]
+
+
+def waits(ranks: list[Rank]) -> list[Wait]:
+    """Each collective that a living rank is inside of, the one waited in for longest first."""
+    groups: dict[int, list[tuple[Rank, Board]]] = {}
+    for rank in ranks:
+        for board in rank.record.boards():
+            groups.setdefault(board.group, []).append((rank, board))
+    found = []
+    for members in groups.values():
+        inside = [(rank, board) for rank, board in members if board.since and not rank.dead]
+        if inside:
+            call = max(board.calls for _, board in inside)
+            waiting = [rank for rank, board in inside if board.calls == call]
+            since = min(board.since for _, board in inside if board.calls == call)
+            missing = [rank for rank, board in members if board.calls < call]
+            found.append(Wait(call, members[0][1].size, since, waiting, missing))
+    return sorted(found, key=lambda wait: wait.since)
+
+
+def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
+    now = time.monotonic_ns()
+    head = f"ranks have waited {(now - wait.since) / 1e9:.1f} s in a collective (MPISTRAT_STALL_SECONDS allows {limit:g} s)"
+    seen = len(wait.waiting) + len(wait.missing)
+    elsewhere = wait.size - seen
+    # A rank inside MPI is not missing, and may yet be what the others wait for.
+    suspects = wait.missing or [
+        rank for rank in wait.waiting if rank.dead or state_of(rank.pid) in {"T", "t", "Z", ""}
+    ]
+    if wait.missing:
+        head += f": {_ranks(wait.missing)} {'has' if len(wait.missing) == 1 else 'have'} not come to it"
+    elif suspects:
+        head += f": {_ranks(suspects)} entered it, and does not go on"
+    elif elsewhere:
+        head += ": all its ranks on this node have come to it, so some on other nodes have not"
+    else:
+        head += ": all ranks have come to it, but it does not end"
+    cpu = {rank.number: cpu_seconds(rank.pid) for rank in suspects}
+    started = time.monotonic()
+    time.sleep(_SECONDS_OF_CPU)
+    lines = [head]
+    for rank in suspects:
+        elapsed = time.monotonic() - started
+        busy = (cpu_seconds(rank.pid) - cpu[rank.number]) / elapsed
+        lines += _where(rank, busy)
+    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects])
+    if not suspects:
+        for rank in wait.waiting:
+            lines += _stack(rank)
+    mentioned = {rank.number for rank in (*suspects, *wait.waiting)}
+    for rank in ranks:
+        if rank.number not in mentioned:
+            lines += _where(rank, None)
+    if elsewhere:
+        lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
+    lines += straggler(ranks)
+    lines.append(
+        "Every rank must make the same calls. A rank that is only slow needs a higher MPISTRAT_STALL_SECONDS (0: no limit)."
+    )
+    return "\n".join(lines)
+
+
+def death_report(ranks: list[Rank], first: Rank) -> str:
+    lines = [f"{first.who} {describe_exit(first.status)}"]
+    last = first.record.last(1)
+    lines += [f"  it {_last_words(first, last[0])}"] if last else ["  it had not entered a collective"]
+    spoken = _spoken_at_death(first)
+    if spoken:
+        lines += ["  its last words:", *(f"      {line}" for line in spoken)]
+    others = [rank for rank in ranks if rank is not first]
+    inside = [rank for rank in others if any(board.since for board in rank.record.boards())]
+    lines += _in_calls(inside)
+    busy = [rank for rank in others if rank not in inside and not rank.has_left]
+    for rank in busy:
+        last = rank.record.last(1)
+        lines.append(f"  rank {rank.number}: {_last_words(rank, last[0]) if last else 'had not entered a collective'}")
+    return "\n".join(lines)
+
+
+def straggler(ranks: list[Rank]) -> list[str]:
+    """Whom the others waited for in the last minute: the rank that waited least itself."""
+    waited = sorted((rank.record.seconds_waited(), rank.number) for rank in ranks if not rank.dead)
+    if len(waited) < 2 or waited[-1][0] - waited[0][0] < 1.0:
+        return []
+    return [
+        f"  In the last minute before, rank {waited[0][1]} was the slowest: it waited {waited[0][0]:.1f} s for others, "
+        f"rank {waited[-1][1]} waited {waited[-1][0]:.1f} s."
+    ]
+
+
+def _where(rank: Rank, busy: float | None) -> list[str]:
+    """What a rank does that others miss."""
+    if rank.dead:
+        state = describe_exit(rank.status)
+    elif rank.has_left:
+        state = "has come to the end of its program"
+    else:
+        letter = state_of(rank.pid)
+        state = f"is {describe_state(letter)}"
+        if busy is not None and letter in {"R", "S"}:
+            state = "is busy" if busy > 0.5 else "is idle"
+            state += f" ({100 * busy:.0f} % of a core)"
+    last = rank.record.last(1)
+    told = _last_words(rank, last[0]) if last else "has not entered a collective"
+    return [f"  {rank.who} {state}; it {told}", *_stack(rank)]
+
+
+def _last_words(rank: Rank, last: Entry) -> str:
+    inside = any(board.base == last.board and board.since for board in rank.record.boards())
+    ago = (time.monotonic_ns() - last.entered) / 1e9
+    verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
+    return f"{verb} collective number {last.number}, entered {ago:.1f} s ago: {last.call}\n      at {last.site}"
+
+
+def _stack(rank: Rank) -> list[str]:
+    if rank.dead:
+        return []
+    words = rank.record.words
+    frames = stack_of(rank.pid, words[STACK_SIGNAL], words[MAIN_THREAD], rank.stacks)
+    return ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])] if frames else []
+
+
+def _spoken_at_death(rank: Rank) -> list[str]:
+    """faulthandler's words about a fatal signal."""
+    try:
+        with open(rank.stacks, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return []
+    start = text.rfind("Fatal Python error")
+    return [line.rstrip() for line in text[start:].splitlines()[:_MOST_FRAMES]] if start >= 0 else []
+
+
+def _in_calls(ranks: list[Rank]) -> list[str]:
+    """The collectives that ranks are in, those in the same one together."""
+    calls: dict[str, list[Rank]] = {}
+    for rank in ranks:
+        last = rank.record.last(1)
+        if last:
+            text = f"in collective number {last[0].number}: {last[0].call}\n      at {last[0].site}"
+            calls.setdefault(text, []).append(rank)
+    return [f"  {_ranks(those)} {'waits' if len(those) == 1 else 'wait'} {text}" for text, those in calls.items()]
+
+
+def _ranks(ranks: list[Rank]) -> str:
+    numbers = sorted(rank.number for rank in ranks)
+    shown = ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+    return f"rank{'s' * (len(numbers) > 1)} {shown}"
+
+
+def find_ranks(folder: str) -> list[Rank]:
+    """The ranks whose records lie in a job's folder, by number."""
+    found = []
+    for name in os.listdir(folder):
+        if name.startswith("rank-"):
+            try:
+                record = RankRecord(os.path.join(folder, name))
+            except (OSError, ValueError):  # being made just now
+                continue
+            found.append(Rank(record, os.path.join(folder, name.replace("rank-", "stacks-"))))
+    return sorted(found, key=lambda rank: rank.number)
