@@ -35,6 +35,13 @@ class DeadlineExceededError(OpError):
     """The operation did not finish within its time limit."""
 
 
+class StallError(DeadlineExceededError):
+    """Other ranks did not come to a collective within MPISTRAT_STALL_SECONDS; says which, and what they do instead.
+
+    Raised with MPISTRAT_ON_STALL=raise, by the ranks that wait. The communicator cannot be used any more.
+    """
+
+
 class UnavailableError(OpError):
     """A peer that the operation needs cannot be reached."""
 

@@ -25,14 +25,19 @@ if not select.select([0], [], [], seconds)[0] and os.getppid() == parent:
 
 def start_seconds(environ: Mapping[str, str] | None = None) -> float:
     """How long a rank waits for the others at the start. Raises: TopologyError when the setting is no number >= 0."""
-    text = (os.environ if environ is None else environ).get(START_SECONDS, "300")
+    return seconds_setting(START_SECONDS, "300", environ)
+
+
+def seconds_setting(name: str, default: str, environ: Mapping[str, str] | None = None) -> float:
+    """The environment's number of seconds under `name`; 0 stands for no limit."""
+    text = (os.environ if environ is None else environ).get(name, default)
     try:
         seconds = float(text)
         if not 0 <= seconds < threading.TIMEOUT_MAX:
             raise ValueError
     except ValueError:
         raise TopologyError(
-            f"{START_SECONDS}={text!r}: expected a number of seconds; 0 waits for ever"
+            f"{name}={text!r}: expected a number of seconds; 0 waits for ever"
         ) from None
     return seconds
 

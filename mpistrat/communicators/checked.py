@@ -10,38 +10,55 @@ import threading
 import weakref
 from typing import Any, NoReturn
 
-import numpy as np
-
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.call_site import call_site
+from mpistrat.communicators.agreement import DIGEST_BITS, Agreement, BoardAgreement, MessageAgreement
+from mpistrat.communicators.call_site import call_site, outside
 from mpistrat.communicators.communicator import REDUCTIONS, Communicator
+from mpistrat.communicators.station import Station
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.flight_recorder.record import text_of
 
 
 class CheckedCommunicator(Communicator):
-    """Wraps a communicator; raises CollectiveMismatchError on all ranks when their calls differ.
+    """Wraps a communicator: records its calls, and raises CollectiveMismatchError on all ranks when they differ.
 
-    Each call is described by a signature (operation, dtype, shape, label). Its 63-bit digest h goes
-    through one 16-byte MAX of (h, -h): equal on all ranks exactly if both halves cancel. Only if they
-    do not are the signatures themselves exchanged.
+    Each call is described by a signature (operation, dtype, shape, label), whose digest the ranks compare: on a board in
+    shared memory if all of them are on one node, else by a message. Only if they differ are the signatures
+    themselves exchanged.
+
+    Args:
+        name: the same on all ranks of the group, and different from all other groups' names.
+        station: where the calls are recorded; None is memory that nobody else sees.
+        check: "always", or "never": then ranks that differ are not noticed before the bytes move.
 
     Attributes:
-        name: the same on all ranks of the group, and different from all other groups' names.
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective this rank is inside of, else None. Read by the
             watcher of `job_end` on another thread.
         splits: the communicators that were made of this one.
     """
 
-    def __init__(self, inner: Communicator, name: str) -> None:
+    def __init__(
+        self, inner: Communicator, name: str, station: Station | None = None, check: str = "always"
+    ) -> None:
         self.inner = inner
         self.rank = inner.rank
         self.size = inner.size
         self.name = name
+        self.station = station or Station()
+        self.check = check
         self.calls = 0
         self.waiting_in: tuple[Any, ...] | None = None
         self.splits: list[CheckedCommunicator] = []
-        self._agreement = np.empty(2, np.int64)
+        self._record = self.station.record
+        self._board = self.station.board
+        self._agreement: Agreement | None = None
+        if check == "always":
+            self._agreement = (
+                MessageAgreement(inner)
+                if self.station.peers is None
+                else BoardAgreement(self.station)
+            )
         self._thread = 0  # the one that is, or was last, inside a collective
         self._forked = False
         os.register_at_fork(after_in_child=_Forked(self))
@@ -51,42 +68,45 @@ class CheckedCommunicator(Communicator):
     ) -> None:
         if op not in REDUCTIONS:
             self.raise_together(ValueError(f"op must be one of {REDUCTIONS}, got {op!r}"))
-        self._agree(("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label))
+        self._enter(("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label))
         self.inner.all_reduce(buffer, op, out=out)
-        self.waiting_in = None
+        self._return()
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self._agree(("broadcast", root, dtype_name(buffer), tuple(buffer.shape), label))
+        self._enter(("broadcast", root, dtype_name(buffer), tuple(buffer.shape), label))
         self.inner.broadcast(buffer, root)
-        self.waiting_in = None
+        self._return()
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        self._agree(("all_gather", dtype_name(buffer), f"{buffer.ndim} dimensions", label))
+        self._enter(("all_gather", dtype_name(buffer), f"{buffer.ndim} dimensions", label))
         gathered = self.inner.all_gather(buffer)
-        self.waiting_in = None
+        self._return()
         return gathered
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
-        self._agree(("broadcast_object", root, label))
+        self._enter(("broadcast_object", root, label))
         value = self.inner.broadcast_object(value, root)
-        self.waiting_in = None
+        self._return()
         return value
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        self._agree(("all_gather_object", label))
+        self._enter(("all_gather_object", label))
         values = self.inner.all_gather_object(value)
-        self.waiting_in = None
+        self._return()
         return values
 
     def barrier(self, *, label: str = "") -> None:
-        self._agree(("barrier", label))
-        self.waiting_in = None  # the agreement is a barrier
+        self._enter(("barrier", label))
+        self.inner.barrier()
+        self._return()
 
     def split(self, color: int, key: int = 0) -> CheckedCommunicator:
-        self._agree(("split",))
+        self._enter(("split",))
         inner = self.inner.split(color, key)
-        self.waiting_in = None
-        part = CheckedCommunicator(inner, f"{self.name}/{len(self.splits)}:{color}")
+        name = f"{self.name}/{len(self.splits)}:{color}"
+        station = self.station.of_part(inner, name) if self.station.of_part else None
+        self._return()
+        part = CheckedCommunicator(inner, name, station, self.check)
         self.splits.append(part)
         return part
 
@@ -98,11 +118,11 @@ class CheckedCommunicator(Communicator):
 
         If all ranks come here with errors of the same class, each raises its own.
         """
-        self._agree(("raise", type(error).__name__), cause=error)
-        self.waiting_in = None
+        self._enter(("raise", type(error).__name__), cause=error)
+        self._return()
         raise error
 
-    def _agree(self, signature: tuple[Any, ...], cause: Exception | None = None) -> None:
+    def _enter(self, signature: tuple[Any, ...], cause: Exception | None = None) -> None:
         if self._forked:
             raise RuntimeError(
                 f"{describe(signature)} was called in a forked child of rank {self.rank}; MPI belongs to "
@@ -116,18 +136,27 @@ class CheckedCommunicator(Communicator):
                 "one thread, or make a strategy of its own (comm=) for each"
             )
         self._thread = thread
-        self.calls += 1
+        self.calls = calls = self.calls + 1
         self.waiting_in = signature
-        digest = _digest(signature)
-        agreement = self._agreement
-        agreement[0] = digest
-        agreement[1] = -digest
-        self.inner.all_reduce(agreement, "max")
-        if agreement[0] + agreement[1] != 0:
+        frame = outside(sys._getframe(2))
+        code = frame.f_code
+        digest, text, call_bytes = _told(
+            signature, code.co_filename, code.co_name, frame.f_lineno
+        )
+        self._record.enter(self._board, calls, text, call_bytes)
+        if self._agreement is None:
+            return
+        agreed = self._agreement.agree(calls, digest)
+        self._record.waited(self._board)
+        if not agreed:
             told = signature if cause is None else (*signature, str(cause))
-            everyone = self.inner.all_gather_object((told, call_site(sys._getframe(1))))
-            self.waiting_in = None
+            everyone = self.inner.all_gather_object((told, call_site(frame)))
+            self._return()
             raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
+
+    def _return(self) -> None:
+        self.waiting_in = None
+        self._record.leave(self._board)
 
 
 class _Forked:
@@ -143,9 +172,13 @@ class _Forked:
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(signature: tuple[Any, ...]) -> int:
-    hashed = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "little") >> 1
+def _told(
+    signature: tuple[Any, ...], file: str, function: str, line: int
+) -> tuple[int, bytes, int]:
+    """The digest of a signature, and what is recorded of the call."""
+    hashed = hashlib.blake2b(repr(signature).encode(), digest_size=DIGEST_BITS // 8).digest()
+    site = f"{file}:{line} in {function}"
+    return int.from_bytes(hashed, "little"), *text_of(describe(signature), site)
 
 
 def describe(signature: tuple[Any, ...]) -> str:

@@ -30,6 +30,7 @@ from mpistrat.communicators.departures import Left, Registrar, Waits
 from mpistrat.communicators.interrupts import Interrupts
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.flight_recorder.record import ABORT, END, LEFT, STATE, RankRecord
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_UNTIL_STUCK = 0.5
@@ -45,7 +46,7 @@ def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
     """
     global _watch
     if _watch is None:
-        _watch = _Watch(comm)
+        _watch = _Watch(comm, communicator.station.record)
     _watch.add(communicator, comm)
 
 
@@ -121,8 +122,9 @@ class _Stuck:
 class _Watch:
     """What this process does for the job's end; made once."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, record: RankRecord) -> None:
         self._pid = os.getpid()
+        self.record = record
         world = MPI.COMM_WORLD  # numbered as the launcher does, whatever `comm` is
         self._who = f"rank {world.rank} of {world.size} ({socket.gethostname()}, pid {self._pid})"
         self._groups: list[_Group] = []
@@ -163,6 +165,9 @@ class _Watch:
 
     def _look_out(self) -> None:
         while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+            action = self.record.words[ABORT]
+            if action & 0xFF == END:
+                abort(action >> 8, "the observer has reported a failure")
             for group in list(self._groups):
                 group.look(self._who)
             if self._interrupts.unanswered():
@@ -189,8 +194,11 @@ class _Watch:
             pause = 0.001
             waiting = list(self._groups)
             while waiting := [group for group in waiting if not group.all_left()]:
+                if self.record.words[ABORT]:
+                    _end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
+            self.record.words[STATE] = LEFT
         except KeyboardInterrupt:
             _end_job(f"ending the job: {self._who} was interrupted", 130)
 
@@ -240,8 +248,10 @@ def _flush() -> None:
             stream.flush()
 
 
-def abort(code: int) -> NoReturn:
+def abort(code: int, reason: str = "it called abort") -> NoReturn:
     """End all processes of the job with exit code `code`."""
+    if _watch is not None:
+        _watch.record.end(reason)
     _flush()
     time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
     MPI.COMM_WORLD.Abort(code)
@@ -250,6 +260,8 @@ def abort(code: int) -> NoReturn:
 
 
 def _end_job(text: str, code: int) -> NoReturn:
+    if _watch is not None:
+        _watch.record.end(text)  # before the observer can wonder why ranks die
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"\nmpistrat: {text}\n")
-    abort(code)
+    abort(code, text)

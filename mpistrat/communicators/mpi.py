@@ -17,6 +17,8 @@ from mpistrat.communicators import job_end
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.communicators.node import station_of
+from mpistrat.errors import CollectiveMismatchError
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 # MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
@@ -113,20 +115,27 @@ class MpiCommunicator(Communicator):
 _CACHED = MPI.Comm.Create_keyval()
 
 
-def communicator_for(comm: MPI.Intracomm) -> Communicator:
-    """Our communicator over the ranks of the user's `comm`; collective over it at the first call.
+def communicator_for(comm: MPI.Intracomm, check: str = "always") -> Communicator:
+    """Our communicator over the ranks of the user's `comm`; collective over it at the first call with this `check`.
 
-    There is one duplicate per user communicator, cached on it as an attribute and never freed: MPICH
+    There is one duplicate per user communicator and `check`, cached on it as an attribute and never freed: MPICH
     ends after 2,046 of them, and freeing is collective, which a destructor cannot be.
+    Raises: CollectiveMismatchError on all ranks when `check` differs among them.
     """
     if comm.Get_size() == 1:
         return LocalCommunicator()
-    ours = cast("CheckedCommunicator | None", comm.Get_attr(_CACHED))
-    if ours is None:
+    cached = cast("dict[str, CheckedCommunicator] | None", comm.Get_attr(_CACHED))
+    if cached is None:
+        cached = {}
+        comm.Set_attr(_CACHED, cached)
+    if check not in cached:
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
-        ours = CheckedCommunicator(MpiCommunicator(duplicate), name)
-        comm.Set_attr(_CACHED, ours)
-        job_end.watch(ours, duplicate)
-    return ours
+            checks = duplicate.allgather(check)
+            if len(set(checks)) > 1:
+                raise CollectiveMismatchError(f"check= is not the same on all ranks: {checks}, by rank")
+            station = station_of(duplicate, name)
+        cached[check] = CheckedCommunicator(MpiCommunicator(duplicate), name, station, check)
+        job_end.watch(cached[check], duplicate)
+    return cached[check]

@@ -1,0 +1,72 @@
+"""Whether all ranks are about to make the same call, found out before its bytes move."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.station import Station
+from mpistrat.communicators.waiting import wait_until
+from mpistrat.flight_recorder.record import WORD
+
+DIGEST_BITS = 56
+
+
+class Agreement(abc.ABC):
+    @abc.abstractmethod
+    def agree(self, calls: int, digest: int) -> bool:
+        """Whether `digest`, of this rank's `calls`-th call, is every rank's. Waits until all have entered theirs."""
+
+
+class BoardAgreement(Agreement):
+    """Each rank writes one word, its digest and the last 8 bits of the call's number, and reads the others'.
+
+    A word that counts one call more than ours is as good as an equal one: its rank has seen that all agreed on our
+    call. It cannot be further ahead, for it waits there until we have written.
+    """
+
+    def __init__(self, station: Station) -> None:
+        assert station.peers is not None
+        self._record = station.record
+        self._words = station.record.words
+        self._mine = station.board + WORD
+        self._peers = [(words, board + WORD) for words, board in station.peers]
+        self._crowded = station.crowded
+
+    def agree(self, calls: int, digest: int) -> bool:
+        number = calls & 0xFF
+        word = digest << 8 | number
+        self._words[self._mine] = word
+        equal = True
+        for words, theirs in self._peers:
+            if words[theirs] != word:
+                equal = self._wait(words, theirs, number, word) and equal
+        return equal
+
+    def _wait(self, words: memoryview, theirs: int, number: int, word: int) -> bool:
+        following = (number + 1) & 0xFF
+
+        def arrived() -> bool:
+            return words[theirs] & 0xFF in (number, following)
+
+        if not arrived():
+            wait_until(arrived, self._record, self._crowded)
+        found = words[theirs]
+        return found == word or found & 0xFF == following
+
+
+class MessageAgreement(Agreement):
+    """One 16-byte MAX of (h, -h): equal on all ranks exactly if both halves cancel."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self._pair = np.empty(2, np.int64)
+
+    def agree(self, calls: int, digest: int) -> bool:
+        pair = self._pair
+        pair[0] = digest
+        pair[1] = -digest
+        self._inner.all_reduce(pair, "max")
+        return bool(pair[0] + pair[1] == 0)
