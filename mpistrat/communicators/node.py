@@ -75,6 +75,7 @@ def _own_record(node: MPI.Intracomm) -> RankRecord:
                 folder = created or JobFolder(path)
                 _record = _new_record(folder)
                 _folder = folder
+    node.Barrier()
     if created is not None:
         observation.observe(created.path)
     assert _record is not None

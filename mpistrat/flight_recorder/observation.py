@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from mpistrat.flight_recorder.observer import main
 main()
 """
 
+SECONDS_TO_START = 10.0
+
 _prepared: subprocess.Popen[bytes] | None = None
 _stacks: Any = None  # faulthandler keeps only its number
 
@@ -38,22 +41,29 @@ def prepare(environ: dict[str, str] | None = None) -> None:
             _prepared = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _MAIN, _PACKAGE],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 start_new_session=True,
                 env=environ,
             )
 
 
 def observe(folder: str) -> None:
-    """Have the ranks whose records appear in `folder` observed from now on."""
+    """Have the ranks observed whose records lie in `folder`, and those whose records appear there later.
+
+    Returns once those that are there are watched: one that died before would leave no exit status.
+    """
     global _prepared
     prepare()
-    if _prepared is not None and _prepared.stdin is not None:
-        with contextlib.suppress(OSError):
-            _prepared.stdin.write(os.fsencode(folder) + b"\n")
-            _prepared.stdin.close()
-        _prepared.returncode = 0  # it outlives us: nobody is to wait for it, or to warn that nobody did
-        _prepared = None
+    if _prepared is None:
+        return
+    assert _prepared.stdin is not None and _prepared.stdout is not None
+    with contextlib.suppress(OSError):
+        _prepared.stdin.write(os.fsencode(folder) + b"\n")
+        _prepared.stdin.close()
+        select.select([_prepared.stdout], [], [], SECONDS_TO_START)
+        _prepared.stdout.close()
+    _prepared.returncode = 0  # it outlives us: nobody is to wait for it, or to warn that nobody did
+    _prepared = None
 
 
 def speak_on_signal(record: RankRecord, stacks: str) -> None:

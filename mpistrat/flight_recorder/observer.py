@@ -24,7 +24,8 @@ from mpistrat.flight_recorder.record import ABORT, END, ENDING, LIMIT, ON_STALL,
 from mpistrat.flight_recorder.report import Rank, death_report, find_ranks, stall_report, waits
 
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_TO_DIE_TOGETHER = 0.05  # a launcher kills the others within milliseconds
+SECONDS_TO_DIE_TOGETHER = 0.4  # a launcher kills the others while the first may still write its core
+SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
 SECONDS_TO_END_THE_JOB = 2.0
 SECONDS_FOR_THE_FIRST_NODE = 3.0  # its report speaks for the job
@@ -47,17 +48,22 @@ class Observer:
     def run(self) -> None:
         """Until no rank is left."""
         started = time.monotonic()
+        self._find_ranks()
+        os.write(1, b"watching\n")
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # nobody reads further
+        os.close(null)
         while not self._ranks or len(self._deaths) < len(self._ranks):
             self._find_ranks()
             self._collect(self._epoll.poll(SECONDS_BETWEEN_LOOKS))
-            if self._deaths:
-                self._collect(self._epoll.poll(SECONDS_TO_DIE_TOGETHER))
+            self._collect_deaths_of_one_moment()
             self._judge_deaths()
             self._judge_waits()
             self._see_to_the_end()
             if not self._ranks and time.monotonic() - started > 60:
                 break
         if self._failed is not None and self._failed.status in (0, None) and self._launcher:
+            time.sleep(SECONDS_TO_BE_READ)
             _end_launcher(self._launcher)
         self._folder.remove()
 
@@ -87,6 +93,14 @@ class Observer:
                 self._first_death = self._first_death or time.monotonic()
             elif rank.status is None:  # a second event, when it was reaped
                 rank.status = exit_status(rank.pid, pidfd)
+
+    def _collect_deaths_of_one_moment(self) -> None:
+        until = self._first_death + SECONDS_TO_DIE_TOGETHER
+        while self._deaths and len(self._deaths) < len(self._ranks):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self._collect(self._epoll.poll(left))
 
     def _judge_deaths(self) -> None:
         states = [rank.record.words[STATE] for rank in self._ranks.values()]

@@ -20,7 +20,7 @@ _MOST_FRAMES = 12
 _SECONDS_OF_CPU = 0.3
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A rank of this node, as seen from outside. `status` is its wait status once it is dead, None if unknown."""
 
