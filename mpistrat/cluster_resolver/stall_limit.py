@@ -9,7 +9,9 @@ from mpistrat.cluster_resolver.start_deadline import seconds_setting
 from mpistrat.errors import TopologyError
 
 STALL_SECONDS = "MPISTRAT_STALL_SECONDS"  # "60"; "0" waits for ever
-ON_STALL = "MPISTRAT_ON_STALL"  # "end" (default): the job ends; "raise": StallError on the ranks that wait
+ON_STALL = (
+    "MPISTRAT_ON_STALL"  # "end" (default): the job ends; "raise": StallError on the ranks that wait
+)
 
 
 def stall_seconds(environ: Mapping[str, str] | None = None) -> float:

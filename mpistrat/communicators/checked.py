@@ -11,7 +11,12 @@ import weakref
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.agreement import DIGEST_BITS, Agreement, BoardAgreement, MessageAgreement
+from mpistrat.communicators.agreement import (
+    DIGEST_BITS,
+    Agreement,
+    BoardAgreement,
+    MessageAgreement,
+)
 from mpistrat.communicators.call_site import call_site, outside
 from mpistrat.communicators.communicator import REDUCTIONS, Communicator
 from mpistrat.communicators.station import Station
@@ -22,9 +27,9 @@ from mpistrat.flight_recorder.record import text_of
 class CheckedCommunicator(Communicator):
     """Wraps a communicator: records its calls, and raises CollectiveMismatchError on all ranks when they differ.
 
-    Each call is described by a signature (operation, dtype, shape, label), whose digest the ranks compare: on a board in
-    shared memory if all of them are on one node, else by a message. Only if they differ are the signatures
-    themselves exchanged.
+    Each call is described by a signature (operation, dtype, shape, label), whose digest the ranks
+    compare: on a board in shared memory if all of them are on one node, else by a message. Only if they
+    differ are the signatures themselves exchanged.
 
     Args:
         name: the same on all ranks of the group, and different from all other groups' names.
@@ -140,9 +145,7 @@ class CheckedCommunicator(Communicator):
         self.waiting_in = signature
         frame = outside(sys._getframe(2))
         code = frame.f_code
-        digest, text, call_bytes = _told(
-            signature, code.co_filename, code.co_name, frame.f_lineno
-        )
+        digest, text, call_bytes = _told(signature, code.co_filename, code.co_name, frame.f_lineno)
         self._record.enter(self._board, calls, text, call_bytes)
         if self._agreement is None:
             return

@@ -134,7 +134,9 @@ def communicator_for(comm: MPI.Intracomm, check: str = "always") -> Communicator
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
             checks = duplicate.allgather(check)
             if len(set(checks)) > 1:
-                raise CollectiveMismatchError(f"check= is not the same on all ranks: {checks}, by rank")
+                raise CollectiveMismatchError(
+                    f"check= is not the same on all ranks: {checks}, by rank"
+                )
             station = station_of(duplicate, name)
         cached[check] = CheckedCommunicator(MpiCommunicator(duplicate), name, station, check)
         job_end.watch(cached[check], duplicate)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 import threading
-from typing import Any
+from typing import Any, cast
 
 from mpi4py import MPI
 
@@ -27,7 +27,7 @@ def station_of(comm: MPI.Intracomm, name: str) -> Station:
 
     At the first call of a process its record is made, and the node's observer is told of it.
     """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     record = _own_record(node)
     board = record.new_board(_hash(name), comm.size)
     if board is None:

@@ -51,7 +51,9 @@ def wait_until(arrived: Callable[[], bool], record: RankRecord, crowded: bool) -
 
 def _report(record: RankRecord) -> str:
     try:
-        with open(os.path.join(os.path.dirname(record.path or ""), REPORT), encoding="utf-8") as file:
+        with open(
+            os.path.join(os.path.dirname(record.path or ""), REPORT), encoding="utf-8"
+        ) as file:
             return file.read()
     except OSError:
         return f"rank {record.words[RANK]} waited too long for the other ranks; see the report on stderr"

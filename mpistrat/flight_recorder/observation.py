@@ -56,7 +56,8 @@ def observe(folder: str) -> None:
     prepare()
     if _prepared is None:
         return
-    assert _prepared.stdin is not None and _prepared.stdout is not None
+    assert _prepared.stdin is not None
+    assert _prepared.stdout is not None
     with contextlib.suppress(OSError):
         _prepared.stdin.write(os.fsencode(folder) + b"\n")
         _prepared.stdin.close()
@@ -77,5 +78,3 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
             faulthandler.register(number, _stacks, all_threads=True, chain=False)
             record.words[STACK_SIGNAL] = number
             return
-
-

@@ -3,9 +3,9 @@
 It runs in a session of its own, where the launcher's clean-up does not reach it, and reads the path of the job's folder
 from its standard input. It sleeps in epoll and looks at the records twice a second.
 
-A rank that dies without having said so, or a collective that lasts longer than the limit, is reported once: on stderr and
-in a file. Then the ranks are told to end the job; those that cannot hear are killed. MPICH's launcher may still
-return 0 when a rank ended by os._exit(0): then it is killed too.
+A rank that dies without having said so, or a collective that lasts longer than the limit, is reported once: on stderr
+and in a file. Then the ranks are told to end the job; those that cannot hear are killed. MPICH's launcher may
+still return 0 when a rank ended by os._exit(0): then it is killed too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,22 @@ import time
 
 from mpistrat.flight_recorder.job_folder import JobFolder
 from mpistrat.flight_recorder.processes import exit_status, launcher_of
-from mpistrat.flight_recorder.record import ABORT, END, ENDING, LIMIT, ON_STALL, RAISE, RUNNING, STATE
+from mpistrat.flight_recorder.record import (
+    ABORT,
+    END,
+    ENDING,
+    LIMIT,
+    ON_STALL,
+    RAISE,
+    RUNNING,
+    STATE,
+)
 from mpistrat.flight_recorder.report import Rank, death_report, find_ranks, stall_report, waits
 
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_TO_DIE_TOGETHER = 0.4  # a launcher kills the others while the first may still write its core
+SECONDS_TO_DIE_TOGETHER = (
+    0.4  # a launcher kills the others while the first may still write its core
+)
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
 SECONDS_TO_END_THE_JOB = 2.0
@@ -37,7 +48,9 @@ class Observer:
         self._folder = folder
         self._ranks: dict[int, Rank] = {}  # by number
         self._by_pidfd: dict[int, Rank] = {}
-        self._deaths: list[Rank] = []  # in their order: epoll reports events in the order in which they came
+        self._deaths: list[
+            Rank
+        ] = []  # in their order: epoll reports events in the order in which they came
         self._first_death = 0.0
         self._epoll = select.epoll()
         self._launcher: int | None = None
@@ -110,12 +123,18 @@ class Observer:
         if all(rank.status == 0 for rank in unexplained):
             if len(self._deaths) == len(self._ranks) and not self._unequal():
                 return  # they all ended by os._exit(0), after the same calls
-            missed = any(set(wait.missing) & set(unexplained) for wait in waits(list(self._ranks.values())))
+            missed = any(
+                set(wait.missing) & set(unexplained) for wait in waits(list(self._ranks.values()))
+            )
             waiting = time.monotonic() - self._first_death < SECONDS_TO_LEAVE_TOGETHER
             if not missed and waiting and len(self._deaths) < len(self._ranks):
                 return
         # The launcher may have killed another rank before the kernel told of the first death.
-        own_end = [rank for rank in unexplained if rank.status is not None and rank.status & 0x7F not in _KILLS]
+        own_end = [
+            rank
+            for rank in unexplained
+            if rank.status is not None and rank.status & 0x7F not in _KILLS
+        ]
         first = (own_end or unexplained)[0]
         self._failed = first
         self._report(death_report(list(self._ranks.values()), first), END, _code(first.status))
@@ -128,7 +147,9 @@ class Observer:
         return any(len(numbers) > 1 for numbers in calls.values())
 
     def _judge_waits(self) -> None:
-        if self._reported or any(rank.record.words[STATE] == ENDING for rank in self._ranks.values()):
+        if self._reported or any(
+            rank.record.words[STATE] == ENDING for rank in self._ranks.values()
+        ):
             return
         ranks = list(self._ranks.values())
         for wait in waits(ranks)[:1]:
@@ -153,7 +174,11 @@ class Observer:
 
     def _see_to_the_end(self) -> None:
         """Kill the ranks that did not hear that the job ends."""
-        if not self._reported or self._killed or time.monotonic() - self._reported < SECONDS_TO_END_THE_JOB:
+        if (
+            not self._reported
+            or self._killed
+            or time.monotonic() - self._reported < SECONDS_TO_END_THE_JOB
+        ):
             return
         if any(rank.record.words[ABORT] & 0xFF == RAISE for rank in self._ranks.values()):
             return

@@ -54,12 +54,12 @@ def describe_exit(status: int | None) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        hint = {
+        hints: dict[int, str] = {
             signal.SIGKILL: ": the kernel does that when memory runs out, else somebody did",
             signal.SIGSEGV: ": a segmentation fault",
             signal.SIGBUS: ": a bus error, often a full /dev/shm or a truncated file",
-        }.get(number, "")
-        return f"was killed by {name}{hint}"
+        }
+        return f"was killed by {name}{hints.get(number, '')}"
     return f"ended with exit code {os.WEXITSTATUS(status)} and without MPI_Finalize, as os._exit() does"
 
 

@@ -21,13 +21,26 @@ from dataclasses import dataclass
 
 MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
 # Header words
-VERSION, PID, RANK, SIZE, MAIN_THREAD, STACK_SIGNAL, STATE, ABORT, ENTRIES, BOARDS, LIMIT, ON_STALL = range(12)
+(
+    VERSION,
+    PID,
+    RANK,
+    SIZE,
+    MAIN_THREAD,
+    STACK_SIGNAL,
+    STATE,
+    ABORT,
+    ENTRIES,
+    BOARDS,
+    LIMIT,
+    ON_STALL,
+) = range(12)
 # STATE
 RUNNING, LEFT, ENDING = range(3)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
 END, RAISE = 1, 2
-# Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none), the
-# communicator's size and the hash of its name
+# Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
+# the communicator's size and the hash of its name
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP = range(5)
 
 _HOST, _REASON, _WAITED, _WAITED_SECOND = 1024, 1280, 3072 // 8, 3584 // 8
@@ -35,7 +48,9 @@ _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
 _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 
-_ENTRY = struct.Struct("=QqqIHH")  # number, entered, waited, board, bytes of the call, bytes of its site
+_ENTRY = struct.Struct(
+    "=QqqIHH"
+)  # number, entered, waited, board, bytes of the call, bytes of its site
 _TEXT_BYTES = _ENTRY_BYTES - _ENTRY.size
 MAX_SITE = 110
 
@@ -48,7 +63,9 @@ class RankRecord:
         if path is None:
             self._map = mmap.mmap(-1, BYTES)
         else:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+            file = os.open(
+                path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
+            )
             try:
                 if create:
                     os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
@@ -59,7 +76,9 @@ class RankRecord:
         if not create and path is not None and self.words[VERSION] != MAGIC:
             raise OSError(f"{path} is not a record of this version")
 
-    def start(self, rank: int, size: int, host: str, main_thread: int, limit: float, on_stall: int) -> None:
+    def start(
+        self, rank: int, size: int, host: str, main_thread: int, limit: float, on_stall: int
+    ) -> None:
         """Fill in the header; from here on others may read."""
         words = self.words
         words[PID], words[RANK], words[SIZE] = os.getpid(), rank, size
@@ -84,7 +103,9 @@ class RankRecord:
         number = words[ENTRIES] + 1
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         now = time.monotonic_ns()
-        _ENTRY.pack_into(self._map, offset, calls, now, -1, board, call_bytes, len(text) - call_bytes)
+        _ENTRY.pack_into(
+            self._map, offset, calls, now, -1, board, call_bytes, len(text) - call_bytes
+        )
         start = offset + _ENTRY.size
         self._map[start : start + len(text)] = text
         words[ENTRIES] = number
@@ -112,11 +133,14 @@ class RankRecord:
     def seconds_waited(self, last: int = 60) -> float:
         """How long this rank waited for others to enter collectives, in the last seconds (at most 63)."""
         now = time.monotonic_ns() // 1_000_000_000
-        return sum(
-            self.words[_WAITED + bucket]
-            for bucket in range(RING)
-            if now - self.words[_WAITED_SECOND + bucket] <= last
-        ) / 1e9
+        return (
+            sum(
+                self.words[_WAITED + bucket]
+                for bucket in range(RING)
+                if now - self.words[_WAITED_SECOND + bucket] <= last
+            )
+            / 1e9
+        )
 
     def end(self, reason: str) -> None:
         """This rank ends the job, or has failed: the observer need not explain its death."""
@@ -134,7 +158,13 @@ class RankRecord:
     def boards(self) -> list[Board]:
         words = self.words
         return [
-            Board(base, words[base + GROUP], words[base + GROUP_SIZE], words[base + CALLS], words[base + SINCE])
+            Board(
+                base,
+                words[base + GROUP],
+                words[base + GROUP_SIZE],
+                words[base + CALLS],
+                words[base + SINCE],
+            )
             for base in range(
                 _FIRST_BOARD, _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS, _BOARD_WORDS
             )
@@ -146,7 +176,9 @@ class RankRecord:
         written = self.words[ENTRIES]
         for number in range(written, max(0, written - min(count, RING)), -1):
             offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-            calls, entered, waited, board, call_bytes, site_bytes = _ENTRY.unpack_from(self._map, offset)
+            calls, entered, waited, board, call_bytes, site_bytes = _ENTRY.unpack_from(
+                self._map, offset
+            )
             start = offset + _ENTRY.size
             text = self._map[start : start + min(call_bytes + site_bytes, _TEXT_BYTES)]
             entries.append(

@@ -13,8 +13,18 @@ from mpistrat.flight_recorder.processes import (
     stack_of,
     state_of,
 )
-from mpistrat.flight_recorder.record import LEFT, MAIN_THREAD, PID, RANK, SIZE, STACK_SIGNAL, STATE
-from mpistrat.flight_recorder.record import Board, Entry, RankRecord
+from mpistrat.flight_recorder.record import (
+    LEFT,
+    MAIN_THREAD,
+    PID,
+    RANK,
+    SIZE,
+    STACK_SIGNAL,
+    STATE,
+    Board,
+    Entry,
+    RankRecord,
+)
 
 _MOST_FRAMES = 12
 _SECONDS_OF_CPU = 0.3
@@ -78,7 +88,10 @@ def waits(ranks: list[Rank]) -> list[Wait]:
 
 def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
     now = time.monotonic_ns()
-    head = f"ranks have waited {(now - wait.since) / 1e9:.1f} s in a collective (MPISTRAT_STALL_SECONDS allows {limit:g} s)"
+    head = (
+        f"ranks have waited {(now - wait.since) / 1e9:.1f} s in a collective "
+        f"(MPISTRAT_STALL_SECONDS allows {limit:g} s)"
+    )
     seen = len(wait.waiting) + len(wait.missing)
     elsewhere = wait.size - seen
     # A rank inside MPI is not missing, and may yet be what the others wait for.
@@ -86,7 +99,9 @@ def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
         rank for rank in wait.waiting if rank.dead or state_of(rank.pid) in {"T", "t", "Z", ""}
     ]
     if wait.missing:
-        head += f": {_ranks(wait.missing)} {'has' if len(wait.missing) == 1 else 'have'} not come to it"
+        head += (
+            f": {_ranks(wait.missing)} {'has' if len(wait.missing) == 1 else 'have'} not come to it"
+        )
     elif suspects:
         head += f": {_ranks(suspects)} entered it, and does not go on"
     elif elsewhere:
@@ -113,7 +128,7 @@ def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
         lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler(ranks)
     lines.append(
-        "Every rank must make the same calls. A rank that is only slow needs a higher MPISTRAT_STALL_SECONDS (0: no limit)."
+        "Every rank must make the same calls. If one is only slow, allow more: MPISTRAT_STALL_SECONDS=N (0: no limit)."
     )
     return "\n".join(lines)
 
@@ -121,7 +136,9 @@ def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
 def death_report(ranks: list[Rank], first: Rank) -> str:
     lines = [f"{first.who} {describe_exit(first.status)}"]
     last = first.record.last(1)
-    lines += [f"  it {_last_words(first, last[0])}"] if last else ["  it had not entered a collective"]
+    lines += (
+        [f"  it {_last_words(first, last[0])}"] if last else ["  it had not entered a collective"]
+    )
     spoken = _spoken_at_death(first)
     if spoken:
         lines += ["  its last words:", *(f"      {line}" for line in spoken)]
@@ -131,7 +148,9 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
     busy = [rank for rank in others if rank not in inside and not rank.has_left]
     for rank in busy:
         last = rank.record.last(1)
-        lines.append(f"  rank {rank.number}: {_last_words(rank, last[0]) if last else 'had not entered a collective'}")
+        lines.append(
+            f"  rank {rank.number}: {_last_words(rank, last[0]) if last else 'had not entered a collective'}"
+        )
     return "\n".join(lines)
 
 
@@ -175,7 +194,11 @@ def _stack(rank: Rank) -> list[str]:
         return []
     words = rank.record.words
     frames = stack_of(rank.pid, words[STACK_SIGNAL], words[MAIN_THREAD], rank.stacks)
-    return ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])] if frames else []
+    return (
+        ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])]
+        if frames
+        else []
+    )
 
 
 def _spoken_at_death(rank: Rank) -> list[str]:
@@ -186,7 +209,9 @@ def _spoken_at_death(rank: Rank) -> list[str]:
     except OSError:
         return []
     start = text.rfind("Fatal Python error")
-    return [line.rstrip() for line in text[start:].splitlines()[:_MOST_FRAMES]] if start >= 0 else []
+    return (
+        [line.rstrip() for line in text[start:].splitlines()[:_MOST_FRAMES]] if start >= 0 else []
+    )
 
 
 def _in_calls(ranks: list[Rank]) -> list[str]:
@@ -197,7 +222,10 @@ def _in_calls(ranks: list[Rank]) -> list[str]:
         if last:
             text = f"in collective number {last[0].number}: {last[0].call}\n      at {last[0].site}"
             calls.setdefault(text, []).append(rank)
-    return [f"  {_ranks(those)} {'waits' if len(those) == 1 else 'wait'} {text}" for text, those in calls.items()]
+    return [
+        f"  {_ranks(those)} {'waits' if len(those) == 1 else 'wait'} {text}"
+        for text, those in calls.items()
+    ]
 
 
 def _ranks(ranks: list[Rank]) -> str:

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 GRADIENTS = ("sum", "mean")
+CHECKS = ("always", "never")
 
 
 def check_strategy_arguments(
     options: CommunicationOptions | None,
     gradients: str | None,
     cross_device_ops: CrossDeviceOps | None = None,
+    check: str = "always",
 ) -> None:
     """ValueError for arguments of the wrong kind."""
+    if not (isinstance(check, str) and check in CHECKS):
+        raise ValueError(f"check must be one of {CHECKS}, got {check!r:.60}")
     if options is not None and not isinstance(options, CommunicationOptions):
         raise ValueError(f"communication_options must be CommunicationOptions, got {options!r:.60}")
     if gradients is not None and not (isinstance(gradients, str) and gradients in GRADIENTS):
@@ -57,6 +61,8 @@ class MirroredStrategy(Strategy):
         communication_options: defaults of every collective.
         gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
+        check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
+            call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
     """
 
     def __init__(
@@ -67,12 +73,13 @@ class MirroredStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         communication_options: CommunicationOptions | None = None,
         gradients: str | None = None,
+        check: str = "always",
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, cross_device_ops)
+        check_strategy_arguments(communication_options, gradients, cross_device_ops, check)
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
-        communicator = communicator_of(resolver)
+        communicator = communicator_of(resolver, check)
         if comm is None and topology.num_nodes > 1:
             communicator = _of_node(communicator, topology.node)
         setup(
@@ -86,14 +93,14 @@ class MirroredStrategy(Strategy):
         )
 
 
-def communicator_of(resolver: ClusterResolver) -> Communicator:
+def communicator_of(resolver: ClusterResolver, check: str = "always") -> Communicator:
     """Our communicator over the ranks that an `MPIClusterResolver` speaks of."""
     comm = getattr(resolver, "comm", None)
     if comm is None:
         return LocalCommunicator()
     from mpistrat.communicators.mpi import communicator_for
 
-    return communicator_for(comm)
+    return communicator_for(comm, check)
 
 
 def setup(

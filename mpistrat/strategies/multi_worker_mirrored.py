@@ -34,6 +34,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: the mpi4py communicator of the ranks that take part; None is all.
         gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
+        check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
+            call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
     Raises:
         TopologyError: MPI, the launcher and the resolver disagree about ranks.
     """
@@ -46,8 +48,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str] | None = None,
         comm: MPI.Intracomm | None = None,
         gradients: str | None = None,
+        check: str = "always",
     ) -> None:
-        check_strategy_arguments(communication_options, gradients)
+        check_strategy_arguments(communication_options, gradients, check=check)
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
@@ -70,7 +73,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         setup(
             self,
             topology,
-            communicator_of(over_mpi),
+            communicator_of(over_mpi, check),
             checked or default_devices(topology),
             None,
             communication_options,

@@ -30,6 +30,7 @@ LAYERS = (
         "arrays",
         "devices",
         "errors",
+        "flight_recorder",
         "indexed_slices",
         "nest",
         "options",
