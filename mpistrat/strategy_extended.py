@@ -115,6 +115,18 @@ class StrategyExtended:
         """The devices that hold variables."""
         return self.worker_devices
 
+    def seconds_waited(self, last: int = 60) -> list[float]:
+        """How long each rank waited for the others to enter collectives; the slowest rank waited least.
+
+        Called by: all ranks. With `check="never"` nothing is measured.
+        Args:
+            last: of how many seconds until now, at most 63.
+        Returns: seconds, by rank.
+        """
+        return self.communicator.all_gather_object(
+            self.communicator.seconds_waited(last), label="seconds_waited"
+        )
+
     # Running
 
     def call_for_each_replica(

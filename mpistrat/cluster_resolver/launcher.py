@@ -96,6 +96,21 @@ def read_claim(environ: Mapping[str, str], family: str = "") -> Claim | None:
     return None
 
 
+# What numbers the ranks of a node: "0" for the first
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+)
+
+
+def is_first_on_node(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that this is its node's first rank; False also where it does not say."""
+    return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
+
+
 def check_library(environ: Mapping[str, str], version: str, library_path: str = "") -> None:
     """Before MPI_Init: refuse a library that is known not to work under this launcher.
 
@@ -190,6 +205,11 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
 def confuses_children(variable: str) -> bool:
     """Whether a child process that inherits `variable` would take itself for a rank of this job."""
     return _CHILD_CONFUSING.match(variable) is not None
+
+
+def environment_of_children(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a child process that is no rank."""
+    return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 
 def _claim(

@@ -13,6 +13,7 @@ from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_m
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline
 from mpistrat.errors import TopologyError
+from mpistrat.flight_recorder import observation
 from mpistrat.topology import Topology
 
 NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
@@ -127,6 +128,8 @@ def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
+    if size != 1 and launcher.is_first_on_node(os.environ):
+        observation.prepare(launcher.environment_of_children(os.environ))
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses from PMI_SIZE what check_world knows
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)

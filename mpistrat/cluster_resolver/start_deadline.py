@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from mpistrat.cluster_resolver.launcher import confuses_children
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.errors import TopologyError
 
 START_SECONDS = "MPISTRAT_START_SECONDS"  # "300"; "0" waits for ever
@@ -77,13 +77,12 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     command = [sys.executable, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
     # and with no output but stderr, so that it cannot keep anybody's pipe open.
-    environ = {name: value for name, value in os.environ.items() if not confuses_children(name)}
     watcher = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        env=environ,
+        env=environment_of_children(os.environ),
     )
     assert watcher.stdin is not None
     try:

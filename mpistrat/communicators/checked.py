@@ -118,6 +118,9 @@ class CheckedCommunicator(Communicator):
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)
 
+    def seconds_waited(self, last: int = 60) -> float:
+        return self._record.seconds_waited(last)
+
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.
 

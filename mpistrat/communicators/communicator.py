@@ -65,6 +65,14 @@ class Communicator(abc.ABC):
     def abort(self, code: int) -> NoReturn:
         """End the whole job with exit code `code`. Not collective."""
 
+    def seconds_waited(self, last: int = 60) -> float:
+        """How long this rank waited for others to enter collectives, of any communicator. Not collective.
+
+        Args:
+            last: of how many seconds until now, at most 63.
+        """
+        return 0.0
+
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` in place of a collective whose operands this rank found to be wrong.
 

@@ -1,0 +1,243 @@
+"""Records that outlive their process, folders that killed jobs leave behind, and what is said of other processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
+from mpistrat.communicators.agreement import BoardAgreement
+from mpistrat.communicators.station import Station
+from mpistrat.communicators.waiting import wait_until
+from mpistrat.errors import StallError, TopologyError
+from mpistrat.flight_recorder import job_folder, processes
+from mpistrat.flight_recorder.job_folder import JobFolder, remove_leftovers
+from mpistrat.flight_recorder.record import (
+    ABORT,
+    MAX_BOARDS,
+    MAX_SITE,
+    RAISE,
+    RING,
+    RankRecord,
+    text_of,
+)
+from mpistrat.flight_recorder.report import find_ranks, waits
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Job folders are made in a folder of the test's own."""
+    monkeypatch.setattr(job_folder, "_roots", lambda: [str(tmp_path / "jobs")])
+    return tmp_path / "jobs"
+
+
+def new_record(path: str | None, rank: int = 0) -> RankRecord:
+    record = RankRecord(path, create=path is not None)
+    record.start(rank, 2, "node7", 0, 60.0, 1)
+    return record
+
+
+def test_a_record_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
+    path = str(tmp_path / "rank-0")
+    program = f"""
+import os
+from mpistrat.flight_recorder.record import RankRecord, text_of
+record = RankRecord({path!r}, create=True)
+record.start(0, 2, "node7", 0, 60.0, 1)
+board = record.new_board(5, 2)
+for call in range(1, 101):
+    record.enter(board, call, *text_of(f"all_reduce({{call}})", "train.py:33 in step"))
+    record.waited(board)
+    record.leave(board) if call < 100 else os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    record = RankRecord(path)
+    assert record.host == "node7"
+    entries = record.last()
+    assert [entry.call for entry in entries] == [
+        f"all_reduce({call})" for call in range(100, 100 - RING, -1)
+    ]
+    assert entries[0].site == "train.py:33 in step"
+    assert entries[0].waited >= 0
+    (board,) = record.boards()
+    assert (board.calls, board.size, board.since > 0) == (100, 2, True)
+
+
+def test_long_texts_keep_what_tells_most() -> None:
+    text, call_bytes = text_of("c" * 1000, "a" * 1000 + "/train.py:33 in step")
+    assert text[:call_bytes].decode() == "c" * call_bytes
+    site = text[call_bytes:].decode()
+    assert len(site) == MAX_SITE
+    assert site.startswith("...")
+    assert site.endswith("/train.py:33 in step")
+
+
+def test_boards_are_limited() -> None:
+    record = new_record(None)
+    assert all(record.new_board(i, 2) is not None for i in range(MAX_BOARDS))
+    assert record.new_board(0, 2) is None
+
+
+def test_seconds_waited_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = new_record(None)
+    board = record.new_board(0, 2)
+    assert board is not None
+    now = 1_000_000_000_000
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    record.enter(board, 1, *text_of("barrier()", "x.py:1 in f"))
+    now += 2_500_000_000
+    record.waited(board)
+    assert record.seconds_waited() == 2.5
+    now += 59_000_000_000
+    assert record.seconds_waited() == 2.5
+    assert record.seconds_waited(last=10) == 0
+    now += 2_000_000_000
+    assert record.seconds_waited() == 0
+
+
+def test_a_folder_is_removed_once_nobody_lives(folders: Path) -> None:
+    mine = JobFolder.create()
+    program = f"""
+import os
+from mpistrat.flight_recorder import job_folder
+job_folder._roots = lambda: [{str(folders)!r}]
+folder = job_folder.JobFolder.create()
+print(folder.path, flush=True)
+input()
+os.kill(os.getpid(), 9)
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    path = other.stdout.readline().strip()
+    assert remove_leftovers() == []
+    other.communicate("\n")
+    assert remove_leftovers() == [path]
+    assert not Path(path).exists()
+    assert not Path(path + ".lock").exists()
+    assert Path(mine.path).exists()
+
+
+def test_noted_mappings_go_with_the_folder(folders: Path, tmp_path: Path) -> None:
+    """Except those that are another job's by now: the same name, another inode."""
+    folder = JobFolder.create()
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.touch()
+    theirs.touch()
+    noted = Path(folder.path, "mappings-0")
+    noted.write_text(f"{ours.stat().st_ino} {ours}\n{theirs.stat().st_ino + 1} {theirs}\n")
+    folder.remove()
+    assert not ours.exists()
+    assert theirs.exists()
+
+
+def test_mappings_of_this_process_are_found() -> None:
+    import mmap
+
+    path = Path(f"/dev/shm/mpistrat-test-{os.getpid()}")
+    path.write_bytes(b"x" * 4096)
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            assert (path.stat().st_ino, str(path)) in job_folder._shared_mappings()
+    finally:
+        path.unlink()
+
+
+def test_who_is_missing(folders: Path) -> None:
+    folder = JobFolder.create()
+    records = [new_record(folder.record(rank), rank) for rank in range(3)]
+    for rank, calls in enumerate((3, 2, 3)):
+        board = records[rank].new_board(7, 3)
+        assert board is not None
+        records[rank].enter(board, calls, *text_of("barrier()", "x.py:1 in f"))
+        if rank == 1:
+            records[rank].leave(board)
+    (wait,) = waits(find_ranks(folder.path))
+    assert wait.call == 3
+    assert [rank.number for rank in wait.waiting] == [0, 2]
+    assert [rank.number for rank in wait.missing] == [1]
+
+
+def pair() -> tuple[RankRecord, BoardAgreement, RankRecord, BoardAgreement]:
+    records = [new_record(None, rank) for rank in range(2)]
+    boards = [record.new_board(7, 2) for record in records]
+    agreements = [
+        BoardAgreement(
+            Station(records[i], boards[i], [(records[1 - i].words, boards[1 - i])], False)  # type: ignore[arg-type, list-item]
+        )
+        for i in range(2)
+    ]
+    return records[0], agreements[0], records[1], agreements[1]
+
+
+@pytest.mark.parametrize("calls", [1, 255, 256])
+def test_a_board_compares(calls: int) -> None:
+    first, one, _, two = pair()
+    first.words[one._mine] = 12 << 8 | calls & 0xFF
+    assert two.agree(calls, 12)
+    assert not two.agree(calls, 13)
+
+
+def test_a_rank_that_is_one_call_ahead_has_agreed() -> None:
+    first, one, _, two = pair()
+    first.words[one._mine] = 99 << 8 | (256 & 0xFF)
+    assert two.agree(255, 12)
+
+
+def test_waiting_ends_with_a_reported_stall() -> None:
+    record = new_record(None)
+    record.words[ABORT] = RAISE
+    with pytest.raises(StallError, match="rank 0 waited too long"):
+        wait_until(lambda: False, record, crowded=False)
+
+
+def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.communicators.waiting.SECONDS_FOR_THE_OBSERVER", 0.1)
+    record = RankRecord(None)
+    record.start(1, 2, "node7", 0, 0.2, 1)
+    started = time.monotonic()
+    with pytest.raises(StallError, match=r"rank 1 waited 0\.3 s .* no observer runs"):
+        wait_until(lambda: False, record, crowded=True)
+    assert time.monotonic() - started < 2
+
+
+def test_how_a_process_died() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while processes.state_of(child.pid) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes.describe_state(processes.state_of(child.pid)).startswith("stopped")
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    status = processes.exit_status(child.pid, pidfd)
+    assert status == signal.SIGKILL
+    assert "killed by SIGKILL" in processes.describe_exit(status)
+    child.communicate()
+    assert processes.state_of(child.pid) == ""
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(None, "without a word"), (0, "exit code 0"), (3 << 8, "exit code 3"), (11, "SIGSEGV")],
+)
+def test_exits_in_words(status: int | None, words: str) -> None:
+    assert words in processes.describe_exit(status)
+
+
+def test_limits_of_the_environment() -> None:
+    assert stall_seconds({}) == 60
+    assert stall_seconds({"MPISTRAT_STALL_SECONDS": "0"}) == 0
+    assert not raises_on_stall({})
+    assert raises_on_stall({"MPISTRAT_ON_STALL": "raise"})
+    with pytest.raises(TopologyError, match="MPISTRAT_STALL_SECONDS='soon'"):
+        stall_seconds({"MPISTRAT_STALL_SECONDS": "soon"})
+    with pytest.raises(TopologyError, match="expected end or raise"):
+        raises_on_stall({"MPISTRAT_ON_STALL": "ignore"})
