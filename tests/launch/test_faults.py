@@ -47,9 +47,9 @@ class Fault:
         assert re.search(pattern, self.output), f"{pattern}\nnot in\n{self.output}"
 
 
-def start(launcher: Launcher, folder: Path, ranks: int, *words: object, **settings: str) -> Job:
+def start(launcher: Launcher, folder: Path, ranks: int, *words: str | int, **settings: str) -> Job:
     env = {"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}", **settings}
-    arguments = [PROGRAM, *map(str, words), folder]
+    arguments: list[str | Path] = [PROGRAM, *map(str, words), folder]
     return launcher.run_python(ranks, *arguments, seconds=45.0, env=env, cwd=folder)
 
 
@@ -218,7 +218,7 @@ def test_too_slow(launcher: Launcher, tmp_path: Path, name: str, seed: int) -> N
 @pytest.mark.parametrize("seed", [0, 1], ids=["late", "never"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stall_that_is_caught(launcher: Launcher, tmp_path: Path, ranks: int, seed: int) -> None:
-    """The ranks that wait get an error that names the missing one. The job fails, though all end as if nothing had been."""
+    """The ranks that wait get an error that names the missing one. The job fails even if all then end normally."""
     began = time.time()
     job = start(launcher, tmp_path, ranks, "catches_a_stall", seed, MPISTRAT_ON_STALL="raise")
     fault = judged(job, tmp_path, ranks, began)
