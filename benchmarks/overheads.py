@@ -14,6 +14,8 @@ from measurement import compare, report
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.communicators.mpi import communicator_for
+from mpistrat.flight_recorder.record import RankRecord, text_of
 
 
 def empty() -> None:
@@ -72,6 +74,33 @@ def all_reduce() -> list[dict[str, Any]]:
     return rows
 
 
+def agreement() -> list[dict[str, Any]]:
+    """What recording a collective and agreeing on it add to the scalar all_reduce of the communicator inside."""
+    checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
+    inside = checked.inner  # type: ignore[attr-defined]
+    send = np.ones((), np.float32)
+    receive = np.empty_like(send)
+    medians = compare(
+        {
+            "neither": lambda: inside.all_reduce(send, out=receive),
+            "recorded": lambda: unchecked.all_reduce(send, out=receive),
+            "recorded and agreed on": lambda: checked.all_reduce(send, out=receive),
+        },
+        repeat=3000,
+    )
+    record, call = RankRecord(None), text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
+    board = record.new_board(0, 2)
+    assert board is not None
+    medians |= compare(
+        {"the ring entry alone": lambda: record.enter(board, 1, *call)}, repeat=10000
+    )
+    limits = {"recorded and agreed on": medians["neither"] + 6.0, "the ring entry alone": 1.0}
+    return [
+        {"scalar all_reduce": name, "us": us, "limit us": limits.get(name, "")}
+        for name, us in medians.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -81,6 +110,7 @@ def main() -> None:
     report("strategy.run", run_of_nothing(), prefix and f"{prefix}run.json")
     if MPI.COMM_WORLD.size > 1:
         report("all_reduce", all_reduce(), prefix and f"{prefix}all_reduce.json")
+        report("agreement", agreement(), prefix and f"{prefix}agreement.json")
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def raw_mpi_views() -> Callable[[], object]:
     return step
 
 
-def with_mpistrat() -> Callable[[], object]:
-    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+def with_mpistrat(check: str = "always") -> Callable[[], object]:
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", check=check)
     with strategy.scope():
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -147,6 +147,7 @@ def main() -> None:
         "raw MPI, flat buffer": raw_mpi(),
         "raw MPI, .grad in the buffer": raw_mpi_views(),
         "mpistrat": with_mpistrat(),
+        "mpistrat, check=never": with_mpistrat("never"),
         "DDP, gloo": with_ddp(),
     }
     medians = compare(contestants, repeat=5)
