@@ -129,13 +129,7 @@ class Observer:
             waiting = time.monotonic() - self._first_death < SECONDS_TO_LEAVE_TOGETHER
             if not missed and waiting and len(self._deaths) < len(self._ranks):
                 return
-        # The launcher may have killed another rank before the kernel told of the first death.
-        own_end = [
-            rank
-            for rank in unexplained
-            if rank.status is not None and rank.status & 0x7F not in _KILLS
-        ]
-        first = (own_end or unexplained)[0]
+        first = _first(unexplained)
         self._failed = first
         self._report(death_report(list(self._ranks.values()), first), END, _code(first.status))
 
@@ -187,6 +181,23 @@ class Observer:
             if not rank.dead:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _first(deaths: list[Rank]) -> Rank:
+    """Whose death was the cause of the others', which the launcher may have killed in its clean-up.
+
+    Under load the kernel may tell of one of those first: a process closes its connection to the launcher a while
+    before it counts as dead. Those that were killed in a collective which another had not entered were waiting.
+    """
+    own_end = [
+        rank for rank in deaths if rank.status is not None and rank.status & 0x7F not in _KILLS
+    ]
+    missing = [
+        rank
+        for rank in deaths
+        if any(rank in wait.missing for wait in waits(deaths, of_the_dead=True))
+    ]
+    return (own_end or missing or deaths)[0]
 
 
 def _code(status: int | None) -> int:

@@ -68,15 +68,22 @@ class Wait:
     missing: list[Rank]
 
 
-def waits(ranks: list[Rank]) -> list[Wait]:
-    """Each collective that a living rank is inside of, the one waited in for longest first."""
+def waits(ranks: list[Rank], *, of_the_dead: bool = False) -> list[Wait]:
+    """Each collective that a living rank is inside of, the one waited in for longest first.
+
+    With `of_the_dead`, also those that a rank died in.
+    """
     groups: dict[int, list[tuple[Rank, Board]]] = {}
     for rank in ranks:
         for board in rank.record.boards():
             groups.setdefault(board.group, []).append((rank, board))
     found = []
     for members in groups.values():
-        inside = [(rank, board) for rank, board in members if board.since and not rank.dead]
+        inside = [
+            (rank, board)
+            for rank, board in members
+            if board.since and (of_the_dead or not rank.dead)
+        ]
         if inside:
             call = max(board.calls for _, board in inside)
             waiting = [rank for rank, board in inside if board.calls == call]
