@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from mpistrat.flight_recorder.record import (
 )
 
 _MOST_FRAMES = 12
+_LAUNCHERS_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _SECONDS_OF_CPU = 0.3
 
 
@@ -124,9 +126,9 @@ def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
         busy = (cpu_seconds(rank.pid) - cpu[rank.number]) / elapsed
         lines += _where(rank, busy)
     lines += _in_calls([rank for rank in wait.waiting if rank not in suspects])
-    if not suspects:
+    if not suspects and not elsewhere:
         for rank in wait.waiting:
-            lines += _stack(rank)
+            lines += [f"  {rank.who}", *_stack(rank)]
     mentioned = {rank.number for rank in (*suspects, *wait.waiting)}
     for rank in ranks:
         if rank.number not in mentioned:
@@ -157,6 +159,10 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
         last = rank.record.last(1)
         lines.append(
             f"  rank {rank.number}: {_last_words(rank, last[0]) if last else 'had not entered a collective'}"
+        )
+    if first.record.words[SIZE] > len(ranks) and first.status in _LAUNCHERS_SIGNALS:
+        lines.append(
+            "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
         )
     return "\n".join(lines)
 
