@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -30,13 +31,16 @@ from mpistrat.communicators.departures import Left, Registrar, Waits
 from mpistrat.communicators.interrupts import Interrupts
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.flight_recorder.record import ABORT, END, LEFT, STATE, RankRecord
+from mpistrat.flight_recorder.elsewhere import Account, account, leave_accounts
+from mpistrat.flight_recorder.record import ABORT, ASK, END, LEFT, STATE, RankRecord
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_UNTIL_STUCK = 0.5
 SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_BE_KILLED = 2.0
+SECONDS_TO_ANSWER = 2.0
+RANKS_TO_ASK = 2
 
 
 def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
@@ -53,7 +57,7 @@ def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
 class _Group:
     """Ranks that hear of each other's leaving, and the communicators within them."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, record: RankRecord) -> None:
         self.members = comm.Get_group()
         self.communicators: list[CheckedCommunicator] = []
         self._comm = comm.Dup()
@@ -61,6 +65,13 @@ class _Group:
         self._unsent: list[MPI.Request] = []
         self._all_left = MPI.REQUEST_NULL
         self._stuck: dict[str, _Stuck] = {}
+        self._record = record
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        self._node = node.bcast(comm.rank)  # its first rank
+        node.Free()
+        self._nodes = comm.allgather(self._node)
+        self._accounts: dict[int, Account] = {}
+        self._asked_at: float | None = None
 
     def contains(self, comm: MPI.Intracomm) -> bool:
         group = comm.Get_group()
@@ -84,6 +95,7 @@ class _Group:
                 collective = f"{checked.describe(signature)}\n      at {_site_of_collective()}"
                 self._tell(Waits(who, communicator.name, call, collective))
         self._hear()
+        self._ask_other_nodes(now)
 
     def leave(self, who: str, end: ProgramExit) -> None:
         calls = {one.name: one.calls for one in _with_splits(self.communicators)}
@@ -97,20 +109,58 @@ class _Group:
         heard_all = self._registrar is None or self._registrar.all_left()
         return self._all_left.Test() and heard_all and not self._unsent
 
-    def _tell(self, message: Left | Waits) -> None:
+    def _tell(self, message: Left | Waits | _Ask | _Told, rank: int = 0) -> None:
         self._unsent = [request for request in self._unsent if not request.Test()]
-        self._unsent.append(self._comm.isend(message, 0))
+        self._unsent.append(self._comm.isend(message, rank))
 
     def _hear(self) -> None:
-        if self._registrar is None:
-            return
         now = time.monotonic()
         while (arrived := self._comm.improbe()) is not None:
-            self._registrar.hear(arrived.recv(), now)
+            message = arrived.recv()
+            if isinstance(message, _Ask):
+                self._record.end("a stall is reported on another node")  # our observer need not
+                self._tell(_Told(self._node, account(_folder_of(self._record))), message.asker)
+            elif isinstance(message, _Told):
+                self._accounts.setdefault(message.node, message.account)
+            elif self._registrar is not None:
+                self._registrar.hear(message, now)
+        if self._registrar is None:
+            return
         verdict = self._registrar.verdict(now)
         if verdict is not None:
             text, code = verdict
             _end_job(f"ending the job: {text}", code)
+
+    def _ask_other_nodes(self, now: float) -> None:
+        """Find out for this node's observer what the ranks of the others do."""
+        others = sorted(set(self._nodes) - {self._node})
+        if not others or not self._record.words[ASK]:
+            return
+        if self._asked_at is None:
+            self._asked_at = now
+            for node in others:  # a second rank of each, in case the first cannot speak
+                ranks = [rank for rank, its in enumerate(self._nodes) if its == node]
+                for rank in ranks[:RANKS_TO_ASK]:
+                    self._tell(_Ask(self._comm.rank), rank)
+        elif len(self._accounts) == len(others) or now - self._asked_at > SECONDS_TO_ANSWER:
+            self._record.words[ASK] = 0
+            accounts = [self._accounts[node] for node in sorted(self._accounts)]
+            leave_accounts(_folder_of(self._record), accounts)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    asker: int
+
+
+@dataclass(frozen=True)
+class _Told:
+    node: int
+    account: Account
+
+
+def _folder_of(record: RankRecord) -> str:
+    return os.path.dirname(record.path or "")
 
 
 class _Stuck:
@@ -159,7 +209,7 @@ class _Watch:
             return
         group = next((group for group in self._groups if group.contains(comm)), None)
         if group is None:
-            group = _Group(comm)
+            group = _Group(comm, self.record)
             self._groups.append(group)
         group.communicators.append(communicator)
 

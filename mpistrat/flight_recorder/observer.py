@@ -18,10 +18,12 @@ import sys
 import tempfile
 import time
 
+from mpistrat.flight_recorder.elsewhere import Account, find_accounts
 from mpistrat.flight_recorder.job_folder import JobFolder
 from mpistrat.flight_recorder.processes import exit_status, launcher_of
 from mpistrat.flight_recorder.record import (
     ABORT,
+    ASK,
     END,
     ENDING,
     LIMIT,
@@ -30,7 +32,14 @@ from mpistrat.flight_recorder.record import (
     RUNNING,
     STATE,
 )
-from mpistrat.flight_recorder.report import Rank, death_report, find_ranks, stall_report, waits
+from mpistrat.flight_recorder.report import (
+    Rank,
+    Wait,
+    death_report,
+    find_ranks,
+    stall_report,
+    waits,
+)
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_DIE_TOGETHER = (
@@ -38,8 +47,9 @@ SECONDS_TO_DIE_TOGETHER = (
 )
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
+SECONDS_FOR_OTHER_NODES = 3.0
 SECONDS_TO_END_THE_JOB = 2.0
-SECONDS_FOR_THE_FIRST_NODE = 3.0  # its report speaks for the job
+SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -151,7 +161,22 @@ class Observer:
             grace = 0.0 if 0 in self._ranks else SECONDS_FOR_THE_FIRST_NODE
             if limit and (time.monotonic_ns() - wait.since) / 1e9 > limit + grace:
                 action = wait.waiting[0].record.words[ON_STALL]
-                self._report(stall_report(ranks, wait, limit), action, 1)
+                told = self._ask_other_nodes(wait)
+                missing = [rank for one in told for rank in one.missing(wait.group, wait.call)]
+                lines = [line for one in told for line in one.lines]
+                self._report(stall_report(ranks, wait, limit, missing, lines), action, 1)
+
+    def _ask_other_nodes(self, wait: Wait) -> list[Account]:
+        if not wait.elsewhere:
+            return []
+        wait.waiting[0].record.words[ASK] = 1
+        until = time.monotonic() + SECONDS_FOR_OTHER_NODES
+        while time.monotonic() < until:
+            accounts = find_accounts(self._folder.path)
+            if accounts is not None:
+                return accounts
+            time.sleep(0.05)
+        return []
 
     def _report(self, text: str, action: int, code: int) -> None:
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."

@@ -34,7 +34,8 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     BOARDS,
     LIMIT,
     ON_STALL,
-) = range(12)
+    ASK,  # 1: the observer wants to know of the ranks on other nodes; see `elsewhere`
+) = range(13)
 # STATE
 RUNNING, LEFT, ENDING = range(3)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported

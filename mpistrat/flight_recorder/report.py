@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrat.flight_recorder.processes import (
@@ -68,6 +69,12 @@ class Wait:
     since: int  # when the first of the waiting ranks entered it
     waiting: list[Rank]
     missing: list[Rank]
+    group: int  # the hash of its communicator's name
+
+    @property
+    def elsewhere(self) -> int:
+        """How many of its ranks are on other nodes."""
+        return self.size - len(self.waiting) - len(self.missing)
 
 
 def waits(ranks: list[Rank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -80,7 +87,7 @@ def waits(ranks: list[Rank], *, of_the_dead: bool = False) -> list[Wait]:
         for board in rank.record.boards():
             groups.setdefault(board.group, []).append((rank, board))
     found = []
-    for members in groups.values():
+    for group, members in groups.items():
         inside = [
             (rank, board)
             for rank, board in members
@@ -91,29 +98,34 @@ def waits(ranks: list[Rank], *, of_the_dead: bool = False) -> list[Wait]:
             waiting = [rank for rank, board in inside if board.calls == call]
             since = min(board.since for _, board in inside if board.calls == call)
             missing = [rank for rank, board in members if board.calls < call]
-            found.append(Wait(call, members[0][1].size, since, waiting, missing))
+            found.append(Wait(call, members[0][1].size, since, waiting, missing, group))
     return sorted(found, key=lambda wait: wait.since)
 
 
-def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
+def stall_report(
+    ranks: list[Rank],
+    wait: Wait,
+    limit: float,
+    missing_elsewhere: Sequence[int] = (),
+    told: Sequence[str] = (),
+) -> str:
+    """Why ranks wait. `missing_elsewhere` and `told` are what other nodes said, if they did."""
     now = time.monotonic_ns()
     head = (
         f"ranks have waited {(now - wait.since) / 1e9:.1f} s in a collective "
         f"(MPISTRAT_STALL_SECONDS allows {limit:g} s)"
     )
-    seen = len(wait.waiting) + len(wait.missing)
-    elsewhere = wait.size - seen
+    elsewhere = wait.elsewhere
     # A rank inside MPI is not missing, and may yet be what the others wait for.
     suspects = wait.missing or [
         rank for rank in wait.waiting if rank.dead or state_of(rank.pid) in {"T", "t", "Z", ""}
     ]
-    if wait.missing:
-        head += (
-            f": {_ranks(wait.missing)} {'has' if len(wait.missing) == 1 else 'have'} not come to it"
-        )
+    missing = sorted([*missing_elsewhere, *(rank.number for rank in wait.missing)])
+    if missing:
+        head += f": {_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
     elif suspects:
         head += f": {_ranks(suspects)} entered it, and does not go on"
-    elif elsewhere:
+    elif elsewhere and not told:
         head += ": all its ranks on this node have come to it, so some on other nodes have not"
     else:
         head += ": all ranks have come to it, but it does not end"
@@ -133,7 +145,8 @@ def stall_report(ranks: list[Rank], wait: Wait, limit: float) -> str:
     for rank in ranks:
         if rank.number not in mentioned:
             lines += _where(rank, None)
-    if elsewhere:
+    lines += told
+    if elsewhere and not told:
         lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler(ranks)
     lines.append(
@@ -165,6 +178,25 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
             "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
         )
     return "\n".join(lines)
+
+
+def account_of(ranks: list[Rank]) -> list[str]:
+    """What the ranks of a node do, for the report of another."""
+    used = {rank.number: cpu_seconds(rank.pid) for rank in ranks}
+    started = time.monotonic()
+    time.sleep(_SECONDS_OF_CPU)
+    inside = [
+        rank
+        for rank in ranks
+        if any(board.since for board in rank.record.boards())
+        and state_of(rank.pid) in {"R", "S", "D"}
+    ]
+    lines = []
+    for rank in ranks:
+        if rank not in inside:
+            busy = (cpu_seconds(rank.pid) - used[rank.number]) / (time.monotonic() - started)
+            lines += _where(rank, busy)
+    return lines + _in_calls(inside)
 
 
 def straggler(ranks: list[Rank]) -> list[str]:
@@ -242,7 +274,10 @@ def _in_calls(ranks: list[Rank]) -> list[str]:
 
 
 def _ranks(ranks: list[Rank]) -> str:
-    numbers = sorted(rank.number for rank in ranks)
+    return _numbers(sorted(rank.number for rank in ranks))
+
+
+def _numbers(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
     return f"rank{'s' * (len(numbers) > 1)} {shown}"
 

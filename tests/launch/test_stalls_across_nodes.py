@@ -1,0 +1,56 @@
+"""A stall whose cause is on another node, with nodes that MPICH makes up: it deals the ranks out like cards.
+
+Open MPI has no such setting; several of its nodes need a network of their own.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Launcher
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import mpistrat as ms
+os.chdir(sys.argv[2])
+strategy = ms.MultiWorkerMirroredStrategy()
+rank = strategy.extended.communicator.rank
+assert strategy.extended.communicator.station.peers is None  # the ranks do not share a node
+for step in range(5):
+    if step == 3 and rank in eval(sys.argv[3]):
+        if sys.argv[1] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)  # here
+    strategy.reduce(ms.ReduceOp.SUM, np.float32(step), axis=None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "victims", "cause"),
+    [
+        ("sleep", "[1]", r"is idle \(\d+ % of a core\)"),
+        ("stop", "[1]", r"is stopped \(state T"),
+        ("stop", "[3]", r"is stopped \(state T"),
+    ],
+)
+def test_the_missing_rank_is_on_another_node(
+    tmp_path: Path, fault: str, victims: str, cause: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    env = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRAT_STALL_SECONDS": "2"}
+    job = Launcher.named("MPICH").run_python(
+        4, program, fault, tmp_path, victims, env=env, seconds=60
+    )
+    assert job.returncode != 0, job.output
+    assert job.seconds < 20
+    assert job.left_behind == ()
+    victim = victims.strip("[]")
+    assert f"allows 2 s): rank {victim} has not come to it\n" in job.stderr, job.output
+    assert re.search(rf"\n  rank {victim} of 4 \(\S+, pid \d+\) {cause}", job.stderr), job.output
+    assert job.stderr.count("ranks have waited") == 1
+    if fault == "sleep":
+        assert re.search(r"program\.py:14 in <module>", job.stderr), job.output
+    assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
