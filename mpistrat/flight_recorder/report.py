@@ -31,6 +31,7 @@ from mpistrat.flight_recorder.record import (
 _MOST_FRAMES = 12
 _LAUNCHERS_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _SECONDS_OF_CPU = 0.3
+_BUSY = 0.1  # of a core, which it may have to share
 
 
 @dataclass(eq=False)
@@ -220,7 +221,7 @@ def _where(rank: Rank, busy: float | None) -> list[str]:
         letter = state_of(rank.pid)
         state = f"is {describe_state(letter)}"
         if busy is not None and letter in {"R", "S"}:
-            state = "is busy" if busy > 0.5 else "is idle"
+            state = "is busy" if busy > _BUSY or letter == "R" else "is idle"
             state += f" ({100 * busy:.0f} % of a core)"
     last = rank.record.last(1)
     told = _last_words(rank, last[0]) if last else "has not entered a collective"
