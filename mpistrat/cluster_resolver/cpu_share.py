@@ -1,4 +1,4 @@
-"""How many intra-op threads a rank should run: its fair share of the CPUs that it is allowed on."""
+"""A rank's fair share of the CPUs that it is allowed on, and how many intra-op threads it should run there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from fractions import Fraction
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # "8"
 
 
-def intra_op_threads(
-    my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]
-) -> int:
-    """Threads for this rank: each CPU counts as 1 / (number of local ranks allowed on it), rounded down, at least 1.
+def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]) -> Fraction:
+    """How many CPUs a rank has: each counts as 1 / (number of local ranks allowed on it).
 
     Args: my_cpus: this rank's affinity mask.
         cpus_of_local_ranks: the masks of all ranks of the node, this one's included.
     """
     masks = [frozenset(cpus) for cpus in cpus_of_local_ranks]
     # fractions, because 3 * (1/3) in floats may be less than 1
-    share = sum(Fraction(1, max(1, sum(cpu in mask for mask in masks))) for cpu in set(my_cpus))
-    return max(1, int(share))
+    shares = (Fraction(1, max(1, sum(cpu in mask for mask in masks))) for cpu in set(my_cpus))
+    return sum(shares, Fraction())
+
+
+def intra_op_threads(
+    my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection[int]]
+) -> int:
+    """Threads for this rank: its share, rounded down, at least 1. Args: as of `cpu_share`."""
+    return max(1, int(cpu_share(my_cpus, cpus_of_local_ranks)))
 
 
 def user_set_threads(environ: Mapping[str, str] | None = None) -> bool:

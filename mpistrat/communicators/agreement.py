@@ -60,13 +60,17 @@ class BoardAgreement(Agreement):
 class MessageAgreement(Agreement):
     """One 16-byte MAX of (h, -h): equal on all ranks exactly if both halves cancel."""
 
-    def __init__(self, inner: Communicator) -> None:
+    def __init__(self, inner: Communicator, station: Station) -> None:
         self._inner = inner
         self._pair = np.empty(2, np.int64)
+        self._record = station.record
+        self._crowded = station.crowded
 
     def agree(self, calls: int, digest: int) -> bool:
         pair = self._pair
         pair[0] = digest
         pair[1] = -digest
-        self._inner.all_reduce(pair, "max")
+        arrived = self._inner.start_all_reduce(pair, "max")
+        if not arrived():
+            wait_until(arrived, self._record, self._crowded)
         return bool(pair[0] + pair[1] == 0)

@@ -60,12 +60,14 @@ class CheckedCommunicator(Communicator):
         self._agreement: Agreement | None = None
         if check == "always":
             self._agreement = (
-                MessageAgreement(inner)
+                MessageAgreement(inner, self.station)
                 if self.station.peers is None
                 else BoardAgreement(self.station)
             )
+        self._inside = _Inside(self)
         self._thread = 0  # the one that is, or was last, inside a collective
         self._forked = False
+        self._abandoned: BaseException | None = None  # what this rank left its last call for
         os.register_at_fork(after_in_child=_Forked(self))
 
     def all_reduce(
@@ -73,44 +75,34 @@ class CheckedCommunicator(Communicator):
     ) -> None:
         if op not in REDUCTIONS:
             self.raise_together(ValueError(f"op must be one of {REDUCTIONS}, got {op!r}"))
-        self._enter(("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label))
-        self.inner.all_reduce(buffer, op, out=out)
-        self._return()
+        with self._enter(("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label)):
+            self.inner.all_reduce(buffer, op, out=out)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self._enter(("broadcast", root, dtype_name(buffer), tuple(buffer.shape), label))
-        self.inner.broadcast(buffer, root)
-        self._return()
+        with self._enter(("broadcast", root, dtype_name(buffer), tuple(buffer.shape), label)):
+            self.inner.broadcast(buffer, root)
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        self._enter(("all_gather", dtype_name(buffer), f"{buffer.ndim} dimensions", label))
-        gathered = self.inner.all_gather(buffer)
-        self._return()
-        return gathered
+        with self._enter(("all_gather", dtype_name(buffer), f"{buffer.ndim} dimensions", label)):
+            return self.inner.all_gather(buffer)
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
-        self._enter(("broadcast_object", root, label))
-        value = self.inner.broadcast_object(value, root)
-        self._return()
-        return value
+        with self._enter(("broadcast_object", root, label)):
+            return self.inner.broadcast_object(value, root)
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        self._enter(("all_gather_object", label))
-        values = self.inner.all_gather_object(value)
-        self._return()
-        return values
+        with self._enter(("all_gather_object", label)):
+            return self.inner.all_gather_object(value)
 
     def barrier(self, *, label: str = "") -> None:
-        self._enter(("barrier", label))
-        self.inner.barrier()
-        self._return()
+        with self._enter(("barrier", label)):
+            self.inner.barrier()
 
     def split(self, color: int, key: int = 0) -> CheckedCommunicator:
-        self._enter(("split",))
-        inner = self.inner.split(color, key)
-        name = f"{self.name}/{len(self.splits)}:{color}"
-        station = self.station.of_part(inner, name) if self.station.of_part else None
-        self._return()
+        with self._enter(("split",)):
+            inner = self.inner.split(color, key)
+            name = f"{self.name}/{len(self.splits)}:{color}"
+            station = self.station.of_part(inner, name) if self.station.of_part else None
         part = CheckedCommunicator(inner, name, station, self.check)
         self.splits.append(part)
         return part
@@ -126,16 +118,22 @@ class CheckedCommunicator(Communicator):
 
         If all ranks come here with errors of the same class, each raises its own.
         """
-        self._enter(("raise", type(error).__name__), cause=error)
-        self._return()
-        raise error
+        with self._enter(("raise", type(error).__name__), cause=error):
+            raise error
 
-    def _enter(self, signature: tuple[Any, ...], cause: Exception | None = None) -> None:
+    def _enter(self, signature: tuple[Any, ...], cause: Exception | None = None) -> _Inside:
+        """Return once all ranks have entered the same call; it lasts until the result's block ends."""
         if self._forked:
             raise RuntimeError(
                 f"{describe(signature)} was called in a forked child of rank {self.rank}; MPI belongs to "
                 "the parent: return what the child computed, and call it there"
             )
+        if self._abandoned is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: {describe(signature)} cannot be called any more: this rank left its collective "
+                f"number {self.calls} while others may still be in it, for {type(self._abandoned).__name__}. Save what "
+                "you need and end the program"
+            ) from self._abandoned
         thread = threading.get_ident()
         if self.waiting_in is not None and self._thread != thread:
             raise RuntimeError(
@@ -151,18 +149,40 @@ class CheckedCommunicator(Communicator):
         digest, text, call_bytes = _told(signature, code.co_filename, code.co_name, frame.f_lineno)
         self._record.enter(self._board, calls, text, call_bytes)
         if self._agreement is None:
-            return
-        agreed = self._agreement.agree(calls, digest)
-        self._record.waited(self._board)
-        if not agreed:
-            told = signature if cause is None else (*signature, str(cause))
-            everyone = self.inner.all_gather_object((told, call_site(frame)))
-            self._return()
-            raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
+            return self._inside
+        try:
+            agreed = self._agreement.agree(calls, digest)
+            self._record.waited(self._board)
+            if not agreed:
+                told = signature if cause is None else (*signature, str(cause))
+                everyone = self.inner.all_gather_object((told, call_site(frame)))
+                raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
+        except BaseException as error:
+            if not isinstance(error, CollectiveMismatchError):
+                self._abandoned = error
+            self._inside.leave()
+            raise
+        return self._inside
 
-    def _return(self) -> None:
-        self.waiting_in = None
+
+class _Inside:
+    """The time between a rank's entering and its leaving a call."""
+
+    __slots__ = ("_board", "_communicator", "_record")
+
+    def __init__(self, communicator: CheckedCommunicator) -> None:
+        self._communicator = communicator
+        self._record = communicator.station.record
+        self._board = communicator.station.board
+
+    def __enter__(self) -> None:
+        pass
+
+    def leave(self, *_: object) -> None:
+        self._communicator.waiting_in = None
         self._record.leave(self._board)
+
+    __exit__ = leave
 
 
 class _Forked:

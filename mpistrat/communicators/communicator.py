@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -36,6 +37,14 @@ class Communicator(abc.ABC):
             op: "sum", "max" or "min".
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
         """
+
+    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
+        """Begin to combine `buffer` in place; what is returned says, and must be asked, whether it is done.
+
+        Args: as of `all_reduce`; nobody may touch `buffer` before it is done.
+        """
+        self.all_reduce(buffer, op)
+        return lambda: True
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:

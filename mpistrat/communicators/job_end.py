@@ -18,7 +18,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -29,18 +28,17 @@ from mpistrat.communicators.call_site import call_site
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.departures import Left, Registrar, Waits
 from mpistrat.communicators.interrupts import Interrupts
+from mpistrat.communicators.other_nodes import Ask, OtherNodes, Raise, Told
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.flight_recorder.elsewhere import Account, account, leave_accounts
-from mpistrat.flight_recorder.record import ABORT, ASK, END, LEFT, STATE, RankRecord
+from mpistrat.flight_recorder.record import ABORT, CODE, END, LEFT, LIMIT, RAISE, STATE, RankRecord
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_UNTIL_STUCK = 0.5
 SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_BE_KILLED = 2.0
-SECONDS_TO_ANSWER = 2.0
-RANKS_TO_ASK = 2
+SECONDS_TO_RAISE = 2.0
 
 
 def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
@@ -65,13 +63,7 @@ class _Group:
         self._unsent: list[MPI.Request] = []
         self._all_left = MPI.REQUEST_NULL
         self._stuck: dict[str, _Stuck] = {}
-        self._record = record
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        self._node = node.bcast(comm.rank)  # its first rank
-        node.Free()
-        self._nodes = comm.allgather(self._node)
-        self._accounts: dict[int, Account] = {}
-        self._asked_at: float | None = None
+        self._other_nodes = OtherNodes(self._comm, record, self._tell)
 
     def contains(self, comm: MPI.Intracomm) -> bool:
         group = comm.Get_group()
@@ -95,7 +87,6 @@ class _Group:
                 collective = f"{checked.describe(signature)}\n      at {_site_of_collective()}"
                 self._tell(Waits(who, communicator.name, call, collective))
         self._hear()
-        self._ask_other_nodes(now)
 
     def leave(self, who: str, end: ProgramExit) -> None:
         calls = {one.name: one.calls for one in _with_splits(self.communicators)}
@@ -109,7 +100,7 @@ class _Group:
         heard_all = self._registrar is None or self._registrar.all_left()
         return self._all_left.Test() and heard_all and not self._unsent
 
-    def _tell(self, message: Left | Waits | _Ask | _Told, rank: int = 0) -> None:
+    def _tell(self, message: Left | Waits | Ask | Told | Raise, rank: int = 0) -> None:
         self._unsent = [request for request in self._unsent if not request.Test()]
         self._unsent.append(self._comm.isend(message, rank))
 
@@ -117,50 +108,17 @@ class _Group:
         now = time.monotonic()
         while (arrived := self._comm.improbe()) is not None:
             message = arrived.recv()
-            if isinstance(message, _Ask):
-                self._record.end("a stall is reported on another node")  # our observer need not
-                self._tell(_Told(self._node, account(_folder_of(self._record))), message.asker)
-            elif isinstance(message, _Told):
-                self._accounts.setdefault(message.node, message.account)
+            if isinstance(message, (Ask, Told, Raise)):
+                self._other_nodes.hear(message)
             elif self._registrar is not None:
                 self._registrar.hear(message, now)
+        self._other_nodes.look(now)
         if self._registrar is None:
             return
         verdict = self._registrar.verdict(now)
         if verdict is not None:
             text, code = verdict
             _end_job(f"ending the job: {text}", code)
-
-    def _ask_other_nodes(self, now: float) -> None:
-        """Find out for this node's observer what the ranks of the others do."""
-        others = sorted(set(self._nodes) - {self._node})
-        if not others or not self._record.words[ASK]:
-            return
-        if self._asked_at is None:
-            self._asked_at = now
-            for node in others:  # a second rank of each, in case the first cannot speak
-                ranks = [rank for rank, its in enumerate(self._nodes) if its == node]
-                for rank in ranks[:RANKS_TO_ASK]:
-                    self._tell(_Ask(self._comm.rank), rank)
-        elif len(self._accounts) == len(others) or now - self._asked_at > SECONDS_TO_ANSWER:
-            self._record.words[ASK] = 0
-            accounts = [self._accounts[node] for node in sorted(self._accounts)]
-            leave_accounts(_folder_of(self._record), accounts)
-
-
-@dataclass(frozen=True)
-class _Ask:
-    asker: int
-
-
-@dataclass(frozen=True)
-class _Told:
-    node: int
-    account: Account
-
-
-def _folder_of(record: RankRecord) -> str:
-    return os.path.dirname(record.path or "")
 
 
 class _Stuck:
@@ -179,6 +137,7 @@ class _Watch:
         self._who = f"rank {world.rank} of {world.size} ({socket.gethostname()}, pid {self._pid})"
         self._groups: list[_Group] = []
         self._has_left = False
+        self._raises_since = 0  # ns: when this thread saw that a stall is to be raised
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if not sys.flags.interactive and not hasattr(sys, "ps1"):
@@ -216,16 +175,29 @@ class _Watch:
     def _look_out(self) -> None:
         while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             action = self.record.words[ABORT]
-            if action & 0xFF == END:
-                abort(action >> 8, "the observer has reported a failure")
+            if action == END:  # the observer has reported a failure
+                abort(self.record.words[CODE])
             for group in list(self._groups):
                 group.look(self._who)
+            if action == RAISE:
+                self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
                 _end_job(
                     f"ending the job: {self._who} was interrupted, but stays in a call at {site}",
                     130,
                 )
+
+    def _end_if_stuck_in_mpi(self) -> None:
+        """No error can be raised in a thread that does not come back from MPI."""
+        entered = min((board.since for board in self.record.boards() if board.since), default=0)
+        now = time.monotonic_ns()
+        self._raises_since = self._raises_since or now
+        if entered and now - max(entered, self._raises_since) > SECONDS_TO_RAISE * 1e9:
+            _end_job(
+                f"ending the job: {self._who} cannot raise StallError inside MPI, at {_site_of_collective()}",
+                1,
+            )
 
     def _leave(self) -> None:
         if self._has_left or os.getpid() != self._pid or MPI.Is_finalized():
@@ -243,11 +215,17 @@ class _Watch:
                 group.leave(self._who, end)
             pause = 0.001
             waiting = list(self._groups)
+            words = self.record.words
+            since = time.monotonic()
             while waiting := [group for group in waiting if not group.all_left()]:
-                if self.record.words[ABORT]:
-                    _end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
+                # Others that caught a StallError may still be saving what they have.
+                patience = words[LIMIT] / 1e9 if words[ABORT] == RAISE else 0.0
+                if words[ABORT] and time.monotonic() - since > patience:
+                    break
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
+            if words[ABORT]:
+                _end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
             self.record.words[STATE] = LEFT
         except KeyboardInterrupt:
             _end_job(f"ending the job: {self._who} was interrupted", 130)
@@ -298,10 +276,10 @@ def _flush() -> None:
             stream.flush()
 
 
-def abort(code: int, reason: str = "it called abort") -> NoReturn:
+def abort(code: int) -> NoReturn:
     """End all processes of the job with exit code `code`."""
     if _watch is not None:
-        _watch.record.end(reason)
+        _watch.record.end()
     _flush()
     time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
     MPI.COMM_WORLD.Abort(code)
@@ -311,7 +289,7 @@ def abort(code: int, reason: str = "it called abort") -> NoReturn:
 
 def _end_job(text: str, code: int) -> NoReturn:
     if _watch is not None:
-        _watch.record.end(text)  # before the observer can wonder why ranks die
+        _watch.record.end()  # before the observer can wonder why ranks die
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"\nmpistrat: {text}\n")
-    abort(code, text)
+    abort(code)

@@ -6,6 +6,7 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -75,6 +76,11 @@ class MpiCommunicator(Communicator):
         else:
             self.comm.Allreduce(_view(buffer), _view(out), _OPS[op])
 
+    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
+        if dtype_name(buffer) not in _KNOWN_TO_MPI:
+            return super().start_all_reduce(buffer, op)
+        return self.comm.Iallreduce(MPI.IN_PLACE, _view(buffer), _OPS[op]).Test
+
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         self.comm.Bcast([_view(buffer), MPI.BYTE], root)
 
@@ -116,7 +122,7 @@ _CACHED = MPI.Comm.Create_keyval()
 
 
 def communicator_for(comm: MPI.Intracomm, check: str = "always") -> Communicator:
-    """Our communicator over the ranks of the user's `comm`; collective over it at the first call with this `check`.
+    """Our communicator over the ranks of the user's `comm`; collective over it.
 
     There is one duplicate per user communicator and `check`, cached on it as an attribute and never freed: MPICH
     ends after 2,046 of them, and freeing is collective, which a destructor cannot be.
@@ -128,16 +134,19 @@ def communicator_for(comm: MPI.Intracomm, check: str = "always") -> Communicator
     if cached is None:
         cached = {}
         comm.Set_attr(_CACHED, cached)
+    for earlier in list(cached.values())[:1]:  # the same on all ranks: they were made together
+        _must_be_equal(earlier.all_gather_object(check, label="check="))
     if check not in cached:
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
+            _must_be_equal(duplicate.allgather(check))
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
-            checks = duplicate.allgather(check)
-            if len(set(checks)) > 1:
-                raise CollectiveMismatchError(
-                    f"check= is not the same on all ranks: {checks}, by rank"
-                )
             station = station_of(duplicate, name)
         cached[check] = CheckedCommunicator(MpiCommunicator(duplicate), name, station, check)
         job_end.watch(cached[check], duplicate)
     return cached[check]
+
+
+def _must_be_equal(checks: list[str]) -> None:
+    if len(set(checks)) > 1:
+        raise CollectiveMismatchError(f"check= is not the same on all ranks: {checks}, by rank")

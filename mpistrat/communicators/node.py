@@ -11,10 +11,16 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
+from mpistrat.cluster_resolver.cpu_share import cpu_share
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
 from mpistrat.communicators.station import Station
 from mpistrat.flight_recorder import observation
-from mpistrat.flight_recorder.job_folder import JobFolder, remove_leftovers
+from mpistrat.flight_recorder.job_folder import (
+    JobFolder,
+    record_of,
+    remove_leftovers,
+    stacks_of,
+)
 from mpistrat.flight_recorder.record import END, RAISE, RankRecord
 
 _record: RankRecord | None = None
@@ -42,7 +48,8 @@ def station_of(comm: MPI.Intracomm, name: str) -> Station:
                 for rank, (theirs, (_, board)) in enumerate(zip(readable, everyone, strict=True))
                 if rank != node.rank
             ]
-    crowded = node.size > len(os.sched_getaffinity(0)) and node.size > (os.cpu_count() or 1)
+    cpus = os.sched_getaffinity(0)
+    crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
     return Station(record, -1 if board is None else board, peers, crowded, _of_part)
 
@@ -67,10 +74,10 @@ def _own_record(node: MPI.Intracomm) -> RankRecord:
             remove_leftovers()
             created = JobFolder.create()
             path = created.path
-    path = node.bcast(path)
+    path, observable = node.bcast((path, _process_namespace()))
     if missing:
         _record = RankRecord(None)
-        if path is not None:
+        if path is not None and _process_namespace() == observable:
             with contextlib.suppress(OSError):
                 folder = created or JobFolder(path)
                 _record = _new_record(folder)
@@ -82,10 +89,18 @@ def _own_record(node: MPI.Intracomm) -> RankRecord:
     return _record
 
 
+def _process_namespace() -> int:
+    """What numbers this process: in a container of its own, its pid says nothing to the observer."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def _new_record(folder: JobFolder) -> RankRecord:
     world = MPI.COMM_WORLD
-    record = RankRecord(folder.record(world.rank), create=True)
-    observation.speak_on_signal(record, folder.stacks(world.rank))
+    record = RankRecord(record_of(folder.path, world.rank), create=True)
+    observation.speak_on_signal(record, stacks_of(folder.path, world.rank))
     folder.remember_mappings(world.rank)
     record.start(
         world.rank,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from mpistrat.errors import StallError
-from mpistrat.flight_recorder.job_folder import REPORT
+from mpistrat.flight_recorder.job_folder import report_of
 from mpistrat.flight_recorder.record import ABORT, LIMIT, RAISE, RANK, RankRecord
 
 SPIN_SECONDS = 200e-6
@@ -39,7 +39,7 @@ def wait_until(arrived: Callable[[], bool], record: RankRecord, crowded: bool) -
         if waited < YIELD_SECONDS:
             os.sched_yield()
             continue
-        if words[ABORT] & 0xFF == RAISE:
+        if words[ABORT] == RAISE:
             raise StallError(_report(record))
         if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not words[ABORT]:
             raise StallError(
@@ -51,9 +51,7 @@ def wait_until(arrived: Callable[[], bool], record: RankRecord, crowded: bool) -
 
 def _report(record: RankRecord) -> str:
     try:
-        with open(
-            os.path.join(os.path.dirname(record.path or ""), REPORT), encoding="utf-8"
-        ) as file:
+        with open(report_of(record.folder), encoding="utf-8") as file:
             return file.read()
     except OSError:
         return f"rank {record.words[RANK]} waited too long for the other ranks; see the report on stderr"

@@ -15,9 +15,27 @@ import uuid
 
 _LOCK = ".lock"
 _MAPPINGS = "mappings-"
-RECORD = "rank-"
-STACKS = "stacks-"
-REPORT = "report"
+_RECORD = "rank-"
+
+
+def ranks_in(folder: str) -> list[int]:
+    """The ranks that have a record there, or are just making it."""
+    names = (name.removeprefix(_RECORD) for name in os.listdir(folder) if name.startswith(_RECORD))
+    return sorted(int(rank) for rank in names)
+
+
+def record_of(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"{_RECORD}{rank}")
+
+
+def stacks_of(folder: str, rank: int) -> str:
+    """What faulthandler writes for the rank."""
+    return os.path.join(folder, f"stacks-{rank}")
+
+
+def report_of(folder: str) -> str:
+    """Where the observer's words are kept while the job lives."""
+    return os.path.join(folder, "report")
 
 
 def _roots() -> list[str]:
@@ -60,17 +78,6 @@ class JobFolder:
                 if os.stat(path + _LOCK).st_ino == os.fstat(folder._lock).st_ino:
                     os.mkdir(path, 0o700)
                     return folder
-
-    def record(self, rank: int) -> str:
-        return os.path.join(self.path, f"{RECORD}{rank}")
-
-    def stacks(self, rank: int) -> str:
-        return os.path.join(self.path, f"{STACKS}{rank}")
-
-    @property
-    def report(self) -> str:
-        """Where the observer's words are kept while the job lives."""
-        return os.path.join(self.path, REPORT)
 
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""

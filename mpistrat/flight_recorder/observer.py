@@ -1,7 +1,7 @@
 """The observer: one small process per node, which outlives the ranks it watches by moments and speaks for them.
 
 It runs in a session of its own, where the launcher's clean-up does not reach it, and reads the path of the job's folder
-from its standard input. It sleeps in epoll and looks at the records twice a second.
+from its standard input. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second.
 
 A rank that dies without having said so, or a collective that lasts longer than the limit, is reported once: on stderr
 and in a file. Then the ranks are told to end the job; those that cannot hear are killed. MPICH's launcher may
@@ -19,11 +19,18 @@ import tempfile
 import time
 
 from mpistrat.flight_recorder.elsewhere import Account, find_accounts
-from mpistrat.flight_recorder.job_folder import JobFolder
-from mpistrat.flight_recorder.processes import exit_status, launcher_of
+from mpistrat.flight_recorder.job_folder import JobFolder, report_of
+from mpistrat.flight_recorder.processes import (
+    DEAD,
+    exit_status,
+    launcher_of,
+    open_pidfd,
+    state_of,
+)
 from mpistrat.flight_recorder.record import (
     ABORT,
     ASK,
+    CODE,
     END,
     ENDING,
     LIMIT,
@@ -58,9 +65,8 @@ class Observer:
         self._folder = folder
         self._ranks: dict[int, Rank] = {}  # by number
         self._by_pidfd: dict[int, Rank] = {}
-        self._deaths: list[
-            Rank
-        ] = []  # in their order: epoll reports events in the order in which they came
+        self._without_pidfd: list[Rank] = []
+        self._deaths: list[Rank] = []  # in their order, as epoll reports events
         self._first_death = 0.0
         self._epoll = select.epoll()
         self._launcher: int | None = None
@@ -78,8 +84,8 @@ class Observer:
         os.close(null)
         while not self._ranks or len(self._deaths) < len(self._ranks):
             self._find_ranks()
-            self._collect(self._epoll.poll(SECONDS_BETWEEN_LOOKS))
-            self._collect_deaths_of_one_moment()
+            self._wait_for_deaths(SECONDS_BETWEEN_LOOKS)
+            self._wait_for_deaths_of_one_moment()
             self._judge_deaths()
             self._judge_waits()
             self._see_to_the_end()
@@ -91,39 +97,43 @@ class Observer:
         self._folder.remove()
 
     def _find_ranks(self) -> None:
-        for rank in find_ranks(self._folder.path):
-            if rank.number in self._ranks:
-                continue
+        for rank in find_ranks(self._folder.path, known=self._ranks):
             self._ranks[rank.number] = rank
             try:
-                pidfd = os.pidfd_open(rank.pid)
+                pidfd = open_pidfd(rank.pid)
+            except ProcessLookupError:
+                self._dies(rank, None)
             except OSError:
-                rank.dead = True
-                self._deaths.append(rank)
-                continue
-            self._by_pidfd[pidfd] = rank
-            self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLET)
+                self._without_pidfd.append(rank)
+            else:
+                self._by_pidfd[pidfd] = rank
+                self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLET)
             if self._launcher is None:
                 self._launcher = launcher_of(rank.pid)
 
-    def _collect(self, events: list[tuple[int, int]]) -> None:
-        for pidfd, _ in events:
+    def _wait_for_deaths(self, seconds: float) -> None:
+        for pidfd, _ in self._epoll.poll(seconds):
             rank = self._by_pidfd[pidfd]
             if not rank.dead:
-                rank.dead = True
-                rank.status = exit_status(rank.pid, pidfd)
-                self._deaths.append(rank)
-                self._first_death = self._first_death or time.monotonic()
+                self._dies(rank, exit_status(rank.pid, pidfd))
             elif rank.status is None:  # a second event, when it was reaped
                 rank.status = exit_status(rank.pid, pidfd)
+        for rank in self._without_pidfd:
+            if not rank.dead and state_of(rank.pid) in DEAD:
+                self._dies(rank, exit_status(rank.pid, None))
 
-    def _collect_deaths_of_one_moment(self) -> None:
+    def _dies(self, rank: Rank, status: int | None) -> None:
+        rank.dead, rank.status = True, status
+        self._deaths.append(rank)
+        self._first_death = self._first_death or time.monotonic()
+
+    def _wait_for_deaths_of_one_moment(self) -> None:
         until = self._first_death + SECONDS_TO_DIE_TOGETHER
         while self._deaths and len(self._deaths) < len(self._ranks):
             left = until - time.monotonic()
             if left <= 0:
                 return
-            self._collect(self._epoll.poll(left))
+            self._wait_for_deaths(left)
 
     def _judge_deaths(self) -> None:
         states = [rank.record.words[STATE] for rank in self._ranks.values()]
@@ -181,13 +191,17 @@ class Observer:
     def _report(self, text: str, action: int, code: int) -> None:
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
         written = _write_file(f"{text}\n")
-        with contextlib.suppress(OSError), open(self._folder.report, "w", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(report_of(self._folder.path), "w", encoding="utf-8") as file,
+        ):
             file.write(text)
         where = f" This report is in {written}." if written else ""
         _say(f"\nmpistrat: {text}\nmpistrat: {end}{where}\n")
         self._reported = time.monotonic()
         for rank in self._ranks.values():
-            rank.record.words[ABORT] = action | code << 8
+            rank.record.words[CODE] = code
+            rank.record.words[ABORT] = action
             if action == RAISE:
                 rank.record.words[ON_STALL] = RAISE
 
@@ -199,13 +213,13 @@ class Observer:
             or time.monotonic() - self._reported < SECONDS_TO_END_THE_JOB
         ):
             return
-        if any(rank.record.words[ABORT] & 0xFF == RAISE for rank in self._ranks.values()):
+        if any(rank.record.words[ABORT] == RAISE for rank in self._ranks.values()):
             return
         self._killed = True
-        for pidfd, rank in self._by_pidfd.items():
-            if not rank.dead:
+        for rank in self._ranks.values():
+            if not rank.dead and state_of(rank.pid) not in DEAD:
                 with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    os.kill(rank.pid, signal.SIGKILL)
 
 
 def _first(deaths: list[Rank]) -> Rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -11,6 +12,7 @@ import struct
 import time
 
 SECONDS_FOR_A_STACK = 0.6
+RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -40,12 +42,28 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
-def exit_status(pid: int, pidfd: int) -> int | None:
+def open_pidfd(pid: int) -> int:
+    """A file that becomes readable when the process dies, and once more when it is reaped.
+
+    Raises: ProcessLookupError when it is dead and reaped; another OSError when the kernel has no pidfds (before
+        Linux 5.3, as in Red Hat 8) or a container's filter forbids them.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    # A Python that was built on an older system, as conda's is. The number is the same on all architectures but Alpha.
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd: int = libc.syscall(434, pid, 0)
+    if pidfd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return pidfd
+
+
+def exit_status(pid: int, pidfd: int | None) -> int | None:
     """The wait status of a dead process that is not our child; None when the kernel does not tell (any more)."""
     fields = _stat(pid)  # while it is a zombie
     if fields and fields[0] in "ZX":
         return int(fields[-1])
-    return _exit_status_of_reaped(pidfd)
+    return None if pidfd is None else _exit_status_of_reaped(pidfd)
 
 
 def describe_exit(status: int | None) -> str:
@@ -69,7 +87,7 @@ def stack_of(pid: int, stack_signal: int, main_thread: int, stacks: str) -> list
     The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
     while the GIL is held.
     """
-    if not stack_signal or state_of(pid) not in {"R", "S", "D"}:
+    if not stack_signal or state_of(pid) not in RUNS:
         return []
     try:
         before = os.path.getsize(stacks)

@@ -5,7 +5,6 @@ and in the machine's byte order: a reader sees an old or a new one, never half o
 
     0      header, see the constants below
     1024   host name, UTF-8, ends at a zero byte
-    1280   why this rank ends the job, likewise
     3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds they belong to
     4096   256 boards of 64 bytes, one for each communicator
     20480  64 ring entries of 256 bytes
@@ -30,12 +29,13 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     STACK_SIGNAL,
     STATE,
     ABORT,
+    CODE,  # the exit code to end with; written before ABORT
     ENTRIES,
     BOARDS,
     LIMIT,
     ON_STALL,
     ASK,  # 1: the observer wants to know of the ranks on other nodes; see `elsewhere`
-) = range(13)
+) = range(14)
 # STATE
 RUNNING, LEFT, ENDING = range(3)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
@@ -44,7 +44,7 @@ END, RAISE = 1, 2
 # the communicator's size and the hash of its name
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP = range(5)
 
-_HOST, _REASON, _WAITED, _WAITED_SECOND = 1024, 1280, 3072 // 8, 3584 // 8
+_HOST, _HOST_BYTES, _WAITED, _WAITED_SECOND = 1024, 256, 3072 // 8, 3584 // 8
 _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
 _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
@@ -84,7 +84,8 @@ class RankRecord:
         words = self.words
         words[PID], words[RANK], words[SIZE] = os.getpid(), rank, size
         words[MAIN_THREAD], words[LIMIT], words[ON_STALL] = main_thread, int(limit * 1e9), on_stall
-        self._write_text(_HOST, host, 256)
+        encoded = host.encode(errors="replace")[: _HOST_BYTES - 1]
+        self._map[_HOST : _HOST + len(encoded)] = encoded
         words[VERSION] = MAGIC
 
     def new_board(self, name_hash: int, size: int) -> int | None:
@@ -143,18 +144,18 @@ class RankRecord:
             / 1e9
         )
 
-    def end(self, reason: str) -> None:
+    def end(self) -> None:
         """This rank ends the job, or has failed: the observer need not explain its death."""
-        self._write_text(_REASON, reason, _WAITED * 8 - _REASON)
         self.words[STATE] = ENDING
 
     @property
-    def host(self) -> str:
-        return self._read_text(_HOST, 256)
+    def folder(self) -> str:
+        """The job's folder, in which this record lies; "" if nobody else sees it."""
+        return os.path.dirname(self.path or "")
 
     @property
-    def reason(self) -> str:
-        return self._read_text(_REASON, _WAITED * 8 - _REASON)
+    def host(self) -> str:
+        return self._map[_HOST : _HOST + _HOST_BYTES].split(b"\0", 1)[0].decode(errors="replace")
 
     def boards(self) -> list[Board]:
         words = self.words
@@ -193,13 +194,6 @@ class RankRecord:
                 )
             )
         return entries
-
-    def _write_text(self, offset: int, text: str, room: int) -> None:
-        encoded = text.encode(errors="replace")[: room - 1] + b"\0"
-        self._map[offset : offset + len(encoded)] = encoded
-
-    def _read_text(self, offset: int, room: int) -> str:
-        return self._map[offset : offset + room].split(b"\0", 1)[0].decode(errors="replace")
 
 
 _WAITED_NS = struct.Struct("=q")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from mpistrat.flight_recorder.job_folder import ranks_in, record_of, stacks_of
 from mpistrat.flight_recorder.processes import (
+    RUNS,
     cpu_seconds,
     describe_exit,
     describe_state,
@@ -59,6 +61,15 @@ class Rank:
     @property
     def has_left(self) -> bool:
         return bool(self.record.words[STATE] == LEFT)
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is, or was when it died, in a collective."""
+        return any(board.since for board in self.record.boards())
+
+    @property
+    def stands_still(self) -> bool:
+        return self.dead or state_of(self.pid) not in RUNS
 
 
 @dataclass(frozen=True)
@@ -118,9 +129,7 @@ def stall_report(
     )
     elsewhere = wait.elsewhere
     # A rank inside MPI is not missing, and may yet be what the others wait for.
-    suspects = wait.missing or [
-        rank for rank in wait.waiting if rank.dead or state_of(rank.pid) in {"T", "t", "Z", ""}
-    ]
+    suspects = wait.missing or [rank for rank in wait.waiting if rank.stands_still]
     missing = sorted([*missing_elsewhere, *(rank.number for rank in wait.missing)])
     if missing:
         head += f": {_numbers(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
@@ -166,10 +175,10 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
     if spoken:
         lines += ["  its last words:", *(f"      {line}" for line in spoken)]
     others = [rank for rank in ranks if rank is not first]
-    inside = [rank for rank in others if any(board.since for board in rank.record.boards())]
-    lines += _in_calls(inside)
-    busy = [rank for rank in others if rank not in inside and not rank.has_left]
-    for rank in busy:
+    lines += _in_calls([rank for rank in others if rank.inside])
+    for rank in others:
+        if rank.inside or rank.has_left:
+            continue
         last = rank.record.last(1)
         lines.append(
             f"  rank {rank.number}: {_last_words(rank, last[0]) if last else 'had not entered a collective'}"
@@ -186,12 +195,7 @@ def account_of(ranks: list[Rank]) -> list[str]:
     used = {rank.number: cpu_seconds(rank.pid) for rank in ranks}
     started = time.monotonic()
     time.sleep(_SECONDS_OF_CPU)
-    inside = [
-        rank
-        for rank in ranks
-        if any(board.since for board in rank.record.boards())
-        and state_of(rank.pid) in {"R", "S", "D"}
-    ]
+    inside = [rank for rank in ranks if rank.inside and not rank.stands_still]
     lines = []
     for rank in ranks:
         if rank not in inside:
@@ -283,14 +287,11 @@ def _numbers(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {shown}"
 
 
-def find_ranks(folder: str) -> list[Rank]:
-    """The ranks whose records lie in a job's folder, by number."""
+def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
+    """The ranks whose records lie in a job's folder, by number, but those `known` already."""
     found = []
-    for name in os.listdir(folder):
-        if name.startswith("rank-"):
-            try:
-                record = RankRecord(os.path.join(folder, name))
-            except (OSError, ValueError):  # being made just now
-                continue
-            found.append(Rank(record, os.path.join(folder, name.replace("rank-", "stacks-"))))
-    return sorted(found, key=lambda rank: rank.number)
+    for rank in ranks_in(folder):
+        if rank not in known:
+            with contextlib.suppress(OSError, ValueError):  # being made just now
+                found.append(Rank(RankRecord(record_of(folder, rank)), stacks_of(folder, rank)))
+    return found

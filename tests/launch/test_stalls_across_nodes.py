@@ -23,8 +23,13 @@ for step in range(5):
         if sys.argv[1] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)  # here
-    strategy.reduce(ms.ReduceOp.SUM, np.float32(step), axis=None)
+    try:
+        strategy.reduce(ms.ReduceOp.SUM, np.float32(step), axis=None)
+    except ms.errors.StallError as error:
+        print(f"rank {rank} caught {error}\\n", end="", flush=True)
+        break
 """
+ENVIRONMENT = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRAT_STALL_SECONDS": "2"}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +45,8 @@ def test_the_missing_rank_is_on_another_node(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    env = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRAT_STALL_SECONDS": "2"}
     job = Launcher.named("MPICH").run_python(
-        4, program, fault, tmp_path, victims, env=env, seconds=60
+        4, program, fault, tmp_path, victims, env=ENVIRONMENT, seconds=60
     )
     assert job.returncode != 0, job.output
     assert job.seconds < 20
@@ -53,4 +57,22 @@ def test_the_missing_rank_is_on_another_node(
     assert job.stderr.count("ranks have waited") == 1
     if fault == "sleep":
         assert re.search(r"program\.py:14 in <module>", job.stderr), job.output
+    assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
+
+
+def test_the_ranks_of_all_nodes_can_catch_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    env = {**ENVIRONMENT, "MPISTRAT_ON_STALL": "raise"}
+    job = Launcher.named("MPICH").run_python(
+        4, program, "sleep", tmp_path, "[1]", env=env, seconds=60
+    )
+    assert job.returncode != 0, job.output
+    assert job.seconds < 20
+    assert job.left_behind == ()
+    for rank in (0, 2, 3):
+        assert re.search(
+            rf"rank {rank} caught ranks have waited .*: rank 1 has not come to it", job.stdout
+        ), job.output
+    assert "Raising StallError on the ranks that wait" in job.stderr
     assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1

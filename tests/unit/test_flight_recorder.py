@@ -150,7 +150,7 @@ def test_mappings_of_this_process_are_found() -> None:
 
 def test_who_is_missing(folders: Path) -> None:
     folder = JobFolder.create()
-    records = [new_record(folder.record(rank), rank) for rank in range(3)]
+    records = [new_record(job_folder.record_of(folder.path, rank), rank) for rank in range(3)]
     for rank, calls in enumerate((3, 2, 3)):
         board = records[rank].new_board(7, 3)
         assert board is not None
@@ -241,3 +241,57 @@ def test_limits_of_the_environment() -> None:
         stall_seconds({"MPISTRAT_STALL_SECONDS": "soon"})
     with pytest.raises(TopologyError, match="expected end or raise"):
         raises_on_stall({"MPISTRAT_ON_STALL": "ignore"})
+
+
+# The observer, with a rank that does nothing
+
+RANK = """
+import os, sys
+from mpistrat.flight_recorder.job_folder import record_of
+from mpistrat.flight_recorder.record import RankRecord
+record = RankRecord(record_of(sys.argv[1], 0), create=True)
+record.start(0, 1, "node7", 0, 60.0, 1)
+print("ready", flush=True)
+input()
+"""
+OBSERVER = """
+import errno, os, sys
+from mpistrat.flight_recorder import observer
+observer.launcher_of = lambda pid: None  # not the one that runs these tests
+if sys.argv[1] == "kernel without":
+    def pidfd_open(pid):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+    os.pidfd_open = pidfd_open
+elif sys.argv[1] == "python without":
+    del os.pidfd_open
+observer.main()
+"""
+
+
+@pytest.mark.parametrize("pidfds", ["with", "kernel without", "python without"])
+def test_the_observer_reports_only_who_is_dead(folders: Path, tmp_path: Path, pidfds: str) -> None:
+    """Red Hat 8 has no pidfds, and conda's Python does not know them."""
+    folder = JobFolder.create()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    program = [sys.executable, "-c"]
+    rank = subprocess.Popen([*program, RANK, folder.path], **pipes)  # type: ignore[call-overload]
+    assert rank.stdout.readline() == "ready\n"
+    observer = subprocess.Popen(
+        [*program, OBSERVER, pidfds],
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        **pipes,  # type: ignore[call-overload]
+    )
+    observer.stdin.write(folder.path + "\n")
+    observer.stdin.flush()
+    assert observer.stdout.readline() == "watching\n"
+    time.sleep(1.5)
+    assert rank.poll() is None
+    assert observer.poll() is None
+    rank.kill()
+    _, said = observer.communicate(timeout=10)
+    rank.communicate()
+    # Nobody has reaped it: it is still a zombie, whose exit status can be read.
+    assert f"mpistrat: rank 0 of 1 (node7, pid {rank.pid}) was killed by SIGKILL" in said
+    assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
+    assert not Path(folder.path).exists()

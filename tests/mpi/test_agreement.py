@@ -1,0 +1,129 @@
+"""What the ranks do to agree, before bytes move and when one of them leaves a collective early."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.communicators import waiting
+from mpistrat.communicators.agreement import BoardAgreement, MessageAgreement
+from mpistrat.communicators.checked import CheckedCommunicator
+from mpistrat.communicators.mpi import MpiCommunicator, communicator_for
+from mpistrat.errors import StallError
+from mpistrat.flight_recorder.record import ABORT, RAISE
+from rank_errors import errors_of_ranks
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+LAST = SIZE - 1
+several = pytest.mark.skipif(SIZE == 1, reason="needs 2 MPI ranks or more")
+one_node = WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == SIZE
+
+
+def by_message():
+    """A communicator whose ranks do not share a node, as far as it knows."""
+    return CheckedCommunicator(MpiCommunicator(WORLD.Dup()), "tests")
+
+
+@several
+def test_ranks_of_one_node_agree_on_a_board():
+    assert one_node
+    assert isinstance(communicator_for(WORLD)._agreement, BoardAgreement)
+    assert isinstance(by_message()._agreement, MessageAgreement)
+
+
+@several
+@pytest.mark.parametrize("strategy", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_check_never_gives_the_same_results(strategy):
+    never = strategy(check="never")
+    assert never.extended.communicator._agreement is None
+    for made in (never, strategy()):
+        total = made.reduce("sum", np.arange(3.0) + RANK, axis=None)
+        np.testing.assert_array_equal(total, SIZE * np.arange(3.0) + SIZE * LAST / 2)
+
+
+@several
+def test_check_never_does_not_look():
+    """Calls that differ in what is only said of them go through."""
+    communicator = communicator_for(WORLD, "never")
+    assert communicator.all_gather_object(RANK, label=f"from {RANK}") == list(range(SIZE))
+
+
+@pytest.mark.parametrize("check", ["sometimes", "", None, True])
+def test_check_must_be_known(check):
+    with pytest.raises(ValueError, match=r"check must be one of \('always', 'never'\), got"):
+        ms.MirroredStrategy(check=check)
+
+
+@several
+def test_check_must_be_the_same_on_all_ranks():
+    """Also where one of them has made such a strategy before."""
+    for _ in range(2):
+        errors = errors_of_ranks(
+            lambda: ms.MirroredStrategy(check="never" if RANK == LAST else "always")
+        )
+        assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}, errors
+        assert "check= is not the same" in errors[0][1]
+
+
+@several
+@pytest.mark.parametrize("make", [by_message, lambda: communicator_for(WORLD.Dup())])
+def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
+    """Its next call would be taken for the one that the others are in."""
+    communicator = make()
+    monkeypatch.setattr(waiting, "SPIN_SECONDS", 0)
+    if RANK == 0:
+        record = communicator.station.record
+        record.words[ABORT] = RAISE
+        with pytest.raises(StallError):
+            communicator.barrier()
+        record.words[ABORT] = 0
+        assert communicator.waiting_in is None
+        assert not any(board.since for board in record.boards())
+        with pytest.raises(RuntimeError, match=r"rank 0: barrier\(\) cannot be called any more"):
+            communicator.barrier()
+    WORLD.Barrier()
+    if RANK != 0:
+        communicator._agreement.agree(1, 1)  # so that the other's request is not left open
+
+
+@several
+def test_an_error_inside_a_collective_ends_it():
+    """Else it would be reported as a stall a minute later."""
+    communicator = communicator_for(WORLD)
+
+    def fails(*_):
+        raise TypeError("on all ranks")
+
+    communicator.inner.barrier = fails
+    try:
+        with pytest.raises(TypeError, match="on all ranks"):
+            communicator.barrier()
+    finally:
+        del communicator.inner.barrier
+    assert communicator.waiting_in is None
+    assert not any(board.since for board in communicator.station.record.boards())
+    communicator.barrier()
+
+
+@several
+@pytest.mark.parametrize("slowest", [0, LAST])
+def test_the_slowest_rank_waits_least(slowest):
+    strategy = ms.MultiWorkerMirroredStrategy()
+    before = strategy.extended.seconds_waited()
+    if slowest == RANK:
+        time.sleep(0.5)
+    strategy.reduce("sum", 1.0, axis=None)
+    waited = [
+        now - then for now, then in zip(strategy.extended.seconds_waited(), before, strict=True)
+    ]
+    assert len(waited) == SIZE
+    assert waited.index(min(waited)) == slowest
+    assert min(waited[:slowest] + waited[slowest + 1 :]) > 0.4
+
+
+def test_alone_nobody_waits():
+    alone = ms.MirroredStrategy() if SIZE == 1 else ms.OneDeviceStrategy("cpu")
+    assert alone.extended.seconds_waited() == [0.0]
