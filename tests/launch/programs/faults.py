@@ -181,18 +181,10 @@ def catches_a_stall() -> None:
             print(f"rank {rank} caught {error}\n", end="", flush=True)
 
 
-def slow_steps() -> None:
-    for step in range(4):
-        if rank == step % size:
-            time.sleep(2)
-        steps(1)
-    print("finished", flush=True)
-
-
 def all_exit_at_once() -> None:
     steps(STEPS)
     os._exit(0)
 
 
-others = {one.__name__: one for one in (catches_a_stall, slow_steps, all_exit_at_once)}
+others = {one.__name__: one for one in (catches_a_stall, all_exit_at_once)}
 others.get(fault, goes_wrong)()
