@@ -231,6 +231,28 @@ def test_a_stall_that_is_caught(launcher: Launcher, tmp_path: Path, ranks: int, 
     assert len(fault.reports) == 1
 
 
+def test_two_communicators_in_different_orders(launcher: Launcher, tmp_path: Path) -> None:
+    """Each rank waits in the one that the others have not come to yet."""
+    fault = inject(launcher, tmp_path, "two_orders", 0)
+    inside = (
+        r"collective number \d+(, entered \d+\.\d s ago)?: all_reduce\(sum, float32, \(\), SUM\)\n"
+    )
+    fault.says(
+        rf"rank {fault.ranks - 1}.* {inside}      at \S+faults\.py:{fault.line} in two_orders"
+    )
+    fault.says(rf"ranks? 0.* {inside}      at \S+faults\.py:{fault.others_line} in ")
+    assert len(fault.reports) == 1
+
+
+def test_the_users_own_mpi_call(launcher: Launcher, tmp_path: Path) -> None:
+    fault = inject(launcher, tmp_path, "in_own_mpi_call", 0)
+    assert_stall(fault, r"is (busy|idle) \(\d+ % of a core\)")
+    fault.says(
+        r"and stands \(innermost call first\)\n"
+        rf"      \S+faults\.py:{fault.line} in in_own_mpi_call\n"
+    )
+
+
 def test_a_stall_inside_mpi_cannot_be_caught(launcher: Launcher, tmp_path: Path) -> None:
     """Then the job ends as it would without MPISTRAT_ON_STALL=raise."""
     began = time.time()

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -181,10 +182,36 @@ def catches_a_stall() -> None:
             print(f"rank {rank} caught {error}\n", end="", flush=True)
 
 
+def two_orders() -> None:
+    """The last rank uses two strategies, each over all ranks, in another order than the others."""
+    from mpi4py import MPI
+
+    second = ms.MultiWorkerMirroredStrategy(comm=cast("MPI.Intracomm", MPI.COMM_WORLD.Dup()))
+    steps(5)
+    if rank == size - 1:
+        event(5, 0, line_of("second"))
+        second.reduce("SUM", np.float32(1), axis=None)  # second
+    call(0)
+    second.reduce("SUM", np.float32(1), axis=None)
+
+
+def in_own_mpi_call() -> None:
+    """The last rank waits for a message that nobody sends, while the others wait for it."""
+    from mpi4py import MPI
+
+    steps(5)
+    if rank == size - 1:
+        event(5, 0, line_of("receives"))
+        MPI.COMM_WORLD.recv(source=0)  # receives
+    steps(1)
+
+
 def all_exit_at_once() -> None:
     steps(STEPS)
     os._exit(0)
 
 
-others = {one.__name__: one for one in (catches_a_stall, all_exit_at_once)}
+others = {
+    one.__name__: one for one in (catches_a_stall, two_orders, in_own_mpi_call, all_exit_at_once)
+}
 others.get(fault, goes_wrong)()
