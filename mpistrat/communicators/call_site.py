@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-
-_inside: dict[str, bool] = {}  # by file name
+_between: dict[str, bool] = {}  # by file name
 
 
 def outside(frame: FrameType) -> FrameType:
-    """The innermost frame outside this package, counted from `frame`; the outermost if there is none."""
+    """The innermost frame of the user's, counted from `frame`; the outermost if there is none.
+
+    Not this package's, nor those of what may stand between: torch, whose `backward` reduces, and contextlib.
+    """
     while True:
         file = frame.f_code.co_filename
-        inside = _inside.get(file)
-        if inside is None:
-            inside = _inside[file] = file.startswith(_PACKAGE)
-        if not inside or frame.f_back is None:
+        between = _between.get(file)
+        if between is None:
+            between = _between[file] = _is_between(file)
+        if not between or frame.f_back is None:
             return frame
         frame = frame.f_back
+
+
+def _is_between(file: str) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return (
+        file.startswith(_PACKAGE)
+        or file == contextlib.__file__
+        or (torch is not None and file.startswith(os.path.dirname(torch) + os.sep))
+    )
 
 
 def call_site(frame: FrameType) -> str:

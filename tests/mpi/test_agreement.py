@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 
 import mpistrat as ms
@@ -127,3 +128,23 @@ def test_the_slowest_rank_waits_least(slowest):
 def test_alone_nobody_waits():
     alone = ms.MirroredStrategy() if SIZE == 1 else ms.OneDeviceStrategy("cpu")
     assert alone.extended.seconds_waited() == [0.0]
+
+
+@several
+def test_a_call_site_is_the_users_line():
+    """Not torch's, whose backward reduces, nor contextlib's, which leaves the scope."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+
+    def step():
+        ms.compute_average_loss(
+            model(torch.ones(2, 2)).sum(1), global_batch_size=2 * SIZE
+        ).backward()
+
+    strategy.run(step)
+    entries = strategy.extended.communicator.station.record.last(4)
+    names = [entry.site.rpartition(" in ")[2] for entry in entries if "parameters" in entry.call]
+    assert names[:2] == ["step", "step"]
+    assert set(names[2:]) == {"test_a_call_site_is_the_users_line"}
+    assert all("test_agreement.py:" in entry.site for entry in entries)

@@ -45,7 +45,8 @@ steps = 0
 started = time.monotonic()
 while strategy.reduce("sum", float(time.monotonic() - started > SECONDS), axis=None) == 0:
     steps += 1
-    if steps % STEPS_BETWEEN_PAUSES == 0:
+    evaluates = steps % STEPS_BETWEEN_SAVES == 0
+    if steps % STEPS_BETWEEN_PAUSES == 0 and not evaluates:
         slow, pause = chosen.randrange(topology.size), chosen.uniform(0, LONGEST)
         if slow == topology.rank:
             if chosen.random() < 0.5:
@@ -54,7 +55,7 @@ while strategy.reduce("sum", float(time.monotonic() - started > SECONDS), axis=N
                 busy_until(time.monotonic() + pause)
         else:
             chosen.random()
-    if steps % STEPS_BETWEEN_SAVES == 0 and topology.rank == 0:
+    if evaluates and topology.rank == 0:
         torch.save(model.state_dict(), FOLDER / "model.pt")
         time.sleep(LONGEST)
     loss = strategy.reduce("sum", strategy.run(step), axis=None)
