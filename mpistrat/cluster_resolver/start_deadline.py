@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.errors import TopologyError
+from mpistrat.flight_recorder.interpreter import python_of_helpers
 
 START_SECONDS = "MPISTRAT_START_SECONDS"  # "300"; "0" waits for ever
 
@@ -68,13 +69,14 @@ def start_deadline(
 def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterator[None]:
     """`start_deadline` for MPI_Init, which mpi4py calls with the GIL held: no thread could speak, a process does."""
     seconds = start_seconds()
-    if not seconds or size == 1:
+    python = python_of_helpers()
+    if not seconds or size == 1 or python is None:
         yield
         return
     import subprocess  # here, because it makes importing mpistrat slower
 
     message = _message("MPI_Init", seconds, rank, size)
-    command = [sys.executable, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
+    command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
     # and with no output but stderr, so that it cannot keep anybody's pipe open.
     watcher = subprocess.Popen(

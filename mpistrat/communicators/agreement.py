@@ -29,11 +29,10 @@ class BoardAgreement(Agreement):
 
     def __init__(self, station: Station) -> None:
         assert station.peers is not None
-        self._record = station.record
+        self._station = station
         self._words = station.record.words
         self._mine = station.board + WORD
         self._peers = [(words, board + WORD) for words, board in station.peers]
-        self._crowded = station.crowded
 
     def agree(self, calls: int, digest: int) -> bool:
         number = calls & 0xFF
@@ -52,7 +51,7 @@ class BoardAgreement(Agreement):
             return words[theirs] & 0xFF in (number, following)
 
         if not arrived():
-            wait_until(arrived, self._record, self._crowded)
+            wait_until(arrived, self._station)
         found = words[theirs]
         return found == word or found & 0xFF == following
 
@@ -63,8 +62,7 @@ class MessageAgreement(Agreement):
     def __init__(self, inner: Communicator, station: Station) -> None:
         self._inner = inner
         self._pair = np.empty(2, np.int64)
-        self._record = station.record
-        self._crowded = station.crowded
+        self._station = station
 
     def agree(self, calls: int, digest: int) -> bool:
         pair = self._pair
@@ -72,5 +70,5 @@ class MessageAgreement(Agreement):
         pair[1] = -digest
         arrived = self._inner.start_all_reduce(pair, "max")
         if not arrived():
-            wait_until(arrived, self._record, self._crowded)
+            wait_until(arrived, self._station)
         return bool(pair[0] + pair[1] == 0)

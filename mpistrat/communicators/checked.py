@@ -20,8 +20,9 @@ from mpistrat.communicators.agreement import (
 from mpistrat.communicators.call_site import call_site, outside
 from mpistrat.communicators.communicator import REDUCTIONS, Communicator
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.flight_recorder.record import text_of
+from mpistrat.flight_recorder.record import ABORT, text_of
 
 
 class CheckedCommunicator(Communicator):
@@ -148,11 +149,12 @@ class CheckedCommunicator(Communicator):
         code = frame.f_code
         digest, text, call_bytes = _told(signature, code.co_filename, code.co_name, frame.f_lineno)
         self._record.enter(self._board, calls, text, call_bytes)
-        if self._agreement is None:
-            return self._inside
         try:
-            agreed = self._agreement.agree(calls, digest)
-            self._record.waited(self._board)
+            agreed = self._agreement is None or self._agreement.agree(calls, digest)
+            if self._record.words[ABORT]:
+                raise_if_stalled(self.station)  # the others may have left this call for it
+            if self._agreement is not None:
+                self._record.waited(self._board)
             if not agreed:
                 told = signature if cause is None else (*signature, str(cause))
                 everyone = self.inner.all_gather_object((told, call_site(frame)))

@@ -31,7 +31,18 @@ from mpistrat.communicators.interrupts import Interrupts
 from mpistrat.communicators.other_nodes import Ask, OtherNodes, Raise, Told
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.flight_recorder.record import ABORT, CODE, END, LEFT, LIMIT, RAISE, STATE, RankRecord
+from mpistrat.flight_recorder.record import (
+    ABORT,
+    CODE,
+    END,
+    LEAVING,
+    LEFT,
+    LIMIT,
+    RAISE,
+    STALLED,
+    STATE,
+    RankRecord,
+)
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_UNTIL_STUCK = 0.5
@@ -190,7 +201,9 @@ class _Watch:
 
     def _end_if_stuck_in_mpi(self) -> None:
         """No error can be raised in a thread that does not come back from MPI."""
-        entered = min((board.since for board in self.record.boards() if board.since), default=0)
+        stalled = self.record.words[STALLED]
+        inside = [one.since for one in self.record.boards() if one.since and one.group == stalled]
+        entered = min(inside, default=0)
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
         if entered and now - max(entered, self._raises_since) > SECONDS_TO_RAISE * 1e9:
@@ -211,6 +224,7 @@ class _Watch:
         try:
             self._stop.set()
             self._thread.join()
+            self.record.words[STATE] = LEAVING
             for group in self._groups:
                 group.leave(self._who, end)
             pause = 0.001

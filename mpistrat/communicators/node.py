@@ -7,6 +7,9 @@ import hashlib
 import os
 import socket
 import threading
+import time
+import uuid
+import warnings
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -21,7 +24,10 @@ from mpistrat.flight_recorder.job_folder import (
     remove_leftovers,
     stacks_of,
 )
-from mpistrat.flight_recorder.record import END, RAISE, RankRecord
+from mpistrat.flight_recorder.processes import job_of
+from mpistrat.flight_recorder.record import END, LOOKED, RAISE, RankRecord
+
+SECONDS_TO_BE_SEEN = 1.0
 
 _record: RankRecord | None = None
 _folder: JobFolder | None = None  # held as long as this process lives
@@ -35,13 +41,16 @@ def station_of(comm: MPI.Intracomm, name: str) -> Station:
     """
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     record = _own_record(node)
-    board = record.new_board(_hash(name), comm.size)
-    if board is None:
-        record, board = RankRecord(None), None
+    first = comm.bcast(MPI.COMM_WORLD.rank)
+    board = record.new_board(_hash(name), comm.size, first)
+    if board is None:  # the record has no more: this communicator is not observed
+        record = _private_record()
+        board = record.new_board(_hash(name), comm.size, first)
+    assert board is not None
     peers = None
     if node.size == comm.size:
         everyone = node.allgather((record.path, board))
-        readable = _read_records(everyone)
+        readable = _read_records([path for path, _ in everyone])
         if node.allreduce(readable is not None, MPI.LAND) and readable is not None:
             peers = [
                 (theirs.words, board)
@@ -51,7 +60,7 @@ def station_of(comm: MPI.Intracomm, name: str) -> Station:
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
-    return Station(record, -1 if board is None else board, peers, crowded, _of_part)
+    return Station(record, board, peers, crowded, _of_part)
 
 
 def _of_part(inner: Any, name: str) -> Station:
@@ -65,28 +74,49 @@ def _hash(name: str) -> int:
 def _own_record(node: MPI.Intracomm) -> RankRecord:
     """Collective over `node`, also where this process has its record already."""
     global _record, _folder
-    known = node.allgather(None if _record is None else _folder and _folder.path)
-    path = next((path for path in known if path), None)
-    missing = _record is None
+    path, observable, new = None, 0, False
     created: JobFolder | None = None
-    if node.rank == 0 and path is None:
-        with contextlib.suppress(OSError):
-            remove_leftovers()
-            created = JobFolder.create()
-            path = created.path
-    path, observable = node.bcast((path, _process_namespace()))
-    if missing:
-        _record = RankRecord(None)
+    if node.rank == 0:
+        observable = _process_namespace()
+        if _folder is not None:
+            path = _folder.path
+        elif _record is None:
+            with contextlib.suppress(OSError):
+                remove_leftovers()
+                # The same for strategies over other ranks of the node: one observer watches them all.
+                created, new = JobFolder.create(job_of(os.getpid()) or uuid.uuid4().hex)
+                path = created.path
+    path, observable = node.bcast((path, observable))
+    if _record is None:
         if path is not None and _process_namespace() == observable:
             with contextlib.suppress(OSError):
                 folder = created or JobFolder(path)
                 _record = _new_record(folder)
                 _folder = folder
+        if _record is None:
+            _record = _private_record()
     node.Barrier()
-    if created is not None:
+    if new and created is not None:
         observation.observe(created.path)
-    assert _record is not None
+    elif _folder is not None:
+        _wait_to_be_seen(_record)
+    unseen = node.gather(_folder is None)
+    if unseen and any(unseen):
+        warnings.warn(
+            f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
+            "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
+            "containers): when ranks wait too long, a StallError cannot say for whom.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return _record
+
+
+def _wait_to_be_seen(record: RankRecord) -> None:
+    """By an observer that runs already: of a rank that died before, it would not learn how."""
+    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
+    while not record.words[LOOKED] and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _process_namespace() -> int:
@@ -98,26 +128,36 @@ def _process_namespace() -> int:
 
 
 def _new_record(folder: JobFolder) -> RankRecord:
-    world = MPI.COMM_WORLD
-    record = RankRecord(record_of(folder.path, world.rank), create=True)
-    observation.speak_on_signal(record, stacks_of(folder.path, world.rank))
-    folder.remember_mappings(world.rank)
+    rank = MPI.COMM_WORLD.rank
+    record = RankRecord(record_of(folder.path, rank), create=True)
+    observation.speak_on_signal(record, stacks_of(folder.path, rank))
+    folder.remember_mappings(rank)
+    _start(record)
+    return record
+
+
+def _private_record() -> RankRecord:
+    record = RankRecord(None)
+    _start(record)
+    return record
+
+
+def _start(record: RankRecord) -> None:
     record.start(
-        world.rank,
-        world.size,
+        MPI.COMM_WORLD.rank,
+        MPI.COMM_WORLD.size,
         socket.gethostname(),
         threading.main_thread().ident or 0,
         stall_seconds(),
         RAISE if raises_on_stall() else END,
     )
-    return record
 
 
-def _read_records(everyone: list[tuple[str | None, int | None]]) -> list[RankRecord] | None:
+def _read_records(paths: list[str | None]) -> list[RankRecord] | None:
     """All ranks' records; None when one cannot be read here, as from another container."""
     records = []
-    for path, board in everyone:
-        if path is None or board is None:
+    for path in paths:
+        if path is None:
             return None
         if path not in _peers:
             try:

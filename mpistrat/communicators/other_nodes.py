@@ -8,6 +8,7 @@ is to be raised, it also hands the report on: the ranks of the other nodes wait 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from mpi4py import MPI
 
 from mpistrat.flight_recorder.elsewhere import Account, account, leave_accounts
 from mpistrat.flight_recorder.job_folder import report_of
-from mpistrat.flight_recorder.record import ABORT, ASK, RAISE, RankRecord
+from mpistrat.flight_recorder.record import ABORT, ASK, ASKED, RAISE, STALLED, RankRecord
 
 SECONDS_TO_ANSWER = 2.0
 RANKS_TO_ASK = 2  # of each node, in case the first cannot speak
@@ -35,6 +36,7 @@ class Told:
 @dataclass(frozen=True)
 class Raise:
     report: str
+    group: int  # the hash of the stalled communicator's name
 
 
 class OtherNodes:
@@ -68,7 +70,9 @@ class OtherNodes:
 
     def hear(self, message: Ask | Told | Raise) -> None:
         if isinstance(message, Ask):
-            self._record.end()  # the stall is reported there: our observer need not
+            self._record.words[ASKED] = (
+                time.monotonic_ns()
+            )  # the stall is reported there: our observer need not
             self._tell(Told(self._node, account(self._record.folder)), message.asker)
         elif isinstance(message, Told):
             self._accounts.setdefault(message.node, message.account)
@@ -76,6 +80,7 @@ class OtherNodes:
             report = report_of(self._record.folder)
             with contextlib.suppress(OSError), open(report, "w", encoding="utf-8") as file:
                 file.write(message.report)
+            self._record.words[STALLED] = message.group
             self._record.words[ABORT] = RAISE
 
     def look(self, now: float) -> None:
@@ -86,7 +91,7 @@ class OtherNodes:
         if self._asked_at is not None and not self._raised and words[ABORT] == RAISE:
             self._raised = True
             with open(report_of(self._record.folder), encoding="utf-8") as file:
-                message = Raise(file.read())
+                message = Raise(file.read(), words[STALLED])
             for ranks in self._others.values():
                 for rank in ranks:
                     self._tell(message, rank)

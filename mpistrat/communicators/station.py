@@ -35,8 +35,5 @@ class Station:
     def __post_init__(self) -> None:
         if self.board < 0:
             board = self.record.new_board(0, 1)
-            if board is None:  # more communicators than a record has boards
-                self.record, self.peers = _private(), None
-                board = self.record.new_board(0, 1)
             assert board is not None
             self.board = board

@@ -8,15 +8,18 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from typing import Any
 
+from mpistrat.flight_recorder.interpreter import python_of_helpers
 from mpistrat.flight_recorder.record import STACK_SIGNAL, RankRecord
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # mpistrat's own __init__ would load NumPy: the observer gets an empty package with the same folder.
+# It gives itself to init, so that a program that waits for its children does not wait for it.
 _MAIN = """
-import sys, types
+import os, sys, types
+if os.fork():
+    os._exit(0)
 package = types.ModuleType("mpistrat")
 package.__path__ = [sys.argv[1]]
 sys.modules["mpistrat"] = package
@@ -36,10 +39,11 @@ def prepare(environ: dict[str, str] | None = None) -> None:
     It is started before MPI where that is possible: forking with MPI's network open is undefined on some.
     """
     global _prepared
-    if _prepared is None:
+    python = python_of_helpers()
+    if _prepared is None and python is not None:
         with contextlib.suppress(OSError):  # no memory, no process: the ranks run unobserved
             _prepared = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _MAIN, _PACKAGE],
+                [python, "-I", "-S", "-c", _MAIN, _PACKAGE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -63,7 +67,8 @@ def observe(folder: str) -> None:
         _prepared.stdin.close()
         select.select([_prepared.stdout], [], [], SECONDS_TO_START)
         _prepared.stdout.close()
-    _prepared.returncode = 0  # it outlives us: nobody is to wait for it, or to warn that nobody did
+    with contextlib.suppress(ChildProcessError):  # the program may have waited for it
+        _prepared.wait()  # for the one that forked
     _prepared = None
 
 
@@ -73,8 +78,19 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
     _stacks = open(stacks, "ab", buffering=0)  # noqa: SIM115 - open until the process ends
     if not faulthandler.is_enabled():
         faulthandler.enable(_stacks)
+    taken = _signals_in_use()
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
-        if signal.getsignal(number) is signal.SIG_DFL:
+        if not taken >> (number - 1) & 1:
             faulthandler.register(number, _stacks, all_threads=True, chain=False)
             record.words[STACK_SIGNAL] = number
             return
+
+
+def _signals_in_use() -> int:
+    """A bit for each signal that this process catches or ignores, also by handlers that Python does not know of."""
+    taken = 0
+    with open("/proc/self/status", encoding="utf-8") as status:
+        for line in status:
+            if line.startswith(("SigCgt:", "SigIgn:")):
+                taken |= int(line.split()[1], 16)
+    return taken

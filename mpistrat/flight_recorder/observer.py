@@ -17,12 +17,15 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 
 from mpistrat.flight_recorder.elsewhere import Account, find_accounts
 from mpistrat.flight_recorder.job_folder import JobFolder, report_of
 from mpistrat.flight_recorder.processes import (
     DEAD,
     exit_status,
+    is_launcher,
     launcher_of,
     open_pidfd,
     state_of,
@@ -30,13 +33,17 @@ from mpistrat.flight_recorder.processes import (
 from mpistrat.flight_recorder.record import (
     ABORT,
     ASK,
+    ASKED,
     CODE,
     END,
     ENDING,
+    LEAVING,
     LIMIT,
+    LOOKED,
     ON_STALL,
     RAISE,
     RUNNING,
+    STALLED,
     STATE,
 )
 from mpistrat.flight_recorder.report import (
@@ -44,11 +51,15 @@ from mpistrat.flight_recorder.report import (
     Wait,
     death_report,
     find_ranks,
+    leaving_notice,
     stall_report,
     waits,
 )
 
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_OF_A_PAUSE = (
+    2.0  # later than this between two looks, and the machine or this process stood still
+)
 SECONDS_TO_DIE_TOGETHER = (
     0.4  # a launcher kills the others while the first may still write its core
 )
@@ -56,7 +67,11 @@ SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
 SECONDS_FOR_OTHER_NODES = 3.0
 SECONDS_TO_END_THE_JOB = 2.0
+SECONDS_TO_END_BY_ITSELF = 10.0  # a rank that says that it ends the job
 SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
+SECONDS_TO_REPORT = 15.0
+SECONDS_TO_START = 60.0
+SECONDS_FOR_A_LATE_RANK = 2.0
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -70,9 +85,12 @@ class Observer:
         self._first_death = 0.0
         self._epoll = select.epoll()
         self._launcher: int | None = None
-        self._failed: Rank | None = None
         self._reported = 0.0
         self._killed = False
+        self._ending_since = 0.0
+        self._leaving_since: float | None = 0.0  # None once it was told
+        self._looked = time.monotonic()
+        self._pauses: list[tuple[float, float]] = []  # (end, seconds)
 
     def run(self) -> None:
         """Until no rank is left."""
@@ -82,19 +100,32 @@ class Observer:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # nobody reads further
         os.close(null)
-        while not self._ranks or len(self._deaths) < len(self._ranks):
+        alone_since = started
+        while not self._nobody_is_left() or time.monotonic() - alone_since < self._patience():
+            if not self._nobody_is_left():
+                alone_since = time.monotonic()
+            elif self._ranks and self._folder.remove_if_last():
+                break
             self._find_ranks()
             self._wait_for_deaths(SECONDS_BETWEEN_LOOKS)
             self._wait_for_deaths_of_one_moment()
+            self._notice_pauses()
             self._judge_deaths()
             self._judge_waits()
             self._see_to_the_end()
-            if not self._ranks and time.monotonic() - started > 60:
-                break
-        if self._failed is not None and self._failed.status in (0, None) and self._launcher:
+            self._tell_who_waits_at_the_end()
+        # MPICH's launcher returns the first one's.
+        codes = [rank.status for rank in self._unexplained_deaths()]
+        if self._reported and self._launcher and (0 in codes or None in codes):
             time.sleep(SECONDS_TO_BE_READ)
             _end_launcher(self._launcher)
-        self._folder.remove()
+
+    def _nobody_is_left(self) -> bool:
+        return len(self._deaths) == len(self._ranks)
+
+    def _patience(self) -> float:
+        """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
+        return SECONDS_FOR_A_LATE_RANK if self._ranks else SECONDS_TO_START
 
     def _find_ranks(self) -> None:
         for rank in find_ranks(self._folder.path, known=self._ranks):
@@ -110,6 +141,12 @@ class Observer:
                 self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLET)
             if self._launcher is None:
                 self._launcher = launcher_of(rank.pid)
+        self._promise_to_look(0.0)
+
+    def _promise_to_look(self, seconds: float) -> None:
+        """The ranks trust in us until then, and some more."""
+        for rank in self._ranks.values():
+            rank.record.words[LOOKED] = time.monotonic_ns() + int(seconds * 1e9)
 
     def _wait_for_deaths(self, seconds: float) -> None:
         for pidfd, _ in self._epoll.poll(seconds):
@@ -135,46 +172,77 @@ class Observer:
                 return
             self._wait_for_deaths(left)
 
+    def _notice_pauses(self) -> None:
+        """A suspended job has not waited meanwhile: the clock went on, or this process did, but no rank could."""
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        alive = [rank for rank in self._ranks.values() if not rank.dead]
+        stopped = alive and all(rank.stands_still for rank in alive)
+        if gap > SECONDS_OF_A_PAUSE or stopped:
+            self._pauses.append((now, gap))
+
+    def _seconds_since(self, moment: float) -> float:
+        """Without pauses."""
+        pauses = sum(seconds for end, seconds in self._pauses if end > moment)
+        return time.monotonic() - moment - pauses
+
     def _judge_deaths(self) -> None:
         states = [rank.record.words[STATE] for rank in self._ranks.values()]
-        unexplained = [rank for rank in self._deaths if rank.record.words[STATE] == RUNNING]
-        if not unexplained or self._reported or ENDING in states:
+        unexplained = self._unexplained_deaths()
+        if not unexplained or self._reported or ENDING in states or self._is_told_elsewhere():
             return
+        all_dead = self._nobody_is_left()
+        # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it.
+        may_be_0 = all(rank.status in (0, None) for rank in unexplained)
+        if all_dead and may_be_0 and not self._unequal():
+            return  # they all ended by os._exit(0), after the same calls
         if all(rank.status == 0 for rank in unexplained):
-            if len(self._deaths) == len(self._ranks) and not self._unequal():
-                return  # they all ended by os._exit(0), after the same calls
             missed = any(
                 set(wait.missing) & set(unexplained) for wait in waits(list(self._ranks.values()))
             )
             waiting = time.monotonic() - self._first_death < SECONDS_TO_LEAVE_TOGETHER
-            if not missed and waiting and len(self._deaths) < len(self._ranks):
+            if not missed and waiting and not all_dead:
                 return
         first = _first(unexplained)
-        self._failed = first
-        self._report(death_report(list(self._ranks.values()), first), END, _code(first.status))
+        ranks = list(self._ranks.values())
+        self._report(lambda: death_report(ranks, first), END, _code(first.status))
+
+    def _is_told_elsewhere(self) -> bool:
+        """Whether another node has just asked about a stall: what happens now is its doing."""
+        asked = max((rank.record.words[ASKED] for rank in self._ranks.values()), default=0) / 1e9
+        return asked > 0 and time.monotonic() - asked < SECONDS_TO_REPORT
+
+    def _unexplained_deaths(self) -> list[Rank]:
+        return [rank for rank in self._deaths if rank.record.words[STATE] in (RUNNING, LEAVING)]
 
     def _unequal(self) -> bool:
+        """Whether ranks made different numbers of calls, or died in one."""
         calls: dict[int, set[int]] = {}
         for rank in self._ranks.values():
             for board in rank.record.boards():
                 calls.setdefault(board.group, set()).add(board.calls)
-        return any(len(numbers) > 1 for numbers in calls.values())
+        inside = any(rank.inside for rank in self._ranks.values())
+        return inside or any(len(numbers) > 1 for numbers in calls.values())
 
     def _judge_waits(self) -> None:
-        if self._reported or any(
-            rank.record.words[STATE] == ENDING for rank in self._ranks.values()
-        ):
-            return
         ranks = list(self._ranks.values())
-        for wait in waits(ranks)[:1]:
-            limit = wait.waiting[0].record.words[LIMIT] / 1e9
-            grace = 0.0 if 0 in self._ranks else SECONDS_FOR_THE_FIRST_NODE
-            if limit and (time.monotonic_ns() - wait.since) / 1e9 > limit + grace:
-                action = wait.waiting[0].record.words[ON_STALL]
-                told = self._ask_other_nodes(wait)
-                missing = [rank for one in told for rank in one.missing(wait.group, wait.call)]
-                lines = [line for one in told for line in one.lines]
-                self._report(stall_report(ranks, wait, limit, missing, lines), action, 1)
+        if self._reported or any(rank.record.words[STATE] == ENDING for rank in ranks):
+            return
+        wait = next(iter(waits(ranks)), None)
+        if wait is None:
+            return
+        words = wait.waiting[0].record.words
+        limit = words[LIMIT] / 1e9
+        grace = wait.first not in self._ranks or self._is_told_elsewhere()
+        waited = self._seconds_since(wait.since / 1e9)
+        if limit and waited > limit + SECONDS_FOR_THE_FIRST_NODE * grace:
+            self._report(lambda: self._stall_report(wait, waited, limit), words[ON_STALL], 1, wait)
+
+    def _stall_report(self, wait: Wait, waited: float, limit: float) -> str:
+        told = self._ask_other_nodes(wait)
+        missing = [rank for one in told for rank in one.missing(wait.group, wait.call)]
+        lines = [line for one in told for line in one.lines]
+        return stall_report(list(self._ranks.values()), wait, waited, limit, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
         if not wait.elsewhere:
@@ -188,7 +256,21 @@ class Observer:
             time.sleep(0.05)
         return []
 
-    def _report(self, text: str, action: int, code: int) -> None:
+    def _report(
+        self, compose: Callable[[], str], action: int, code: int, wait: Wait | None = None
+    ) -> None:
+        """Say why the job ends, and end it; unless the ranks went on meanwhile."""
+        self._promise_to_look(SECONDS_TO_REPORT)
+        try:
+            text = compose()
+        except Exception:  # the verdict stands, however little can be said
+            text = (
+                f"ranks failed, or wait too long; why could not be told:\n{traceback.format_exc()}"
+            )
+        self._looked = time.monotonic()
+        self._promise_to_look(0.0)
+        if wait is not None and not wait.lasts():
+            return
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
         written = _write_file(f"{text}\n")
         with (
@@ -201,25 +283,42 @@ class Observer:
         self._reported = time.monotonic()
         for rank in self._ranks.values():
             rank.record.words[CODE] = code
+            rank.record.words[STALLED] = wait.group if wait else 0
             rank.record.words[ABORT] = action
-            if action == RAISE:
-                rank.record.words[ON_STALL] = RAISE
 
     def _see_to_the_end(self) -> None:
-        """Kill the ranks that did not hear that the job ends."""
-        if (
-            not self._reported
-            or self._killed
-            or time.monotonic() - self._reported < SECONDS_TO_END_THE_JOB
-        ):
-            return
-        if any(rank.record.words[ABORT] == RAISE for rank in self._ranks.values()):
+        """Kill the ranks that did not hear that the job ends, or could not end it."""
+        records = [rank.record for rank in self._ranks.values()]
+        now = time.monotonic()
+        if not self._ending_since and any(record.words[STATE] == ENDING for record in records):
+            self._ending_since = now
+        too_long = self._ending_since and now - self._ending_since > SECONDS_TO_END_BY_ITSELF
+        raised = any(record.words[ABORT] == RAISE for record in records)
+        heard = not self._reported or raised or now - self._reported < SECONDS_TO_END_THE_JOB
+        if self._killed or (heard and not too_long):
             return
         self._killed = True
         for rank in self._ranks.values():
             if not rank.dead and state_of(rank.pid) not in DEAD:
                 with contextlib.suppress(OSError):
                     os.kill(rank.pid, signal.SIGKILL)
+
+    def _tell_who_waits_at_the_end(self) -> None:
+        """Once: that may be right, or a rank waits for one of those in an MPI call of the program's own."""
+        ranks = list(self._ranks.values())
+        leaving = [rank for rank in ranks if rank.record.words[STATE] == LEAVING]
+        if self._leaving_since is None or self._reported or not leaving:
+            return
+        now = time.monotonic()
+        self._leaving_since = self._leaving_since or now
+        limit = leaving[0].record.words[LIMIT] / 1e9
+        waited = self._seconds_since(self._leaving_since)
+        running = [rank for rank in ranks if not rank.dead and not rank.has_left]
+        if limit and running and waited > limit:
+            self._leaving_since = None
+            self._promise_to_look(SECONDS_TO_REPORT)
+            _say(f"\nmpistrat: {leaving_notice(ranks, waited)}\n")
+            self._looked = time.monotonic()
 
 
 def _first(deaths: list[Rank]) -> Rank:
@@ -254,10 +353,11 @@ def _say(text: str) -> None:
 def _write_file(text: str) -> str:
     """The path of a new file in the working directory, else among the temporary ones; "" if neither can be written."""
     name = f"mpistrat-report-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    for place in (os.getcwd(), tempfile.gettempdir()):
-        path = os.path.join(place, name)
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+    for place in (".", tempfile.gettempdir()):
+        with contextlib.suppress(OSError):  # the working directory may be gone
+            path = os.path.abspath(os.path.join(place, name))
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
             return path
     return ""
 
@@ -265,6 +365,8 @@ def _write_file(text: str) -> str:
 def _end_launcher(pid: int) -> None:
     """Its exit code must not be 0: no rank is left that could see to that."""
     for number in (signal.SIGHUP, signal.SIGKILL):
+        if not is_launcher(pid):  # it ended, and the number may be another's
+            return
         with contextlib.suppress(OSError):
             os.kill(pid, number)
         time.sleep(0.2)

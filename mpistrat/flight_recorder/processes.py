@@ -10,6 +10,7 @@ import re
 import signal
 import struct
 import time
+from collections.abc import Iterator
 
 SECONDS_FOR_A_STACK = 0.6
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
@@ -22,8 +23,10 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-_LAUNCHERS = re.compile(
-    r"(mpiexec|mpirun|mpiexec\.\w+|hydra_pmi_proxy|hydra_bstrap_pr\w*|prterun|prted|orterun|orted)$"
+# What starts ranks: a launcher proper, whose exit code is the job's, or its daemon on a node. Names have 15 characters.
+_LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
+_DAEMONS = re.compile(
+    r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell|palsd)$"
 )
 
 
@@ -81,44 +84,79 @@ def describe_exit(status: int | None) -> str:
     return f"ended with exit code {os.WEXITSTATUS(status)} and without MPI_Finalize, as os._exit() does"
 
 
-def stack_of(pid: int, stack_signal: int, main_thread: int, stacks: str) -> list[str]:
-    """The Python frames of its main thread, innermost first; [] when it does not answer.
+class StackRequest:
+    """Asks a process for the Python frames of its main thread.
 
     The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
     while the GIL is held.
     """
-    if not stack_signal or state_of(pid) not in RUNS:
-        return []
-    try:
-        before = os.path.getsize(stacks)
-        os.kill(pid, stack_signal)
-    except OSError:
-        return []
-    deadline = time.monotonic() + SECONDS_FOR_A_STACK
-    size = before
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        grown = os.path.getsize(stacks)
-        if grown == size > before:
-            break
-        size = grown
-    with open(stacks, encoding="utf-8", errors="replace") as file:
-        file.seek(before)
-        return _frames(file.read(), main_thread)
+
+    def __init__(self, pid: int, stack_signal: int, main_thread: int, stacks: str) -> None:
+        self._main_thread, self._stacks = main_thread, stacks
+        self._before: int | None = None
+        self._deadline = time.monotonic() + SECONDS_FOR_A_STACK
+        if stack_signal and state_of(pid) in RUNS:
+            with contextlib.suppress(OSError):
+                self._before = os.path.getsize(stacks)
+                os.kill(pid, stack_signal)
+
+    def frames(self) -> list[str]:
+        """Innermost first; [] when it does not answer."""
+        if self._before is None:
+            return []
+        size = self._before
+        while time.monotonic() < self._deadline:
+            grown = os.path.getsize(self._stacks)
+            if grown == size > self._before:
+                break
+            size = grown
+            time.sleep(0.02)
+        with open(self._stacks, encoding="utf-8", errors="replace") as file:
+            file.seek(self._before)
+            return _frames(file.read(), self._main_thread)
 
 
 def launcher_of(pid: int) -> int | None:
-    """The outermost of its ancestors that is an MPI launcher."""
-    found = None
-    while pid > 1:
-        fields = _stat(pid)
-        if fields is None:
-            break
+    """The launcher that started it on this node; on other nodes, the last of its daemons."""
+    daemon = None
+    for ancestor, name in _ancestors(pid):
+        if _LAUNCHERS.match(name):
+            return ancestor
+        if _DAEMONS.match(name) and name != "slurmstepd":  # that one answers to Slurm
+            daemon = ancestor
+    return daemon
+
+
+def is_launcher(pid: int) -> bool:
+    name = _name(pid)
+    return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
+
+
+def job_of(pid: int) -> str:
+    """A name that the ranks have in common that one launcher started on this node; "" where none is found.
+
+    It is that of their nearest daemon, or launcher, and when it began.
+    """
+    for ancestor, name in _ancestors(pid):
+        fields = _stat(ancestor)
+        if fields and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
+            return f"{ancestor}-{fields[19]}"
+    return ""
+
+
+def _ancestors(pid: int) -> Iterator[tuple[int, str]]:
+    """The parent, its parent, and so on, each with its name."""
+    while pid > 1 and (fields := _stat(pid)) is not None:
         pid = int(fields[1])
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:
-            if _LAUNCHERS.match(file.read().strip()):
-                found = pid
-    return found
+        yield pid, _name(pid)
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -12,6 +12,7 @@ and in the machine's byte order: a reader sees an old or a new one, never half o
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
@@ -34,15 +35,18 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     BOARDS,
     LIMIT,
     ON_STALL,
+    STALLED,  # with ABORT: the hash of the stalled communicator's name; written before it
+    LOOKED,  # when the observer last looked, or will at the latest; 0: it does not know of this rank yet
     ASK,  # 1: the observer wants to know of the ranks on other nodes; see `elsewhere`
-) = range(14)
-# STATE
-RUNNING, LEFT, ENDING = range(3)
+    ASKED,  # when the observer of another node asked
+) = range(17)
+# STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs
+RUNNING, LEAVING, LEFT, ENDING = range(4)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
 END, RAISE = 1, 2
 # Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
-# the communicator's size and the hash of its name
-WORD, CALLS, SINCE, GROUP_SIZE, GROUP = range(5)
+# the communicator's size, the hash of its name, its first rank's number in the job, and the call's entry in the ring
+WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY = range(7)
 
 _HOST, _HOST_BYTES, _WAITED, _WAITED_SECOND = 1024, 256, 3072 // 8, 3584 // 8
 _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
@@ -74,6 +78,7 @@ class RankRecord:
             finally:
                 os.close(file)
         self.words = memoryview(self._map).cast("Q")
+        self._numbers = itertools.count(1)  # of entries; threads may take them at the same time
         if not create and path is not None and self.words[VERSION] != MAGIC:
             raise OSError(f"{path} is not a record of this version")
 
@@ -88,21 +93,25 @@ class RankRecord:
         self._map[_HOST : _HOST + len(encoded)] = encoded
         words[VERSION] = MAGIC
 
-    def new_board(self, name_hash: int, size: int) -> int | None:
-        """The index in `words` of a new communicator's board; None when all are taken."""
+    def new_board(self, name_hash: int, size: int, first: int = 0) -> int | None:
+        """The index in `words` of a new communicator's board; None when all are taken.
+
+        `first` is the number in the job of the communicator's rank 0.
+        """
         number = self.words[BOARDS]
         if number == MAX_BOARDS:
             return None
         board: int = _FIRST_BOARD + number * _BOARD_WORDS
         self.words[board + GROUP_SIZE] = size
         self.words[board + GROUP] = name_hash
+        self.words[board + FIRST] = first
         self.words[BOARDS] = number + 1
         return board
 
     def enter(self, board: int, calls: int, text: bytes, call_bytes: int) -> None:
         """This rank enters its `calls`-th collective on `board`; `text` is the call, then its site."""
         words = self.words
-        number = words[ENTRIES] + 1
+        number = next(self._numbers)
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         now = time.monotonic_ns()
         _ENTRY.pack_into(
@@ -110,17 +119,17 @@ class RankRecord:
         )
         start = offset + _ENTRY.size
         self._map[start : start + len(text)] = text
-        words[ENTRIES] = number
+        words[ENTRIES] = words[board + ENTRY] = number
         words[board + CALLS] = calls
         words[board + SINCE] = now
 
     def waited(self, board: int) -> None:
-        """All ranks have entered the collective that this rank entered last."""
+        """All ranks have entered the collective that this rank entered last on `board`."""
         words = self.words
         now = time.monotonic_ns()
         nanoseconds = now - words[board + SINCE]
         _WAITED_NS.pack_into(
-            self._map, _FIRST_ENTRY + words[ENTRIES] % RING * _ENTRY_BYTES + 16, nanoseconds
+            self._map, _FIRST_ENTRY + words[board + ENTRY] % RING * _ENTRY_BYTES + 16, nanoseconds
         )
         second = now // 1_000_000_000
         bucket = second % RING
@@ -133,16 +142,22 @@ class RankRecord:
         self.words[board + SINCE] = 0
 
     def seconds_waited(self, last: int = 60) -> float:
-        """How long this rank waited for others to enter collectives, in the last seconds (at most 63)."""
-        now = time.monotonic_ns() // 1_000_000_000
-        return (
-            sum(
-                self.words[_WAITED + bucket]
-                for bucket in range(RING)
-                if now - self.words[_WAITED_SECOND + bucket] <= last
-            )
-            / 1e9
+        """How long this rank waited for others to enter collectives, in the last seconds (at most 63).
+
+        A wait that has not ended counts from when it began.
+        """
+        now = time.monotonic_ns()
+        ended = sum(
+            self.words[_WAITED + bucket]
+            for bucket in range(RING)
+            if now // 1_000_000_000 - self.words[_WAITED_SECOND + bucket] <= last
         )
+        waiting = [
+            now - board.since
+            for board in self.boards()
+            if board.since and (entry := self.entry_of(board)) and entry.waited < 0
+        ]
+        return (ended + min(max(waiting, default=0), last * 1_000_000_000)) / 1e9
 
     def end(self) -> None:
         """This rank ends the job, or has failed: the observer need not explain its death."""
@@ -166,6 +181,8 @@ class RankRecord:
                 words[base + GROUP_SIZE],
                 words[base + CALLS],
                 words[base + SINCE],
+                words[base + FIRST],
+                words[base + ENTRY],
             )
             for base in range(
                 _FIRST_BOARD, _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS, _BOARD_WORDS
@@ -174,26 +191,26 @@ class RankRecord:
 
     def last(self, count: int = RING) -> list[Entry]:
         """The last collectives, the latest first. A reader may catch one half written."""
-        entries = []
         written = self.words[ENTRIES]
-        for number in range(written, max(0, written - min(count, RING)), -1):
-            offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-            calls, entered, waited, board, call_bytes, site_bytes = _ENTRY.unpack_from(
-                self._map, offset
-            )
-            start = offset + _ENTRY.size
-            text = self._map[start : start + min(call_bytes + site_bytes, _TEXT_BYTES)]
-            entries.append(
-                Entry(
-                    calls,
-                    entered,
-                    waited,
-                    board,
-                    text[:call_bytes].decode(errors="replace"),
-                    text[call_bytes:].decode(errors="replace"),
-                )
-            )
-        return entries
+        return [self._entry(n) for n in range(written, max(0, written - min(count, RING)), -1)]
+
+    def entry_of(self, board: Board) -> Entry | None:
+        """The last call of a communicator; None when it made none, or the ring has forgotten it."""
+        if not board.entry or self.words[ENTRIES] - board.entry >= RING:
+            return None
+        entry = self._entry(board.entry)
+        return entry if entry.board == board.base else None
+
+    def _entry(self, number: int) -> Entry:
+        offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
+        calls, entered, waited, board, call_bytes, site_bytes = _ENTRY.unpack_from(
+            self._map, offset
+        )
+        start = offset + _ENTRY.size
+        text = self._map[start : start + min(call_bytes + site_bytes, _TEXT_BYTES)]
+        call = text[:call_bytes].decode(errors="replace")
+        site = text[call_bytes:].decode(errors="replace")
+        return Entry(calls, entered, waited, board, call, site)
 
 
 _WAITED_NS = struct.Struct("=q")
@@ -208,6 +225,8 @@ class Board:
     size: int
     calls: int
     since: int
+    first: int
+    entry: int
 
 
 @dataclass(frozen=True)

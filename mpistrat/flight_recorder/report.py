@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from mpistrat.flight_recorder.job_folder import ranks_in, record_of, stacks_of
 from mpistrat.flight_recorder.processes import (
     RUNS,
+    StackRequest,
     cpu_seconds,
     describe_exit,
     describe_state,
-    stack_of,
     state_of,
 )
 from mpistrat.flight_recorder.record import (
+    LEAVING,
     LEFT,
     MAIN_THREAD,
     PID,
@@ -31,6 +32,7 @@ from mpistrat.flight_recorder.record import (
 )
 
 _MOST_FRAMES = 12
+_MOST_RANKS = 24  # that are told of one by one
 _LAUNCHERS_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _SECONDS_OF_CPU = 0.3
 _BUSY = 0.1  # of a core, which it may have to share
@@ -60,7 +62,7 @@ class Rank:
 
     @property
     def has_left(self) -> bool:
-        return bool(self.record.words[STATE] == LEFT)
+        return self.record.words[STATE] in (LEAVING, LEFT)
 
     @property
     def inside(self) -> bool:
@@ -82,11 +84,20 @@ class Wait:
     waiting: list[Rank]
     missing: list[Rank]
     group: int  # the hash of its communicator's name
+    first: int  # the number in the job of its communicator's rank 0
 
     @property
     def elsewhere(self) -> int:
         """How many of its ranks are on other nodes."""
         return self.size - len(self.waiting) - len(self.missing)
+
+    def lasts(self) -> bool:
+        """Whether the ranks still wait in it."""
+        return any(
+            board.group == self.group and board.calls == self.call and board.since
+            for rank in self.waiting
+            for board in rank.record.boards()
+        )
 
 
 def waits(ranks: list[Rank], *, of_the_dead: bool = False) -> list[Wait]:
@@ -110,21 +121,25 @@ def waits(ranks: list[Rank], *, of_the_dead: bool = False) -> list[Wait]:
             waiting = [rank for rank, board in inside if board.calls == call]
             since = min(board.since for _, board in inside if board.calls == call)
             missing = [rank for rank, board in members if board.calls < call]
-            found.append(Wait(call, members[0][1].size, since, waiting, missing, group))
+            of = members[0][1]
+            found.append(Wait(call, of.size, since, waiting, missing, group, of.first))
     return sorted(found, key=lambda wait: wait.since)
 
 
 def stall_report(
     ranks: list[Rank],
     wait: Wait,
+    waited: float,
     limit: float,
     missing_elsewhere: Sequence[int] = (),
     told: Sequence[str] = (),
 ) -> str:
-    """Why ranks wait. `missing_elsewhere` and `told` are what other nodes said, if they did."""
-    now = time.monotonic_ns()
+    """Why ranks have waited for `waited` seconds.
+
+    `missing_elsewhere` and `told` are what other nodes said, if they did.
+    """
     head = (
-        f"ranks have waited {(now - wait.since) / 1e9:.1f} s in a collective "
+        f"ranks have waited {waited:.1f} s in a collective "
         f"(MPISTRAT_STALL_SECONDS allows {limit:g} s)"
     )
     elsewhere = wait.elsewhere
@@ -139,26 +154,18 @@ def stall_report(
         head += ": all its ranks on this node have come to it, so some on other nodes have not"
     else:
         head += ": all ranks have come to it, but it does not end"
-    cpu = {rank.number: cpu_seconds(rank.pid) for rank in suspects}
-    started = time.monotonic()
-    time.sleep(_SECONDS_OF_CPU)
-    lines = [head]
-    for rank in suspects:
-        elapsed = time.monotonic() - started
-        busy = (cpu_seconds(rank.pid) - cpu[rank.number]) / elapsed
-        lines += _where(rank, busy)
-    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects])
+    lines = [head, *_what_they_do(suspects, wait.group)]
+    lines += _in_calls([rank for rank in wait.waiting if rank not in suspects], wait.group)
     if not suspects and not elsewhere:
-        for rank in wait.waiting:
-            lines += [f"  {rank.who}", *_stack(rank)]
+        stacks = _ask_for_stacks(wait.waiting)
+        for rank, stack in list(zip(wait.waiting, stacks, strict=True))[:_MOST_RANKS]:
+            lines += [f"  {rank.who}", *_stack(rank, stack)]
     mentioned = {rank.number for rank in (*suspects, *wait.waiting)}
-    for rank in ranks:
-        if rank.number not in mentioned:
-            lines += _where(rank, None)
+    lines += _what_they_do([rank for rank in ranks if rank.number not in mentioned], wait.group)
     lines += told
     if elsewhere and not told:
         lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
-    lines += straggler(ranks)
+    lines += straggler([*wait.waiting, *wait.missing])
     lines.append(
         "Every rank must make the same calls. If one is only slow, allow more: MPISTRAT_STALL_SECONDS=N (0: no limit)."
     )
@@ -167,10 +174,7 @@ def stall_report(
 
 def death_report(ranks: list[Rank], first: Rank) -> str:
     lines = [f"{first.who} {describe_exit(first.status)}"]
-    last = first.record.last(1)
-    lines += (
-        [f"  it {_last_words(first, last[0])}"] if last else ["  it had not entered a collective"]
-    )
+    lines.append(f"  it {_last_words(first)}")
     spoken = _spoken_at_death(first)
     if spoken:
         lines += ["  its last words:", *(f"      {line}" for line in spoken)]
@@ -179,10 +183,7 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
     for rank in others:
         if rank.inside or rank.has_left:
             continue
-        last = rank.record.last(1)
-        lines.append(
-            f"  rank {rank.number}: {_last_words(rank, last[0]) if last else 'had not entered a collective'}"
-        )
+        lines.append(f"  rank {rank.number}: {_last_words(rank)}")
     if first.record.words[SIZE] > len(ranks) and first.status in _LAUNCHERS_SIGNALS:
         lines.append(
             "  If a rank of another node failed before, the launcher killed this one; each node reports for itself."
@@ -192,16 +193,18 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
 
 def account_of(ranks: list[Rank]) -> list[str]:
     """What the ranks of a node do, for the report of another."""
-    used = {rank.number: cpu_seconds(rank.pid) for rank in ranks}
-    started = time.monotonic()
-    time.sleep(_SECONDS_OF_CPU)
     inside = [rank for rank in ranks if rank.inside and not rank.stands_still]
-    lines = []
-    for rank in ranks:
-        if rank not in inside:
-            busy = (cpu_seconds(rank.pid) - used[rank.number]) / (time.monotonic() - started)
-            lines += _where(rank, busy)
-    return lines + _in_calls(inside)
+    return _what_they_do([rank for rank in ranks if rank not in inside]) + _in_calls(inside)
+
+
+def leaving_notice(ranks: list[Rank], seconds: float) -> str:
+    """That ranks have come to their end and wait for others, which may be right."""
+    gone = [rank for rank in ranks if rank.record.words[STATE] == LEAVING]
+    lines = [
+        f"{_ranks(gone)} came to the end of the program {seconds:.0f} s ago and {_verb(gone, 'wait')} for the other "
+        "ranks. If one of those waits in turn, in an MPI call of the program's own, this job hangs:"
+    ]
+    return "\n".join(lines + _what_they_do([rank for rank in ranks if rank not in gone]))
 
 
 def straggler(ranks: list[Rank]) -> list[str]:
@@ -215,40 +218,78 @@ def straggler(ranks: list[Rank]) -> list[str]:
     ]
 
 
-def _where(rank: Rank, busy: float | None) -> list[str]:
-    """What a rank does that others miss."""
-    if rank.dead:
-        state = describe_exit(rank.status)
-    elif rank.has_left:
-        state = "has come to the end of its program"
-    else:
-        letter = state_of(rank.pid)
-        state = f"is {describe_state(letter)}"
-        if busy is not None and letter in {"R", "S"}:
-            state = "is busy" if busy > _BUSY or letter == "R" else "is idle"
-            state += f" ({100 * busy:.0f} % of a core)"
-    last = rank.record.last(1)
-    told = _last_words(rank, last[0]) if last else "has not entered a collective"
-    return [f"  {rank.who} {state}; it {told}", *_stack(rank)]
-
-
-def _last_words(rank: Rank, last: Entry) -> str:
-    inside = any(board.base == last.board and board.since for board in rank.record.boards())
-    ago = (time.monotonic_ns() - last.entered) / 1e9
-    verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
-    return f"{verb} collective number {last.number}, entered {ago:.1f} s ago: {last.call}\n      at {last.site}"
-
-
-def _stack(rank: Rank) -> list[str]:
-    if rank.dead:
+def _what_they_do(ranks: list[Rank], group: int | None = None) -> list[str]:
+    """Of each rank, how it does, which was its last collective, and where it stands."""
+    if not ranks:
         return []
-    words = rank.record.words
-    frames = stack_of(rank.pid, words[STACK_SIGNAL], words[MAIN_THREAD], rank.stacks)
-    return (
-        ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])]
-        if frames
-        else []
-    )
+    used = [cpu_seconds(rank.pid) for rank in ranks]
+    started = time.monotonic()
+    time.sleep(_SECONDS_OF_CPU)
+    elapsed = time.monotonic() - started
+    states = [
+        _state(rank, (cpu_seconds(rank.pid) - before) / elapsed)
+        for rank, before in zip(ranks, used, strict=True)
+    ]
+    lines = []
+    told = list(zip(ranks, states, _ask_for_stacks(ranks), strict=True))
+    for rank, state, stack in told[:_MOST_RANKS]:
+        lines += [f"  {rank.who} {state}; it {_last_words(rank, group)}", *_stack(rank, stack)]
+    if len(ranks) > _MOST_RANKS:
+        lines.append(f"  and {_ranks(ranks[_MOST_RANKS:])}")
+    return lines
+
+
+def _ask_for_stacks(ranks: list[Rank]) -> list[StackRequest | None]:
+    """Of all at once: together they have as long to answer as one."""
+    requests: list[StackRequest | None] = []
+    for rank in ranks:
+        words = rank.record.words
+        about = rank.pid, words[STACK_SIGNAL], words[MAIN_THREAD], rank.stacks
+        asked = not rank.dead and len(requests) < _MOST_RANKS
+        requests.append(StackRequest(*about) if asked else None)
+    return requests
+
+
+def _state(rank: Rank, busy: float) -> str:
+    if rank.dead:
+        return describe_exit(rank.status)
+    if rank.has_left:
+        return "has come to the end of its program"
+    letter = state_of(rank.pid)
+    if letter not in ("R", "S"):
+        return f"is {describe_state(letter)}"
+    how = "busy" if busy > _BUSY or letter == "R" else "idle"
+    return f"is {how} ({100 * busy:.0f} % of a core)"
+
+
+def _last_words(rank: Rank, group: int | None = None) -> str:
+    """Its last collective of the group (of any where none is given), and the one of another group that it is in."""
+    record, boards = rank.record, rank.record.boards()
+    last = next((record.entry_of(board) for board in boards if board.group == group), None)
+    if last is None:
+        last = next(iter(record.last(1)), None)
+    told = "has not entered a collective" if last is None else _told(rank, last)
+    for board in boards:
+        entry = record.entry_of(board)
+        if board.since and entry and entry != last:
+            told += f"\n    of another communicator it {_told(rank, entry)}"
+    return told
+
+
+def _told(rank: Rank, entry: Entry) -> str:
+    inside = any(board.base == entry.board and board.since for board in rank.record.boards())
+    ago = (time.monotonic_ns() - entry.entered) / 1e9
+    verb = "is in" if inside and not rank.dead else "was in" if inside else "had finished"
+    return f"{verb} collective number {entry.number}, entered {ago:.1f} s ago: {entry.call}\n      at {entry.site}"
+
+
+def _stack(rank: Rank, request: StackRequest | None) -> list[str]:
+    if request is None or rank.stands_still:
+        return []
+    frames = request.frames()
+    if not frames:
+        return ["    and did not answer when it was asked for its stack"]
+    return ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])]
 
 
 def _spoken_at_death(rank: Rank) -> list[str]:
@@ -264,18 +305,21 @@ def _spoken_at_death(rank: Rank) -> list[str]:
     )
 
 
-def _in_calls(ranks: list[Rank]) -> list[str]:
-    """The collectives that ranks are in, those in the same one together."""
+def _in_calls(ranks: list[Rank], group: int | None = None) -> list[str]:
+    """The collectives, of the group or of any, that ranks are in; those in the same one together."""
     calls: dict[str, list[Rank]] = {}
     for rank in ranks:
-        last = rank.record.last(1)
-        if last:
-            text = f"in collective number {last[0].number}: {last[0].call}\n      at {last[0].site}"
-            calls.setdefault(text, []).append(rank)
-    return [
-        f"  {_ranks(those)} {'waits' if len(those) == 1 else 'wait'} {text}"
-        for text, those in calls.items()
-    ]
+        for board in rank.record.boards():
+            if not board.since or group not in (None, board.group):
+                continue
+            entry = rank.record.entry_of(board)  # None when other threads made many calls since
+            told = f": {entry.call}\n      at {entry.site}" if entry else ""
+            calls.setdefault(f"in collective number {board.calls}{told}", []).append(rank)
+    return [f"  {_ranks(those)} {_verb(those, 'wait')} {text}" for text, those in calls.items()]
+
+
+def _verb(ranks: list[Rank], verb: str) -> str:
+    return f"{verb}s" if len(ranks) == 1 else verb
 
 
 def _ranks(ranks: list[Rank]) -> str:

@@ -13,7 +13,7 @@ from mpistrat.communicators.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.mpi import MpiCommunicator, communicator_for
 from mpistrat.errors import StallError
-from mpistrat.flight_recorder.record import ABORT, RAISE
+from mpistrat.flight_recorder.record import ABORT, GROUP, RAISE, STALLED
 from rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
@@ -76,7 +76,8 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
     communicator = make()
     monkeypatch.setattr(waiting, "SPIN_SECONDS", 0)
     if RANK == 0:
-        record = communicator.station.record
+        record, board = communicator.station.record, communicator.station.board
+        record.words[STALLED] = record.words[board + GROUP]
         record.words[ABORT] = RAISE
         with pytest.raises(StallError):
             communicator.barrier()

@@ -1,5 +1,6 @@
 """Records that outlive their process, folders that killed jobs leave behind, and what is said of other processes."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from mpistrat.flight_recorder.record import (
     MAX_SITE,
     RAISE,
     RING,
+    STALLED,
     RankRecord,
     text_of,
 )
@@ -32,6 +34,7 @@ from mpistrat.flight_recorder.report import find_ranks, waits
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Job folders are made in a folder of the test's own."""
     monkeypatch.setattr(job_folder, "_roots", lambda: [str(tmp_path / "jobs")])
+    monkeypatch.setattr(job_folder, "_remove_unmapped", list)
     return tmp_path / "jobs"
 
 
@@ -100,12 +103,13 @@ def test_seconds_waited_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_is_removed_once_nobody_lives(folders: Path) -> None:
-    mine = JobFolder.create()
+    mine, new = JobFolder.create("mine-1234")
+    assert new
     program = f"""
 import os
 from mpistrat.flight_recorder import job_folder
 job_folder._roots = lambda: [{str(folders)!r}]
-folder = job_folder.JobFolder.create()
+folder, _ = job_folder.JobFolder.create("other-1234")
 print(folder.path, flush=True)
 input()
 os.kill(os.getpid(), 9)
@@ -123,33 +127,101 @@ os.kill(os.getpid(), 9)
     assert Path(mine.path).exists()
 
 
+def test_processes_of_a_job_share_a_folder(folders: Path) -> None:
+    first, new = JobFolder.create("job-1234")
+    second, also_new = JobFolder.create("job-1234")
+    assert (new, also_new) == (True, False)
+    assert first.path == second.path
+    assert not first.remove_if_last()
+    os.close(second._lock)
+    assert first.remove_if_last()
+    assert list(folders.iterdir()) == []
+
+
+def test_only_job_folders_are_removed(folders: Path, tmp_path: Path) -> None:
+    """Not what else lies there with a lock file, nor anything behind a link."""
+    project = tmp_path / "project"
+    (project / "uv").mkdir(parents=True)
+    (project / "uv.lock").touch()
+    (project / "12345678-1.lock").touch()
+    (project / "12345678-1").mkdir()
+    folders.symlink_to(project)
+    assert remove_leftovers() == []
+    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+        JobFolder.create("job-1234")
+    folders.unlink()
+    project.rename(folders)
+    folders.chmod(0o777)
+    assert remove_leftovers() == []
+    folders.chmod(0o700)
+    assert remove_leftovers() == [str(folders / "12345678-1")]
+    assert (folders / "uv").exists()
+
+
 def test_noted_mappings_go_with_the_folder(folders: Path, tmp_path: Path) -> None:
     """Except those that are another job's by now: the same name, another inode."""
-    folder = JobFolder.create()
+    folder, _ = JobFolder.create("job-1234")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.touch()
     theirs.touch()
     noted = Path(folder.path, "mappings-0")
     noted.write_text(f"{ours.stat().st_ino} {ours}\n{theirs.stat().st_ino + 1} {theirs}\n")
-    folder.remove()
+    assert folder.remove_if_last()
     assert not ours.exists()
     assert theirs.exists()
 
 
-def test_mappings_of_this_process_are_found() -> None:
-    import mmap
-
-    path = Path(f"/dev/shm/mpistrat-test-{os.getpid()}")
+@pytest.mark.parametrize(
+    ("name", "of_mpi"),
+    [("mpich_shm_test", True), ("sm_segment.test", True), ("my-dataset.npy", False)],
+)
+def test_only_mappings_of_mpi_are_noted(name: str, of_mpi: bool) -> None:
+    """A program maps files of its own there, too."""
+    path = Path(f"/dev/shm/{name}.{os.getpid()}")
     path.write_bytes(b"x" * 4096)
     try:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-            assert (path.stat().st_ino, str(path)) in job_folder._shared_mappings()
+            assert ((path.stat().st_ino, str(path)) in job_folder._shared_mappings()) == of_mpi
     finally:
         path.unlink()
 
 
+@pytest.mark.parametrize(
+    ("name", "age", "mapped", "stays"),
+    [
+        ("mpich_shm_test", 3600, False, False),
+        ("sm_segment.test", 3600, False, False),
+        ("mpich_shm_test", 3600, True, True),
+        ("mpich_shm_test", 1, False, True),
+        ("my-dataset.npy", 3600, False, True),
+    ],
+)
+def test_what_mpi_left_and_nobody_maps_is_removed(
+    name: str, age: float, mapped: bool, stays: bool
+) -> None:
+    if os.stat("/proc/self/ns/pid").st_ino != job_folder._INITIAL_PID_NAMESPACE:
+        pytest.skip("needs the initial PID namespace, where no process is hidden")
+    path = Path(f"/dev/shm/{name}.{os.getpid()}")
+    path.write_bytes(b"x" * 4096)
+    os.utime(path, (time.time() - age,) * 2)
+    program = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-uc", program if mapped else "print(); input()", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        remove_leftovers()
+        assert path.exists() == stays
+    finally:
+        other.communicate(b"\n")
+        path.unlink(missing_ok=True)
+
+
 def test_who_is_missing(folders: Path) -> None:
-    folder = JobFolder.create()
+    folder, _ = JobFolder.create("job-1234")
     records = [new_record(job_folder.record_of(folder.path, rank), rank) for rank in range(3)]
     for rank, calls in enumerate((3, 2, 3)):
         board = records[rank].new_board(7, 3)
@@ -190,10 +262,18 @@ def test_a_rank_that_is_one_call_ahead_has_agreed() -> None:
 
 
 def test_waiting_ends_with_a_reported_stall() -> None:
-    record = new_record(None)
-    record.words[ABORT] = RAISE
+    station = Station(new_record(None))
+    station.record.words[ABORT] = RAISE
     with pytest.raises(StallError, match="rank 0 waited too long"):
-        wait_until(lambda: False, record, crowded=False)
+        wait_until(lambda: False, station)
+
+
+def test_a_stall_of_another_communicator_is_not_raised() -> None:
+    station = Station(new_record(None))
+    station.record.words[STALLED] = 7
+    station.record.words[ABORT] = RAISE
+    ends = time.monotonic() + 0.1
+    wait_until(lambda: time.monotonic() > ends, station)
 
 
 def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +282,7 @@ def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPat
     record.start(1, 2, "node7", 0, 0.2, 1)
     started = time.monotonic()
     with pytest.raises(StallError, match=r"rank 1 waited 0\.3 s .* no observer runs"):
-        wait_until(lambda: False, record, crowded=True)
+        wait_until(lambda: False, Station(record, crowded=True))
     assert time.monotonic() - started < 2
 
 
@@ -271,7 +351,7 @@ observer.main()
 @pytest.mark.parametrize("pidfds", ["with", "kernel without", "python without"])
 def test_the_observer_reports_only_who_is_dead(folders: Path, tmp_path: Path, pidfds: str) -> None:
     """Red Hat 8 has no pidfds, and conda's Python does not know them."""
-    folder = JobFolder.create()
+    folder, _ = JobFolder.create("job-1234")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     program = [sys.executable, "-c"]
     rank = subprocess.Popen([*program, RANK, folder.path], **pipes)  # type: ignore[call-overload]
@@ -294,4 +374,16 @@ def test_the_observer_reports_only_who_is_dead(folders: Path, tmp_path: Path, pi
     # Nobody has reaped it: it is still a zombie, whose exit status can be read.
     assert f"mpistrat: rank 0 of 1 (node7, pid {rank.pid}) was killed by SIGKILL" in said
     assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
-    assert not Path(folder.path).exists()
+    assert Path(folder.path).exists()  # this process holds it, as what a rank forked might
+
+
+def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
+    folder, _ = JobFolder.create("job-1234")
+    dead = subprocess.Popen([sys.executable, "-c", RANK, folder.path], stdin=subprocess.PIPE)
+    dead.communicate(b"\n")
+    os.close(folder._lock)
+    observer = subprocess.Popen(
+        [sys.executable, "-c", OBSERVER, "with"], stdin=subprocess.PIPE, cwd=tmp_path
+    )
+    observer.communicate(f"{folder.path}\n".encode(), timeout=10)
+    assert list(folders.iterdir()) == []
