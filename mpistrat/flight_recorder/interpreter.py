@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 
 def python_of_helpers() -> str | None:
-    """The interpreter that helper processes run in; None where there is none but the user's program itself."""
-    if getattr(sys, "frozen", False) or not sys.executable:
+    """The Python interpreter; None in a program that carries its own, which would run itself once more."""
+    executable = sys.executable or ""
+    is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None
+    if getattr(sys, "frozen", False) or not is_python or not os.access(executable, os.X_OK):
         return None
-    return sys.executable if os.access(sys.executable, os.X_OK) else None
+    return executable

@@ -1,0 +1,127 @@
+"""What the observer leaves alone, and what it sees although it is hard to see."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Job, Launcher, run_job
+
+PROGRAM = Path(__file__).parent / "programs" / "observed.py"
+LIMIT = 2.0
+
+
+def line_of(scenario: str) -> int:
+    lines = PROGRAM.read_text(encoding="utf-8").splitlines()
+    return next(n for n, line in enumerate(lines, 1) if line.endswith(f"  # {scenario}"))
+
+
+def run(launcher: Launcher, folder: Path, scenario: str, ranks: int = 2, **env: str) -> Job:
+    settings = {"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}", **env}
+    job = launcher.run_python(
+        ranks, PROGRAM, scenario, folder, env=settings, cwd=folder, seconds=60
+    )
+    assert job.left_behind == (), job.output
+    return job
+
+
+def test_files_of_the_program_stay(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "own_mapping")
+    files = list(Path("/dev/shm").glob(f"{tmp_path.name}-*"))
+    for file in files:
+        file.unlink()
+    assert job.returncode == 0, job.output
+    assert len(files) == 2
+
+
+def test_a_program_may_wait_for_all_its_children(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "waits_for_all_children")
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("all reaped") == 2
+
+
+def test_one_observer_for_strategies_over_some_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "halves_first", ranks=4)
+    assert job.returncode != 0
+    assert "rank 3 has not come to it" in job.stderr, job.output
+    assert f"observed.py:{line_of('halves_first')} in halves_first" in job.stderr
+    assert "other nodes" not in job.stderr
+
+
+def test_a_working_directory_that_is_gone(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "no_working_directory")
+    assert job.returncode != 0
+    assert "rank 1 has not come to it" in job.stderr, job.output
+    (written,) = re.findall(r"This report is in (\S+)\.\n", job.stderr)
+    Path(written).unlink()
+
+
+def test_the_limit_holds_without_a_record(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "no_record")
+    assert job.returncode != 0
+    assert "2 of 2 ranks on " in job.stderr
+    assert "have no record in /dev/shm" in job.stderr
+    assert re.search(r"StallError: rank 0 waited \d\.\d s .* no observer runs", job.stderr), (
+        job.output
+    )
+    assert job.seconds < LIMIT + 5 + 6  # the ranks themselves wait 5 s longer than an observer
+
+
+def test_a_late_rank_does_not_disturb_those_that_save(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "late_and_saving", ranks=3, MPISTRAT_ON_STALL="raise")
+    assert job.returncode != 0
+    assert sorted(re.findall(r"rank (\d) saved", job.stdout)) == ["0", "1", "2"], job.output
+
+
+def test_a_stall_is_raised_where_it_is(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "of_one_pair", ranks=4, MPISTRAT_ON_STALL="raise")
+    assert job.returncode != 0
+    assert re.findall(r"rank (\d) caught", job.stdout) == ["0"], job.output
+    assert sorted(re.findall(r"rank (\d) finished", job.stdout)) == ["2", "3"], job.output
+
+
+def test_a_suspended_job_goes_on(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "suspended")
+    assert job.returncode == 0, job.output
+    assert job.seconds > 2 * LIMIT
+    assert "ranks have waited" not in job.stderr
+
+
+def test_a_rank_at_its_end_that_another_waits_for(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "ends_before_the_other_receives")
+    assert job.returncode != 0  # the test's alarm
+    assert re.search(r"rank 1 came to the end of the program \d s ago and waits", job.stderr), (
+        job.output
+    )
+    here = line_of("ends_before_the_other_receives")
+    assert f"observed.py:{here} in ends_before_the_other_receives" in job.stderr
+
+
+@pytest.mark.parametrize("name", ["MPICH"])  # the launcher of Open MPI returns an error by itself
+def test_a_job_inside_a_job_ends_alone(name: str, tmp_path: Path) -> None:
+    """A workflow that runs under a launcher of its own goes on when a job that it started fails."""
+    launcher = Launcher.named(name)
+    inner = tmp_path / "inner.py"
+    inner.write_text(
+        "import os, numpy as np, mpistrat as ms\n"
+        "strategy = ms.MultiWorkerMirroredStrategy()\n"
+        "strategy.reduce('SUM', np.float32(1), axis=None)\n"
+        "if strategy.extended.communicator.rank: os._exit(0)\n"
+        "strategy.reduce('SUM', np.float32(1), axis=None)\n"
+    )
+    outer = tmp_path / "outer.py"
+    outer.write_text(
+        "import os, subprocess, sys\n"
+        "own = ('PMI', 'HYD', 'MPI_', 'MPIR')\n"
+        "env = {k: v for k, v in os.environ.items() if not k.startswith(own)}\n"
+        f"job = ['mpiexec', '-n', '2', sys.executable, {str(inner)!r}]\n"
+        "code = subprocess.run(job, env=env).returncode\n"
+        "print('the workflow goes on', code, flush=True)\n"
+    )
+    command = launcher.command(1, [sys.executable, str(outer)])
+    job = run_job(command, launcher.environment(), 60, tmp_path)
+    code = re.search(r"the workflow goes on (-?\d+)", job.stdout)
+    assert code, job.output
+    assert int(code[1]) != 0
+    assert job.returncode == 0
