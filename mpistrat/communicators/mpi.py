@@ -121,7 +121,9 @@ class MpiCommunicator(Communicator):
 _CACHED = MPI.Comm.Create_keyval()
 
 
-def communicator_for(comm: MPI.Intracomm, check: str = "always") -> Communicator:
+def communicator_for(
+    comm: MPI.Intracomm, check: str = "always", label: str = "check="
+) -> Communicator:
     """Our communicator over the ranks of the user's `comm`; collective over it.
 
     There is one duplicate per user communicator and `check`, cached on it as an attribute and never freed: MPICH
@@ -135,7 +137,7 @@ def communicator_for(comm: MPI.Intracomm, check: str = "always") -> Communicator
         cached = {}
         comm.Set_attr(_CACHED, cached)
     for earlier in list(cached.values())[:1]:  # the same on all ranks: they were made together
-        _must_be_equal(earlier.all_gather_object(check, label="check="))
+        _must_be_equal(earlier.all_gather_object(check, label=label))
     if check not in cached:
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()

@@ -79,7 +79,7 @@ class MirroredStrategy(Strategy):
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
-        communicator = communicator_of(resolver, check)
+        communicator = communicator_of(resolver, check, type(self).__name__)
         if comm is None and topology.num_nodes > 1:
             communicator = _of_node(communicator, topology.node)
         setup(
@@ -93,14 +93,14 @@ class MirroredStrategy(Strategy):
         )
 
 
-def communicator_of(resolver: ClusterResolver, check: str = "always") -> Communicator:
-    """Our communicator over the ranks that an `MPIClusterResolver` speaks of."""
+def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
+    """Our communicator, for a strategy of class `what`, over the ranks that an `MPIClusterResolver` speaks of."""
     comm = getattr(resolver, "comm", None)
     if comm is None:
         return LocalCommunicator()
     from mpistrat.communicators.mpi import communicator_for
 
-    return communicator_for(comm, check)
+    return communicator_for(comm, check, f"constructor of {what}, check=")
 
 
 def setup(

@@ -73,7 +73,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         setup(
             self,
             topology,
-            communicator_of(over_mpi, check),
+            communicator_of(over_mpi, check, type(self).__name__),
             checked or default_devices(topology),
             None,
             communication_options,

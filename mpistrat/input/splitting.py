@@ -1,0 +1,142 @@
+"""Which part of a global batch is whose: the two rules of tf.distribute, without communication.
+
+`n` replicas are spread over `workers`, each with n / workers of them. A worker is what reads: a rank of a
+MultiWorkerMirroredStrategy, all ranks together of the other strategies.
+
+- `pieces_of_each`: every global batch is cut into n pieces of ceil(batch / n) examples, the last ones short or empty.
+  Used when all workers read the same batches, of which each takes its own (AutoShardPolicy.DATA).
+- `pieces_of_stream`: the boundaries of global batches vanish, and the examples that a worker reads are cut into pieces of
+  fixed sizes, in turn. Used when a worker reads what no other does (FILE), or everything (OFF).
+
+Both work on anything that can be measured, cut and joined: batches of arrays (`batches`), or lists of indices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of the input.
+
+    Attributes:
+        workers, worker: how many workers read, and which of them this rank belongs to.
+        num_replicas: over all workers.
+        replicas: this rank's replicas, numbered within its worker.
+        consecutive: replica i of the job takes piece i of each global batch. Otherwise the pieces are dealt out to the
+            workers in turn, as TensorFlow does; with one replica per worker that is the same.
+    """
+
+    workers: int
+    worker: int
+    num_replicas: int
+    replicas: range
+    consecutive: bool = False
+
+    @property
+    def replicas_per_worker(self) -> int:
+        return self.num_replicas // self.workers
+
+    @property
+    def pieces(self) -> list[int]:
+        """The numbers of the pieces of a global batch that this rank's replicas take, in their order."""
+        if self.consecutive:
+            return [self.worker * self.replicas_per_worker + replica for replica in self.replicas]
+        return [self.worker + replica * self.workers for replica in self.replicas]
+
+    def sizes(self, global_batch_size: int) -> list[int]:
+        """The sizes of the worker's pieces, in turn: each is floor(batch / n), the first batch mod n are one larger.
+
+        Worker w begins at its own replicas, so that over n pieces all workers read as much.
+        """
+        floor, larger = divmod(global_batch_size, self.num_replicas)
+        sizes = [floor + (i < larger) for i in range(self.num_replicas)]
+        first = self.worker * self.replicas_per_worker
+        return sizes[first:] + sizes[:first]
+
+
+_END = object()
+
+
+class Kind(Protocol):
+    """What is cut: measured, cut and joined along the examples."""
+
+    def size(self, batch: Any) -> int: ...
+
+    def cut(self, batch: Any, first: int, end: int) -> Any: ...
+
+    def join(self, parts: list[Any]) -> Any: ...
+
+
+class Lists:
+    """Batches that are lists, of indices or of examples."""
+
+    def size(self, batch: list[Any]) -> int:
+        return len(batch)
+
+    def cut(self, batch: list[Any], first: int, end: int) -> list[Any]:
+        return batch[first:end]
+
+    def join(self, parts: list[list[Any]]) -> list[Any]:
+        return list(itertools.chain.from_iterable(parts))
+
+
+def pieces_of_examples(
+    examples: Iterable[Any], sizes: Sequence[int], *, drop_last: bool = False
+) -> Iterator[list[Any]]:
+    """`pieces_of_stream`, of examples that come one by one."""
+    source = iter(examples)
+    for size in itertools.cycle(sizes):
+        piece = list(itertools.islice(source, size))
+        if len(piece) < size:
+            if piece and not drop_last:
+                yield piece
+            return
+        yield piece
+
+
+def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int]:
+    """The first example of a piece of a global batch, and the one after its last."""
+    share = -(-batch_size // num_pieces)
+    return min(piece * share, batch_size), min((piece + 1) * share, batch_size)
+
+
+def pieces_of_each(
+    batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
+) -> Iterator[list[Any]]:
+    """For each batch its pieces number `wanted`."""
+    for batch in batches:
+        size = kind.size(batch)
+        yield [kind.cut(batch, *slice_bounds(size, piece, num_pieces)) for piece in wanted]
+
+
+def pieces_of_stream(
+    batches: Iterable[Any], kind: Kind, sizes: Sequence[int], *, drop_last: bool = False
+) -> Iterator[Any]:
+    """The examples of all batches, one after the other, in pieces of `sizes`, in turn.
+
+    What is left at the end makes a short piece, or is dropped. Sizes of 0 make empty pieces.
+    """
+    source = iter(batches)
+    rest: Any = None  # of the batches read so far
+    for size in itertools.cycle(sizes):
+        while rest is None or kind.size(rest) < size:
+            batch = next(source, _END)
+            if batch is _END:
+                if rest is not None and kind.size(rest) and not drop_last:
+                    yield rest
+                return
+            rest = batch if rest is None or not kind.size(rest) else kind.join([rest, batch])
+        yield kind.cut(rest, 0, size)
+        rest = kind.cut(rest, size, kind.size(rest))
+
+
+def steps_of_stream(pieces: Iterable[Any], share: Share) -> Iterator[list[Any | None]]:
+    """A worker's pieces, dealt out to its replicas; of each step those of this rank, None where there is none."""
+    source = iter(pieces)
+    while step := list(itertools.islice(source, share.replicas_per_worker)):
+        yield [step[replica] if replica < len(step) else None for replica in share.replicas]
