@@ -4,6 +4,7 @@ from mpistrat import cluster_resolver as cluster_resolver
 from mpistrat import compat as compat
 from mpistrat import errors as errors
 from mpistrat import experimental as experimental
+from mpistrat import input as input
 from mpistrat.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from mpistrat.context import get_replica_context as get_replica_context
 from mpistrat.context import get_strategy as get_strategy
@@ -16,10 +17,12 @@ from mpistrat.cross_device_ops import NcclAllReduce as NcclAllReduce
 from mpistrat.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices as IndexedSlices
 from mpistrat.input.distributed_dataset import DistributedDataset as DistributedDataset
+from mpistrat.input.distributed_iterator import DistributedIterator as DistributedIterator
 from mpistrat.input.input_context import InputContext as InputContext
 from mpistrat.input.input_context import ValueContext as ValueContext
 from mpistrat.losses import compute_average_loss as compute_average_loss
 from mpistrat.losses import scale_regularization_loss as scale_regularization_loss
+from mpistrat.options import AutoShardPolicy as AutoShardPolicy
 from mpistrat.options import CommunicationImplementation as CommunicationImplementation
 from mpistrat.options import CommunicationOptions as CommunicationOptions
 from mpistrat.options import InputOptions as InputOptions

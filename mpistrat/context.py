@@ -107,6 +107,20 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
         )
 
 
+def require_iteration(strategy: Strategy) -> None:
+    """Raise unless a distributed dataset of `strategy` may be iterated here: ValueError inside its own run,
+    RuntimeError inside another strategy's scope or run."""
+    if not per_thread.modes:
+        return
+    mode = per_thread.modes[-1]
+    if mode.strategy is strategy and mode.replica_context is not None:
+        raise ValueError(
+            "a step of a distributed dataset has a part for each replica: call next() outside run, and give run "
+            "what it returns"
+        )
+    require_cross_replica(strategy, "next(iterator)")
+
+
 def require_replica(context: ReplicaContext, call: str) -> None:
     """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
     mode = current_mode()

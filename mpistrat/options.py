@@ -100,23 +100,51 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
+class AutoShardPolicy(enum.Enum):
+    """How the workers of a MultiWorkerMirroredStrategy share a dataset out.
+
+    AUTO: FILE for a `mpistrat.input.FileDataset`, else DATA.
+    FILE: each worker reads files of its own.
+    DATA: every worker takes its part of each global batch.
+    OFF: every worker reads everything.
+    """
+
+    AUTO = "AUTO"
+    FILE = "FILE"
+    DATA = "DATA"
+    OFF = "OFF"
+
+
 @dataclasses.dataclass(frozen=True)
 class InputOptions:
-    """Options of distributed inputs. The replication mode is checked; the others are hints, not used yet.
+    """Options of distributed inputs.
 
     Args:
-        experimental_fetch_to_device: prefetch to the replica's device; None means True.
+        experimental_fetch_to_device: move batches to the replica's device; None means True.
         experimental_replication_mode: one input pipeline per worker, or per replica.
-        experimental_place_dataset_on_device: keep the pipeline itself on the device.
-        experimental_per_replica_buffer_size: batches prefetched for each replica.
+        experimental_place_dataset_on_device: accepted with PER_REPLICA, for compatibility.
+        experimental_per_replica_buffer_size: batches read ahead for each replica, where that is done on another thread
+            (files) or copied to a GPU.
+        experimental_auto_shard_policy: an `AutoShardPolicy` or its name in any case. (tf.data has it in the dataset's
+            own options.)
     """
 
     experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+    experimental_auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
+        policy = self.experimental_auto_shard_policy
+        if isinstance(policy, str) and policy.upper() in AutoShardPolicy.__members__:
+            policy = AutoShardPolicy[policy.upper()]
+            object.__setattr__(self, "experimental_auto_shard_policy", policy)
+        elif not isinstance(policy, AutoShardPolicy):
+            names = ", ".join(AutoShardPolicy.__members__)
+            raise ValueError(
+                f"experimental_auto_shard_policy must be one of {names}; got {policy!r:.60}"
+            )
         mode, buffered = (
             self.experimental_replication_mode,
             self.experimental_per_replica_buffer_size,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
+from mpistrat.input.distributed_dataset import distribute, distribute_from_function
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy_extended import StrategyExtended
@@ -176,30 +177,31 @@ class Strategy:
 
         Called by: every rank.
         Args:
-            dataset: a `torch.utils.data.DataLoader` of GLOBAL batches, or an iterable of them. Of a
-                DataLoader over a map-style dataset, rank 0's sampler is used by all, and a rank loads
-                only its own replicas' examples. Any other iterable is read whole by every rank, and
-                must yield the same batches on each.
+            dataset: a `torch.utils.data.DataLoader` of GLOBAL batches, a `mpistrat.input.BatchedDataset` or
+                `FileDataset`, or an iterable of global batches. Of a DataLoader over a map-style dataset, rank
+                0's sampler is used by all, and a rank loads only its own replicas' examples. Any other
+                iterable is read whole by every rank, and must yield the same batches on each.
+            options: among them the auto-shard policy.
         Returns:
             an iterable over steps; each iteration over it is an epoch.
+        Raises:
+            InvalidArgumentError: fewer files than workers. NotFoundError: AutoShardPolicy.FILE without files.
         """
-        _check_input_options(options)
-        return DistributedDataset(dataset, self._extended)
+        return distribute(dataset, self._extended, _input_options(options, self._extended, False))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """Distribute what `dataset_fn(InputContext)` makes on each rank: batches per REPLICA, already sharded.
 
-        Called by: every rank. Each step takes one batch for each of the rank's replicas.
+        Called by: every rank. Each step takes one batch for each of the rank's replicas, in turn; with
+        InputReplicationMode.PER_REPLICA, the function is called for each replica, whose dataset is its own.
         """
         extended = self._extended
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
-        _check_input_options(options)
-        context = InputContext(
-            extended.communicator.size, extended.communicator.rank, extended.num_replicas_in_sync
-        )
-        return DistributedDataset(dataset_fn(context), extended, per_replica=True)
+        checked = _input_options(options, extended, True)
+        datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
+        return distribute_from_function(datasets, extended, checked)
 
     # PyTorch
 
@@ -262,15 +264,36 @@ class _Scope:
             self._strategy._mirroring.stop_recording(failed=exc_type is not None)
 
 
-def _check_input_options(options: InputOptions | None) -> None:
+def _input_options(
+    options: InputOptions | None, extended: StrategyExtended, from_function: bool
+) -> InputOptions:
+    """`options`, or the defaults. Raises: what tf.distribute raises for those that do not go together."""
     if not isinstance(options, (InputOptions, type(None))):
         raise TypeError(f"options must be InputOptions or None, got {options!r:.60}")
-    per_replica = InputReplicationMode.PER_REPLICA
-    if options is not None and options.experimental_replication_mode is per_replica:
+    options = options or InputOptions()
+    per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+    on_device = options.experimental_place_dataset_on_device
+    if per_replica and not (from_function and extended.reads_per_replica):
         raise NotImplementedError(
-            "InputReplicationMode.PER_REPLICA is not supported: there is one input pipeline per rank. Start "
-            "one rank per replica"
+            "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function of a MirroredStrategy"
         )
+    if on_device and not per_replica:
+        raise ValueError(
+            "experimental_place_dataset_on_device needs InputReplicationMode.PER_REPLICA"
+        )
+    if on_device and options.experimental_fetch_to_device is not False:
+        raise ValueError(
+            "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other"
+        )
+    return options
+
+
+def _input_contexts(extended: StrategyExtended, options: InputOptions) -> list[InputContext]:
+    n = extended.num_replicas_in_sync
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        first = extended.first_replica_id
+        return [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
+    return [InputContext(extended.communicator.size, extended.communicator.rank, n)]
 
 
 _set_scope: _Scope | None = None

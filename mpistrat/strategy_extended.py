@@ -24,6 +24,7 @@ from mpistrat.context import (
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.cross_replica_ops import AllReduceCall, CrossReplicaOps
+from mpistrat.input.splitting import Share
 from mpistrat.local_replicas import LocalReplicas
 from mpistrat.multi_step import MultiStepContext
 from mpistrat.options import CommunicationOptions
@@ -71,6 +72,12 @@ class StrategyExtended:
     experimental_require_static_shapes = False
     # Whether the components of values are wrapped: one-replica strategies never do.
     wraps_values = True
+    # Whether a distributed dataset makes a step as long as any replica has data.
+    has_partial_steps = True
+    # Whether an input function may be called once for each replica.
+    reads_per_replica = True
+    # Whether what each replica reads is the same however replicas are spread over ranks.
+    deterministic = False
 
     def __init__(
         self,
@@ -114,6 +121,12 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices that hold variables."""
         return self.worker_devices
+
+    def input_share(self) -> Share:
+        """Which part of the input this rank reads: all ranks together are one worker."""
+        first = self.first_replica_id
+        mine = range(first, first + self.num_local_replicas)
+        return Share(1, 0, self.num_replicas_in_sync, mine)
 
     def seconds_waited(self, last: int = 60) -> list[float]:
         """How long each rank waited for the others to enter collectives; the slowest rank waited least.

@@ -18,7 +18,11 @@ from mpistrat.communicators.agreement import (
     MessageAgreement,
 )
 from mpistrat.communicators.call_site import call_site, outside
-from mpistrat.communicators.communicator import REDUCTIONS, Communicator
+from mpistrat.communicators.communicator import (
+    REDUCTIONS,
+    Communicator,
+    mark_raised_by_all,
+)
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
@@ -120,6 +124,7 @@ class CheckedCommunicator(Communicator):
         If all ranks come here with errors of the same class, each raises its own.
         """
         with self._enter(("raise", type(error).__name__), cause=error):
+            mark_raised_by_all(error)
             raise error
 
     def _enter(self, signature: tuple[Any, ...], cause: Exception | None = None) -> _Inside:

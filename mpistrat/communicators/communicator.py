@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array
+from mpistrat.errors import CollectiveMismatchError, StallError
 
 REDUCTIONS = ("sum", "max", "min")
 
@@ -101,5 +102,16 @@ class _RaisingTogether(contextlib.AbstractContextManager[None]):
         self._communicator = communicator
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_raised_by_all(error):
             self._communicator.raise_together(error)
+
+
+def is_raised_by_all(error: Exception) -> bool:
+    """Whether the other ranks know of it already: a collective has raised it on all of them."""
+    told = (CollectiveMismatchError, StallError)
+    return isinstance(error, told) or getattr(error, "_mpistrat_told_all", False)
+
+
+def mark_raised_by_all(error: Exception) -> None:
+    with contextlib.suppress(AttributeError):  # a class with slots
+        error._mpistrat_told_all = True  # type: ignore[attr-defined]

@@ -1,107 +1,233 @@
-"""Global batches in, each replica's slice out."""
+"""What `experimental_distribute_dataset` and `distribute_datasets_from_function` return."""
 
 from __future__ import annotations
 
+import itertools
 import sys
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator
-from mpistrat.input.slicing import regroup_batches, slice_bounds
+from mpistrat.input.batches import spec_of
+from mpistrat.input.datasets import BatchedDataset, FileDataset
+from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.element_spec import PerReplicaSpec
+from mpistrat.input.readers import (
+    BatchReader,
+    FileReader,
+    FunctionReader,
+    IndexReader,
+    Reader,
+)
+from mpistrat.input.splitting import Share
+from mpistrat.options import AutoShardPolicy, InputOptions
 
 if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
 
 
 class DistributedDataset(Iterable[Any]):
-    """Steps of per-replica batches; made by `strategy.experimental_distribute_dataset`.
+    """Steps of per-replica batches; made by a strategy.
 
     Each iteration over it is an epoch, and every rank must iterate. With one replica per rank a step is
     that replica's batch; with several it is a structure of `PerReplica` batches.
+
+    Attributes:
+        partial: a step is made as long as any replica of any rank has data, the others get batches of no examples.
+            Otherwise a step that cannot fill every replica of this rank ends the epoch.
     """
 
-    def __init__(self, dataset: Any, extended: StrategyExtended, per_replica: bool = False) -> None:
+    def __init__(
+        self, reader: Reader, extended: StrategyExtended, options: InputOptions, partial: bool
+    ) -> None:
+        self._reader, self._extended, self._options = reader, extended, options
+        self.partial = partial and not reader.drop_last
+        self._epoch = 0
+        self._start = 0
+        self._last: DistributedIterator | None = None
+        self._spec: Any = None
+
+    def __iter__(self) -> DistributedIterator:
+        epoch, start = self._epoch, self._start
+        self._epoch, self._start = epoch + 1, 0
+        self._last = DistributedIterator(self, epoch, start)
+        return self._last
+
+    def __len__(self) -> int:
+        """Steps of an epoch. Raises: TypeError when that is not known before it ends."""
+        steps = self._reader.num_steps()
+        if steps is None and self._reader.ends_together and self.cardinality >= 0:
+            steps = self.cardinality
+        if steps is None:
+            raise TypeError("the number of steps of this distributed dataset is not known")
+        return steps
+
+    @property
+    def cardinality(self) -> int:
+        """Global batches of an epoch; -1: they never end, -2: it is not known before."""
+        return self._reader.cardinality()
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a step, with an ArraySpec (PerReplicaSpec with more than one replica) for each array.
+
+        Reads the first batch, where none was read yet. Called by: every rank.
+        """
+        if self._spec is None:
+            for _ in DistributedIterator(self, self._epoch, 0):
+                break
+        return self._spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """`reduce_func(state, step)` over the steps of an epoch."""
+        state = initial_state
+        for step in self:
+            state = reduce_func(state, step)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
+        if self._last is not None:
+            return self._last.state_dict()
+        return {"epoch": self._epoch, "steps": self._start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on where `state` was taken; those after it are the epochs that follow."""
+        self._epoch, self._start = state["epoch"], state["steps"]
+        self._last = None
+        if (
+            not self._reader.same_for_any_ranks
+            and state.get("ranks") != self._extended.communicator.size
+        ):
+            raise ValueError(
+                f"the input was saved on {state.get('ranks')} ranks, this is {self._extended.communicator.size}: where "
+                "each rank reads what it likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
+            )
+        if self._start:
+            self._reader.load_state(state)
+
+    def _learn_spec(self, batch: Any) -> None:
+        """From the first batch of a replica of this rank."""
+        if self._spec is not None:
+            return
+        reader, extended = self._reader, self._extended
+        n = extended.num_replicas_in_sync
+        size: int | None = None
+        if reader.drop_last and reader.batch_size is not None:
+            global_size = reader.batch_size * (n if isinstance(reader, FunctionReader) else 1)
+            if _single_worker(extended) and global_size % n == 0:
+                size = global_size // n
+        spec = nest.map_structure(lambda leaf: leaf.with_batch(size), spec_of(batch))
+        if n > 1:
+            k = extended.num_local_replicas
+            spec = nest.map_structure(lambda leaf: PerReplicaSpec((leaf,) * k), spec)
+        self._spec = spec
+
+
+def distribute(
+    dataset: Any, extended: StrategyExtended, options: InputOptions
+) -> DistributedDataset:
+    """Each replica gets its part of every global batch of `dataset`."""
+    if not isinstance(dataset, Iterable) and not isinstance(dataset, BatchedDataset):
+        raise ValueError(
+            "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
+            f"{dataset!r:.60}"
+        )
+    share = extended.input_share()
+    policy = options.experimental_auto_shard_policy
+    assert isinstance(policy, AutoShardPolicy)
+    reader = _reader_of(dataset, share, policy, extended.communicator)
+    return DistributedDataset(reader, extended, options, extended.has_partial_steps)
+
+
+def distribute_from_function(
+    datasets: list[Any], extended: StrategyExtended, options: InputOptions, *, partial: bool = True
+) -> DistributedDataset:
+    """Each replica gets batches of what this rank's dataset function made."""
+    for dataset in datasets:
         if not isinstance(dataset, Iterable):
             raise ValueError(
-                "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
+                "a dataset function must return a dataset, which must be an iterable of batches; got "
                 f"{dataset!r:.60}"
             )
-        self._dataset = dataset
-        self._extended = extended
-        self._per_replica = per_replica
+    reader = FunctionReader([_beside_mpi(one) for one in datasets], extended.num_local_replicas)
+    return DistributedDataset(reader, extended, options, partial and extended.has_partial_steps)
+
+
+def _single_worker(extended: StrategyExtended) -> bool:
+    return extended.input_share().workers == 1
+
+
+def _reader_of(
+    dataset: Any, share: Share, policy: AutoShardPolicy, communicator: Communicator
+) -> Reader:
+    if isinstance(dataset, BatchedDataset):
+        return IndexReader(dataset, share, policy)
+    if isinstance(dataset, FileDataset):
+        return FileReader(dataset, share, policy)
+    if "torch" in sys.modules:
+        from mpistrat.input import torch_loader
+
+        if torch_loader.is_map_style(dataset):
+            return torch_loader.LoaderReader(dataset, share, policy, communicator)
+    if communicator.size > 1:
+        _warn_of_reading_everything(dataset, communicator)
+        if policy is not AutoShardPolicy.OFF:
+            dataset = _EqualOnAllRanks(dataset, communicator)
+    return BatchReader(_beside_mpi(dataset), share, policy)
+
+
+def _beside_mpi(dataset: Any) -> Any:
+    if "torch" in sys.modules:
+        from mpistrat.input import torch_loader
+
+        return torch_loader.beside_mpi(dataset)
+    return dataset
+
+
+def _warn_of_reading_everything(dataset: Any, communicator: Communicator) -> None:
+    if communicator.rank == 0:
+        warnings.warn(
+            f"each of the {communicator.size} ranks reads all batches of this {type(dataset).__name__} and keeps its "
+            "part. Cheaper: a DataLoader over a map-style dataset, or mpistrat.input.BatchedDataset (a rank loads only "
+            "its own examples), mpistrat.input.FileDataset (a rank reads only its own files), or "
+            "distribute_datasets_from_function",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+class _EqualOnAllRanks:
+    """An iterable of batches, the first of which is compared: a shuffle of each rank's own shows there.
+
+    Later batches are not compared; it would cost reading them once more.
+    """
+
+    def __init__(self, batches: Any, communicator: Communicator) -> None:
+        self._batches, self._communicator = _beside_mpi(batches), communicator
+        for name in ("batch_size", "drop_last", "cardinality"):
+            if hasattr(batches, name):
+                setattr(self, name, getattr(batches, name))
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._per_replica:
-            return self._steps_of_replica_batches()
-        if "torch" in sys.modules:
-            from mpistrat.input import torch_loader
-
-            if torch_loader.is_map_style(self._dataset):
-                return torch_loader.steps(self._dataset, self._extended)
-        return self._steps_of_global_batches()
-
-    def _steps_of_replica_batches(self) -> Iterator[Any]:
-        """Each step takes one batch for each of this rank's replicas; a step that lacks one is the end."""
-        k = self._extended.num_local_replicas
-        batches = iter(self._dataset)
-        while len(step := [batch for _, batch in zip(range(k), batches, strict=False)]) == k:
-            yield regroup_batches(step)
-
-    def _steps_of_global_batches(self) -> Iterator[Any]:
-        extended = self._extended
-        for number, batch in enumerate(self._dataset):
-            size = _global_batch_size(batch)
-            if number == 0:
-                _check_equal(batch, extended.communicator)
-            slices = []
-            for i in range(extended.num_local_replicas):
-                first, end = slice_bounds(
-                    size, extended.first_replica_id + i, extended.num_replicas_in_sync
-                )
-                slices.append(_slice(batch, first, end))
-            yield regroup_batches(slices)
-
-
-def _check_equal(batch: Any, communicator: Communicator) -> None:
-    """ValueError on all ranks unless all have the same first batch: a shuffle of each rank's own shows there.
-
-    Collective. Later batches are not compared; it would cost reading them once more.
-    """
-    if communicator.size == 1:
-        return
-    digest = 0
-    for leaf in nest.leaves(batch):
-        digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
-    digests = communicator.all_gather_object(digest, label="first batch of the dataset")
-    if len(set(digests)) > 1:
-        raise ValueError(
-            "the ranks read different first batches, so some examples would be read twice and others "
-            "never: an iterable must yield the same GLOBAL batches on every rank. Give its shuffle the "
-            "same seed everywhere, or pass a torch DataLoader itself (progress bars go around the "
-            f"distributed dataset); checksums by rank: {digests[:16]}"
-        )
-
-
-def _slice(batch: Any, first: int, end: int) -> Any:
-    return nest.map_structure(lambda leaf: leaf[first:end], batch)
-
-
-def _global_batch_size(batch: Any) -> int:
-    sizes = {_batch_size(leaf) for leaf in nest.leaves(batch)}
-    if len(sizes) != 1:
-        raise ValueError(
-            "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
-            f"{sorted(sizes)}"
-        )
-    return sizes.pop()
-
-
-def _batch_size(leaf: Any) -> int:
-    if not arrays.is_array(leaf) or leaf.ndim == 0:
-        raise ValueError(
-            "a dataset must yield batches of arrays whose first dimension is the batch; call batch first. "
-            f"Got {leaf!r:.60}"
-        )
-    return int(leaf.shape[0])
+        batches = iter(self._batches)
+        first = list(itertools.islice(batches, 1))
+        digest = 0
+        for leaf in nest.leaves(first):
+            if arrays.is_array(leaf):
+                digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
+        digests = self._communicator.all_gather_object(digest, label="first batch of the dataset")
+        if len(set(digests)) > 1:
+            raise ValueError(
+                "the ranks read different first batches, so some examples would be read twice and others "
+                "never: an iterable must yield the same GLOBAL batches on every rank. Give its shuffle the "
+                "same seed everywhere, or pass a torch DataLoader itself (progress bars go around the "
+                f"distributed dataset); checksums by rank: {digests[:16]}"
+            )
+        return itertools.chain(first, batches)

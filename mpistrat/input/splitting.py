@@ -5,8 +5,8 @@ MultiWorkerMirroredStrategy, all ranks together of the other strategies.
 
 - `pieces_of_each`: every global batch is cut into n pieces of ceil(batch / n) examples, the last ones short or empty.
   Used when all workers read the same batches, of which each takes its own (AutoShardPolicy.DATA).
-- `pieces_of_stream`: the boundaries of global batches vanish, and the examples that a worker reads are cut into pieces of
-  fixed sizes, in turn. Used when a worker reads what no other does (FILE), or everything (OFF).
+- `pieces_of_stream`: the boundaries of global batches vanish, and the examples that a worker reads are cut into pieces
+  of fixed sizes, in turn. Used when a worker reads what no other does (FILE), or everything (OFF).
 
 Both work on anything that can be measured, cut and joined: batches of arrays (`batches`), or lists of indices.
 """
@@ -135,8 +135,15 @@ def pieces_of_stream(
         rest = kind.cut(rest, size, kind.size(rest))
 
 
-def steps_of_stream(pieces: Iterable[Any], share: Share) -> Iterator[list[Any | None]]:
-    """A worker's pieces, dealt out to its replicas; of each step those of this rank, None where there is none."""
+def steps_of_stream(
+    pieces: Iterable[Any], share: Share, *, drop_last: bool = False
+) -> Iterator[list[Any | None]]:
+    """A worker's pieces, dealt out to its replicas; of each step those of this rank, None where there is none.
+
+    With `drop_last`, a step that does not have a piece for each replica of the worker is left out.
+    """
     source = iter(pieces)
     while step := list(itertools.islice(source, share.replicas_per_worker)):
+        if len(step) < share.replicas_per_worker and drop_last:
+            return
         yield [step[replica] if replica < len(step) else None for replica in share.replicas]

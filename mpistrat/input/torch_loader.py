@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
 
 import torch.utils.data as data
 
-from mpistrat import nest
-from mpistrat.input.slicing import regroup_batches, slice_bounds
-
-if TYPE_CHECKING:
-    from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.communicators import Communicator
+from mpistrat.input.random_state import RandomState
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, reads_all, steps_of_indices
+from mpistrat.input.splitting import Share
+from mpistrat.input.worker_processes import starting_workers, worker_context
+from mpistrat.options import AutoShardPolicy
 
 _BATCHES_PER_MESSAGE = 64
 
@@ -41,31 +42,112 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
     return not isinstance(dataset.dataset, data.IterableDataset)
 
 
-class _ShardedIndices:
-    """A batch sampler: of each global batch the slices of this rank's replicas, in turn.
+def beside_mpi(dataset: Iterable[Any]) -> Iterable[Any]:
+    """`dataset` itself; of a DataLoader with workers one whose workers can live beside MPI."""
+    if not isinstance(dataset, data.DataLoader) or not dataset.num_workers:
+        return dataset
+    if dataset.multiprocessing_context is not None:
+        return dataset
+    if isinstance(dataset.dataset, data.IterableDataset):
+        how: dict[str, Any] = {"batch_size": dataset.batch_size, "drop_last": dataset.drop_last}
+    elif dataset.batch_sampler is None:
+        how = {"batch_size": None, "sampler": dataset.sampler}
+    else:
+        how = {"batch_sampler": dataset.batch_sampler}
+    return _like(dataset, **how)
 
-    A slice without examples is given as the batch's first example, so that every rank's loader asks for
-    as many batches at the same times; `is_empty` says which those are.
+
+def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
+    """A DataLoader of the same dataset, workers and random numbers."""
+    return data.DataLoader(
+        loader.dataset,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=worker_context(loader),
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        **how,
+    )
+
+
+class _Pieces:
+    """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
+
+    A piece without examples is given as one index of any example, so that every rank's loader asks for as many pieces
+    at the same times; `kinds` says which those are.
     """
 
-    def __init__(self, loader: data.DataLoader[Any], extended: StrategyExtended) -> None:
-        self._loader = loader
-        self._extended = extended
-        self.is_empty: collections.deque[bool] = collections.deque()
+    def __init__(self) -> None:
+        self.kinds: collections.deque[Any] = collections.deque()
+        self._steps: Iterator[list[list[int] | None]] = iter(())
+
+    def begin(self, steps: Iterator[list[list[int] | None]]) -> None:
+        self.kinds.clear()
+        # The first is taken now: samplers draw their seed then.
+        self._steps = itertools.chain(list(itertools.islice(steps, 1)), steps)
 
     def __iter__(self) -> Iterator[list[int]]:
-        extended = self._extended
-        first_id, replicas = extended.first_replica_id, extended.num_replicas_in_sync
-        for batch in self._global_batches():
-            for i in range(first_id, first_id + extended.num_local_replicas):
-                first, end = slice_bounds(len(batch), i, replicas)
-                self.is_empty.append(first == end)
-                yield batch[first:end] if first < end else batch[:1]
+        some = [0]
+        for step in self._steps:
+            some = next((piece[:1] for piece in step if piece), some)
+            for piece in step:
+                self.kinds.append(None if piece else EMPTY if piece is not None else "MISSING")
+                yield piece or some
 
-    def _global_batches(self) -> Iterator[list[int]]:
+
+class LoaderReader(Reader):
+    """Of a DataLoader over a map-style dataset."""
+
+    def __init__(
+        self,
+        loader: data.DataLoader[Any],
+        share: Share,
+        policy: AutoShardPolicy,
+        communicator: Communicator,
+    ) -> None:
+        self._user = loader
+        self._share, self._policy = share, policy
+        self._communicator = communicator
+        self._pieces = _Pieces()
+        self._loader = _like(loader, batch_sampler=self._pieces)
+        self._random = RandomState(loader)
+        sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None)
+        self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
+        self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
+        self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
+        steps_of_indices((), share, policy, self.batch_size)  # raises for what cannot be
+
+    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+        """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
+        samplers: tuple[Any, ...] = (self._user.sampler, self._user.batch_sampler)
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        indices = steps_of_indices(
+            self._index_batches(), self._share, self._policy, self.batch_size
+        )
+        with self._random.of_epoch(), starting_workers(self._user):
+            self._pieces.begin(itertools.islice(indices, start, None))
+            batches = iter(self._loader)
+        k = len(self._share.replicas)
+        while len(step := list(itertools.islice(batches, k))) == k:
+            kinds = [self._pieces.kinds.popleft() for _ in step]
+            yield [
+                batch if kind is None else EMPTY if kind == EMPTY else MISSING
+                for batch, kind in zip(step, kinds, strict=True)
+            ]
+
+    def _index_batches(self) -> Iterator[list[int]]:
         """The index lists of the global batches, as rank 0's sampler gives them."""
-        communicator = self._extended.communicator
-        batches = iter(self._loader.batch_sampler)  # type: ignore[arg-type]
+        communicator = self._communicator
+        batches = iter(self._user.batch_sampler)  # type: ignore[arg-type]
+        if reads_all(self._share, self._policy):
+            yield from batches
+            return
         if communicator.rank != 0:
             # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
             next(batches, None)
@@ -79,32 +161,21 @@ class _ShardedIndices:
             if len(block) < _BATCHES_PER_MESSAGE:
                 return
 
+    def cardinality(self) -> int:
+        try:
+            return len(self._user)
+        except TypeError:
+            return super().cardinality()
 
-def steps(loader: data.DataLoader[Any], extended: StrategyExtended) -> Iterator[Any]:
-    """One epoch: for each global batch this rank's slice, or slices, collated by the loader's function."""
-    indices = _ShardedIndices(loader, extended)
-    batches = iter(_loader_of(loader, indices))
-    k = extended.num_local_replicas
-    while len(step := list(itertools.islice(batches, k))) == k:
-        yield regroup_batches(
-            [_without_examples(batch) if indices.is_empty.popleft() else batch for batch in step]
-        )
+    def template(self) -> Any:
+        dataset, collate = self._user.dataset, self._user.collate_fn
+        return collate([dataset[0]])
 
+    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+        """The order of the epoch: what rank 0's random numbers were when it began."""
+        return {
+            "random": communicator.broadcast_object(self._random.began, label="sampler's state")
+        }
 
-def _without_examples(batch: Any) -> Any:
-    return nest.map_structure(lambda leaf: leaf[:0], batch)
-
-
-def _loader_of(loader: data.DataLoader[Any], indices: _ShardedIndices) -> data.DataLoader[Any]:
-    """A DataLoader like `loader` that reads just `indices`."""
-    return data.DataLoader(
-        loader.dataset,
-        batch_sampler=indices,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-    )
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._random.begin_at(state["random"])

@@ -58,6 +58,7 @@ class AggregatingVariable(DistributedVariable):
 
 
 class _CentralStorageExtended(StrategyExtended):
+    has_partial_steps = False
     experimental_between_graph = True
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from mpistrat.context import Mode, has_strategy, set_default_mode
+from mpistrat.input import InputContext
 from mpistrat.replica_context import ReplicaContext
 from mpistrat.strategies.one_device import OneReplicaExtended
 from mpistrat.strategy import Strategy
@@ -61,6 +62,10 @@ class _DefaultStrategy(Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """`dataset` itself."""
         return dataset
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        """What `dataset_fn(InputContext())` makes."""
+        return dataset_fn(InputContext())
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError("the default strategy cannot be copied")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.devices import check_devices, default_devices
 from mpistrat.errors import TopologyError
+from mpistrat.input.splitting import Share
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 
 class _MultiWorkerExtended(StrategyExtended):
     experimental_between_graph = True
+    reads_per_replica = False
+
+    def input_share(self) -> Share:
+        """Each rank is a worker, which reads for its own replicas."""
+        communicator = self.communicator
+        return Share(
+            communicator.size,
+            communicator.rank,
+            self.num_replicas_in_sync,
+            range(self.num_local_replicas),
+            consecutive=self.deterministic,
+        )
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -36,6 +49,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
         check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
             call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
+        deterministic: replica i reads part i of each global batch, however the replicas are spread over ranks.
+            Otherwise the parts are dealt out to the ranks in turn, as in TensorFlow; with one replica per rank that is
+            the same. (How gradients are summed does not depend on it yet.)
     Raises:
         TopologyError: MPI, the launcher and the resolver disagree about ranks.
     """
@@ -49,6 +65,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: MPI.Intracomm | None = None,
         gradients: str | None = None,
         check: str = "always",
+        deterministic: bool = False,
     ) -> None:
         check_strategy_arguments(communication_options, gradients, check=check)
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -80,4 +97,5 @@ class MultiWorkerMirroredStrategy(Strategy):
             gradients,
             _MultiWorkerExtended,
         )
+        self._extended.deterministic = deterministic
         self._cluster_resolver = cluster_resolver or over_mpi

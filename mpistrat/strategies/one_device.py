@@ -17,6 +17,8 @@ class OneReplicaExtended(StrategyExtended):
     """One replica: values are never wrapped, variables are plain."""
 
     wraps_values = False
+    has_partial_steps = False
+    reads_per_replica = False
 
     def __init__(self, strategy: Strategy, device: str) -> None:
         super().__init__(strategy, LocalCommunicator(), [device])

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mpistrat as ms
-from mpistrat.input.slicing import slice_bounds
+from mpistrat.input.splitting import slice_bounds
 from rank_errors import errors_of_ranks
 
 pytestmark = pytest.mark.time_limit(30)
@@ -20,7 +20,8 @@ RANK, SIZE = WORLD.rank, WORLD.size
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["k=1", "k=2"])
 def strategy(request):
-    return ms.MultiWorkerMirroredStrategy(devices=[f"cpu:{i}" for i in range(request.param)])
+    devices = [f"cpu:{i}" for i in range(request.param)]
+    return ms.MultiWorkerMirroredStrategy(devices=devices, deterministic=True)
 
 
 def steps_of_replicas(strategy, dataset):

@@ -15,7 +15,8 @@ DATASET = TensorDataset(torch.arange(40))
 
 @pytest.fixture(params=[1, 2], ids=["k=1", "k=2"], scope="module")
 def strategy(request):
-    return ms.MultiWorkerMirroredStrategy(devices=[f"cpu:{i}" for i in range(request.param)])
+    devices = [f"cpu:{i}" for i in range(request.param)]
+    return ms.MultiWorkerMirroredStrategy(devices=devices, deterministic=True)
 
 
 def examples_of(strategy, distributed, steps=None):

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import mpistrat as ms
-from mpistrat.input.slicing import slice_bounds
+from mpistrat.input.splitting import slice_bounds
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,19 @@ def test_a_loader_s_empty_pieces_are_batches_too(pair):
     assert pair.experimental_local_results(sizes) == ((1,), (0,))
 
 
-def test_batches_per_replica_that_do_not_fill_a_step_end_it(pair):
+def test_a_step_lasts_as_long_as_one_replica_has_a_batch(pair):
     distributed = pair.distribute_datasets_from_function(
         lambda context: map(np.full, [2] * 3, [1, 2, 3])
     )
-    assert sums(pair, distributed) == [(2, 4)]
+    assert sums(pair, distributed) == [(2, 4), (6, 0)]
+
+
+def test_with_central_storage_an_unfilled_step_ends_it():
+    strategy = ms.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    distributed = strategy.distribute_datasets_from_function(
+        lambda context: map(np.full, [2] * 3, [1, 2, 3])
+    )
+    assert sums(strategy, distributed) == [(2, 4)]
 
 
 def test_the_default_strategy_hands_back_the_dataset():

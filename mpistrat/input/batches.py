@@ -1,0 +1,89 @@
+"""Batches: nested structures of arrays whose first dimension is the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.input.element_spec import ArraySpec
+
+
+class Batches:
+    """How batches of arrays are measured, cut and joined (`splitting.Kind`)."""
+
+    def size(self, batch: Any) -> int:
+        """The number of examples. Raises: ValueError when `batch` is not batched."""
+        sizes = {_first_dimension(leaf) for leaf in nest.leaves(batch)}
+        if len(sizes) != 1:
+            raise ValueError(
+                "all parts of a batch must have the same first dimension, the GLOBAL batch size; got "
+                f"{sorted(sizes)}"
+            )
+        return sizes.pop()
+
+    def cut(self, batch: Any, first: int, end: int) -> Any:
+        return nest.map_structure(lambda leaf: leaf[first:end], batch)
+
+    def join(self, parts: list[Any]) -> Any:
+        return nest.pack_like(parts[0], [arrays.concatenate(column) for column in _columns(parts)])
+
+
+def _first_dimension(leaf: Any) -> int:
+    if not arrays.is_array(leaf) or leaf.ndim == 0:
+        raise ValueError(
+            "a dataset must yield batches of arrays whose first dimension is the batch; call batch first. "
+            f"Got {leaf!r:.60}"
+        )
+    return int(leaf.shape[0])
+
+
+def collate(examples: list[Any]) -> Any:
+    """One batch of several examples: torch tensors are stacked as such, everything else as NumPy arrays.
+
+    Raises: ValueError when they have different structures or shapes.
+    """
+    return nest.pack_like(examples[0], [_stack(column) for column in _columns(examples)])
+
+
+def _columns(structures: list[Any]) -> Iterator[tuple[Any, ...]]:
+    """Each leaf of all structures. Raises: ValueError when they differ."""
+    shapes = {nest.describe(structure) for structure in structures}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the dataset changes its structure: elements must be alike, got {' and '.join(sorted(shapes)[:2])}"
+        )
+    return zip(*map(nest.flatten, structures), strict=True)
+
+
+def _stack(column: tuple[Any, ...]) -> Any:
+    if arrays.is_torch(column[0]):
+        import torch
+
+        return torch.stack(column)
+    values = [np.asarray(value) for value in column]
+    if len({value.shape for value in values}) > 1:
+        raise ValueError(
+            "the examples of a batch must have the same shape, got "
+            f"{sorted({value.shape for value in values})[:4]}; pad them, or give collate_fn"
+        )
+    return np.stack(values)
+
+
+def without_examples(batch: Any) -> Any:
+    """A batch like `batch` of no examples. Scalars stay: they have no batch dimension to be empty in."""
+    return nest.map_structure(
+        lambda leaf: leaf[:0] if arrays.is_array(leaf) and leaf.ndim else leaf, batch
+    )
+
+
+def spec_of(batch: Any) -> Any:
+    """The structure of `batch` with an ArraySpec for each leaf."""
+    return nest.map_structure(
+        lambda leaf: (
+            ArraySpec.of(leaf) if arrays.is_array(leaf) else ArraySpec.of(np.asarray(leaf))
+        ),
+        batch,
+    )

@@ -1,0 +1,147 @@
+"""Datasets that know how their batches are made, so that a rank reads no more than its share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.input.batches import Batches, collate
+from mpistrat.input.splitting import pieces_of_examples
+
+
+class BatchedDataset:
+    """GLOBAL batches of arrays, or of a map-style dataset, without torch.
+
+    Iterating over it gives an epoch of whole batches; given to `experimental_distribute_dataset`, each rank reads only
+    the examples of its own replicas.
+
+    Args:
+        dataset: a nest of arrays with equal first dimensions, or an object with `__len__` and `__getitem__` (also one
+            with `__getitems__`, which is given the indices of a batch).
+        batch_size: examples in a GLOBAL batch.
+        drop_last: leave out a last batch that is short.
+        shuffle: a new order in each epoch, the same on all ranks: of `numpy.random.default_rng([seed, epoch])`.
+        collate_fn: makes a batch of a list of examples; None stacks them. Unused for arrays.
+    Raises:
+        TypeError, ValueError: arguments that are not as above.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = False,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.batch_size = _positive("batch_size", batch_size)
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._shuffle, self._seed = shuffle, operator.index(seed)
+        self._collate = collate_fn or collate
+        self._dataset = dataset
+        self._of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
+        if self._of_arrays:
+            self._examples = Batches().size(dataset)
+        elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+            self._examples = len(dataset)
+        else:
+            raise TypeError(
+                "BatchedDataset takes arrays, or a dataset with __len__ and __getitem__; got "
+                f"{type(dataset).__name__}"
+            )
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        whole, rest = divmod(self._examples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return map(self.load, self.index_batches(epoch))
+
+    def index_batches(self, epoch: int) -> Iterator[list[int]]:
+        """The examples of each batch of an epoch."""
+        order = np.arange(self._examples)
+        if self._shuffle:
+            np.random.default_rng([self._seed, epoch]).shuffle(order)
+        for first in range(0, len(self) * self.batch_size, self.batch_size):
+            yield order[first : first + self.batch_size].tolist()
+
+    def load(self, indices: list[int]) -> Any:
+        """The batch of the examples `indices`, one or more."""
+        if self._of_arrays:
+            first, last = indices[0], indices[-1]
+            # Consecutive examples are not copied.
+            where: Any = (
+                slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
+            )
+            return nest.map_structure(lambda leaf: leaf[where], self._dataset)
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate(self._dataset.__getitems__(indices))
+        return self._collate([self._dataset[index] for index in indices])
+
+
+class FileDataset:
+    """GLOBAL batches of the examples in files.
+
+    Iterating over it gives an epoch of whole batches. Given to `experimental_distribute_dataset`, each worker reads
+    every n-th file (AutoShardPolicy.AUTO and FILE) or everything (DATA, OFF).
+
+    Args:
+        files: what names the files, such as their paths; sort what comes from a directory.
+        reader: `reader(file)` gives the examples of a file, one after the other. It runs on a thread of its own: draw
+            random numbers from a generator of its own, too.
+        batch_size: examples in a GLOBAL batch.
+        drop_last: leave out what does not fill a batch at the end.
+        shuffle: another order of the files in each epoch, the same on all ranks.
+        collate_fn: makes a batch of a list of examples; None stacks them.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Any],
+        reader: Callable[[Any], Iterable[Any]],
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = False,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if isinstance(files, (str, bytes)) or not isinstance(files, Sequence):
+            raise TypeError(f"files must be a sequence of files, got {files!r:.60}")
+        if not callable(reader):
+            raise TypeError(f"reader must be a function of a file, got {reader!r:.60}")
+        self.files = list(files)
+        self.reader = reader
+        self.batch_size = _positive("batch_size", batch_size)
+        self.drop_last = drop_last
+        self.collate = collate_fn or collate
+        self.epoch = 0
+        self._shuffle, self._seed = shuffle, operator.index(seed)
+
+    def order(self, epoch: int) -> list[int]:
+        """The numbers of the files, in the order in which an epoch reads them."""
+        order = np.arange(len(self.files))
+        if self._shuffle:
+            np.random.default_rng([self._seed, epoch]).shuffle(order)
+        return order.tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        examples = (example for i in self.order(epoch) for example in self.reader(self.files[i]))
+        batches = pieces_of_examples(examples, [self.batch_size], drop_last=self.drop_last)
+        return map(self.collate, batches)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or operator.index(value) < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r:.60}")
+    return operator.index(value)

@@ -1,0 +1,247 @@
+"""One epoch of a distributed dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.context import require_iteration
+from mpistrat.errors import OutOfRangeError
+from mpistrat.input.batches import spec_of, without_examples
+from mpistrat.input.prefetch import Prefetcher
+from mpistrat.input.readers import EMPTY, MISSING, FileReader, Step
+from mpistrat.values import regroup
+
+if TYPE_CHECKING:
+    from mpistrat.input.distributed_dataset import DistributedDataset
+
+_ERROR = 2  # what ranks tell each other; 0 and 1: with `partial`, no data and data, otherwise data and no data
+
+
+class Optional:
+    """A step, or none. As `tf.experimental.Optional`."""
+
+    def __init__(self, value: Any, has_value: bool) -> None:
+        self._value, self._has_value = value, has_value
+
+    def has_value(self) -> bool:
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """Raises: ValueError when there is none."""
+        if not self._has_value:
+            raise ValueError("the distributed dataset has ended: there is no value")
+        return self._value
+
+
+class DistributedIterator(Iterator[Any]):
+    """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it."""
+
+    def __init__(self, dataset: DistributedDataset, epoch: int, start: int) -> None:
+        self._dataset = dataset
+        self._extended = dataset._extended
+        self._reader = dataset._reader
+        self._begin(epoch, start)
+
+    def _begin(self, epoch: int, start: int) -> None:
+        self._epoch, self._steps_done = epoch, start
+        self._source: Iterator[tuple[Step, Any]] | None = None
+        self._position: Any = None
+        self._template: Any = None
+        self._steps_left: int | None = None  # None: not known
+        self._has_asked = False
+        self._ended = False
+
+    def initialize(self) -> None:
+        """Begin again, with a new epoch. (tf.compat.v1)"""
+        self._dataset._epoch = max(self._dataset._epoch, self._epoch + 1)
+        self._begin(self._epoch + 1 if self._steps_done else self._epoch, 0)
+
+    def __next__(self) -> Any:
+        """The next step, for all replicas of this rank. Raises: StopIteration after the last one.
+
+        ValueError inside `run`; RuntimeError in another strategy's scope.
+        """
+        require_iteration(self._extended.strategy)
+        step = None if self._ended else self._next_step()
+        if step is None:
+            self._ended = True
+            raise StopIteration
+        self._steps_done += 1
+        batches = [self._filled(entry) for entry in step]
+        self._dataset._learn_spec(batches[0])
+        batches = [
+            self._to_device(batch, device)
+            for batch, device in zip(batches, self._extended.worker_devices, strict=True)
+        ]
+        return batches[0] if len(batches) == 1 else regroup(batches)
+
+    def get_next(self) -> Any:
+        """`next`, but at the end: OutOfRangeError."""
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError("the distributed dataset has ended") from None
+
+    def get_next_as_optional(self) -> Optional:
+        try:
+            return Optional(next(self), True)
+        except StopIteration:
+            return Optional(None, False)
+
+    @property
+    def element_spec(self) -> Any:
+        return self._dataset.element_spec
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, steps that were handed out, and what the reader needs to go on after them. Called by: every rank.
+
+        The same on all ranks, and picklable. It can be loaded by another number of ranks, unless each rank reads what
+        it likes (a dataset function, AutoShardPolicy.OFF).
+        """
+        communicator = self._extended.communicator
+        return {
+            "epoch": self._epoch,
+            "steps": self._steps_done,
+            "ranks": communicator.size,
+            **self._reader.state(communicator, self._position),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken: no example is repeated, none is skipped. Called by: every rank."""
+        self._dataset.load_state_dict(state)
+        self._dataset._epoch, self._dataset._start = state["epoch"] + 1, 0
+        self._dataset._last = self
+        self._begin(state["epoch"], state["steps"])
+
+    # Reading
+
+    def _next_step(self) -> Step | None:
+        if not self._reader.ends_together:
+            return self._agreed_step()
+        with self._extended.communicator.raising_together():
+            return self._read()
+
+    def _read(self) -> Step | None:
+        if self._source is None:
+            self._source = self._open()
+        step, position = next(self._source, (None, None))
+        if step is None or (MISSING in map(_kind, step) and not self._dataset.partial):
+            return None
+        self._position = position
+        return step
+
+    def _open(self) -> Iterator[tuple[Step, Any]]:
+        reader = self._reader
+        steps = ((step, reader.position) for step in reader.steps(self._epoch, self._steps_done))
+        if isinstance(reader, FileReader):
+            return Prefetcher(steps, self._dataset._options.experimental_per_replica_buffer_size)
+        return steps
+
+    def _agreed_step(self) -> Step | None:
+        """Ranks may have different numbers of steps: they go on as long as any of them has data (`partial`), or all.
+
+        They ask each other at the first step, and then at each, unless all know how many theirs are.
+        """
+        communicator = self._extended.communicator
+        step, error = None, None
+        try:
+            step = self._read()
+        except Exception as failed:
+            error = failed
+        if communicator.size == 1:
+            if error is not None:
+                raise error
+            return step
+        if self._steps_left is not None:
+            if error is not None:
+                communicator.raise_together(error)
+            go_on = self._steps_left > 0
+            self._steps_left -= 1
+        else:
+            go_on = self._ask(step, error)
+        if not go_on:
+            return None
+        return [MISSING] * self._extended.num_local_replicas if step is None else step
+
+    def _ask(self, step: Step | None, error: Exception | None) -> bool:
+        communicator, partial = self._extended.communicator, self._dataset.partial
+        mine = _ERROR if error is not None else int((step is not None) == partial)
+        if self._has_asked:
+            verdict = np.array(mine, np.int32)
+            communicator.all_reduce(verdict, "max", label="end of the distributed dataset")
+            worst = int(verdict)
+        else:
+            self._has_asked = True
+            batch = None if step is None else next(filter(_has_examples, step), None)
+            spec = None if batch is None else nest.map_structure(_without_sizes, spec_of(batch))
+            told = communicator.all_gather_object(
+                (mine, self._reader.num_steps(), spec),
+                label="first step of the distributed dataset",
+            )
+            worst = max(code for code, _, _ in told)
+            counts = [count for _, count, _ in told if count is not None]
+            if worst != _ERROR:
+                self._learn_from_others([spec for _, _, spec in told])
+                if partial and len(counts) == communicator.size:
+                    self._steps_left = max(counts) - self._steps_done - 1
+        if worst == _ERROR:
+            self._raise_errors(error)
+        return bool(worst) == partial
+
+    def _learn_from_others(self, specs: list[Any]) -> None:
+        """What the batches of this rank look like, if it has none. Raises: ValueError when the ranks' differ."""
+        known = [spec for spec in specs if spec is not None]
+        if any(spec != known[0] for spec in known):
+            raise ValueError(
+                "the ranks read batches of different structures or dtypes: "
+                + "; ".join(
+                    f"rank {rank}: {spec}" for rank, spec in enumerate(specs) if spec is not None
+                )
+            )
+        if known:
+            self._template = nest.map_structure(lambda spec: spec.empty(), known[0])
+
+    def _raise_errors(self, error: Exception | None) -> None:
+        told = self._extended.communicator.all_gather_object(
+            None if error is None else f"{type(error).__name__}: {error}",
+            label="errors of the dataset",
+        )
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise RuntimeError(f"rank {rank} could not read its part of the dataset: {text}")
+
+    def _filled(self, entry: Any) -> Any:
+        """The batch of a step's entry; one of no examples where it has none."""
+        if _has_examples(entry):
+            self._template = entry
+            return entry
+        if self._template is None:
+            self._template = self._reader.template()
+        return without_examples(self._template)
+
+    def _to_device(self, batch: Any, device: str) -> Any:
+        if self._dataset._options.experimental_fetch_to_device is False or device.startswith("cpu"):
+            return batch
+        return nest.map_structure(
+            lambda leaf: arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf, batch
+        )
+
+
+def _kind(entry: Any) -> Any:
+    return entry if entry is MISSING or isinstance(entry, str) else "DATA"
+
+
+def _has_examples(entry: Any) -> bool:
+    return entry is not MISSING and not (isinstance(entry, str) and entry == EMPTY)
+
+
+def _without_sizes(spec: Any) -> Any:
+    """Batches of different sizes are alike; so are examples that vary in size."""
+    return replace(spec, shape=(None,) * len(spec.shape))

@@ -1,0 +1,67 @@
+"""Where a sampler's random numbers come from, so that an epoch can be begun again in the same order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data as data
+
+
+class RandomState:
+    """The generators that a loader's samplers may use: torch's, Python's and NumPy's own, and those it was given.
+
+    Attributes:
+        began: their states when the last epoch began, picklable; None before the first.
+    """
+
+    def __init__(self, loader: data.DataLoader[Any]) -> None:
+        owners = (loader, loader.sampler, loader.batch_sampler)
+        self._own = [
+            generator
+            for owner in owners
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
+        ]
+        self.began: dict[str, Any] | None = None
+        self._begin_at: dict[str, Any] | None = None
+
+    def begin_at(self, state: dict[str, Any] | None) -> None:
+        """Let the next epoch be the one that `began` told of."""
+        self._begin_at = state
+
+    @contextmanager
+    def of_epoch(self) -> Iterator[None]:
+        """Around the beginning of an epoch, in which samplers draw their order."""
+        if self._begin_at is None:
+            self.began = self._capture()
+            yield
+            return
+        now = self._capture()
+        self.began, self._begin_at = self._begin_at, None
+        self._set(self.began)
+        try:
+            yield
+        finally:
+            now["own"] = [
+                generator.get_state() for generator in self._own
+            ]  # these go on from there
+            self._set(now)
+
+    def _capture(self) -> dict[str, Any]:
+        return {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "own": [generator.get_state() for generator in self._own],
+        }
+
+    def _set(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        for generator, own in zip(self._own, state["own"], strict=True):
+            generator.set_state(own)
