@@ -90,9 +90,8 @@ class DistributedDataset(Iterable[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
-        if self._last is not None:
-            return self._last.state_dict()
-        return {"epoch": self._epoch, "steps": self._start}
+        iterator = self._last or DistributedIterator(self, self._epoch, self._start)
+        return iterator.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where `state` was taken; those after it are the epochs that follow."""
@@ -106,8 +105,7 @@ class DistributedDataset(Iterable[Any]):
                 f"the input was saved on {state.get('ranks')} ranks, this is {self._extended.communicator.size}: where "
                 "each rank reads what it likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
             )
-        if self._start:
-            self._reader.load_state(state)
+        self._reader.load_state(state)
 
     def _learn_spec(self, batch: Any) -> None:
         """From the first batch of a replica of this rank."""

@@ -130,7 +130,9 @@ class DistributedIterator(Iterator[Any]):
         if self._source is None:
             self._source = self._open()
         step, position = next(self._source, (None, None))
-        if step is None or (MISSING in map(_kind, step) and not self._dataset.partial):
+        if step is None:
+            return None
+        if MISSING in map(_kind, step) and not (self._dataset.partial and _is_batched(step)):
             return None
         self._position = position
         return step
@@ -240,6 +242,14 @@ def _kind(entry: Any) -> Any:
 
 def _has_examples(entry: Any) -> bool:
     return entry is not MISSING and not (isinstance(entry, str) and entry == EMPTY)
+
+
+def _is_batched(step: Step) -> bool:
+    """Whether a batch without examples can be like this step's: scalars cannot be empty."""
+    entry = next(filter(_has_examples, step), None)
+    return entry is None or any(
+        arrays.is_array(leaf) and leaf.ndim > 0 for leaf in nest.leaves(entry)
+    )
 
 
 def _without_sizes(spec: Any) -> Any:

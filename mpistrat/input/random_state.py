@@ -51,6 +51,10 @@ class RandomState:
             ]  # these go on from there
             self._set(now)
 
+    def now(self) -> dict[str, Any]:
+        """The states with which the next epoch begins."""
+        return self._begin_at or self._capture()
+
     def _capture(self) -> dict[str, Any]:
         return {
             "torch": torch.get_rng_state(),

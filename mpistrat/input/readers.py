@@ -80,7 +80,8 @@ def splits_each_batch(share: Share, policy: AutoShardPolicy, batch_size: int | N
             "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, whose files can be shared out; this dataset is "
             "none. Use AUTO or DATA"
         )
-    return policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA) or batch_size is None
+    to_be_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+    return to_be_shared or batch_size is None or share.num_replicas == 1
 
 
 def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
@@ -179,7 +180,7 @@ class FileReader(Reader):
         self._dataset, self._share = dataset, share
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self._splits_each = policy is AutoShardPolicy.DATA
-        self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE) and share.workers > 1
+        self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
         self.ends_together = self._splits_each or share.workers == 1
         self.same_for_any_ranks = policy is not AutoShardPolicy.OFF or share.workers == 1
         if self._by_file and len(dataset.files) < share.workers:
@@ -189,9 +190,8 @@ class FileReader(Reader):
                 "InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA), with which every rank reads all"
             )
         self._first_example: Any = None
-        self._finished: set[int] = (
-            set()
-        )  # files, and examples of others, that were read before a restart
+        # The files that were read before a restart, and how many examples of others
+        self._finished: set[int] = set()
         self._partly: dict[int, int] = {}
         self._mine: list[int] = []
         self._here = (0, 0)
@@ -212,6 +212,8 @@ class FileReader(Reader):
             steps: Iterator[Step] = iter(pieces)
         else:
             sizes = share.sizes(dataset.batch_size)
+            begun = start * share.replicas_per_worker % len(sizes) if self._by_file else 0
+            sizes = sizes[begun:] + sizes[:begun]
             kept = pieces_of_examples(examples, sizes, drop_last=dataset.drop_last)
             steps = steps_of_stream(kept, share, drop_last=dataset.drop_last)
         if not self._by_file:

@@ -108,8 +108,11 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
 ) -> Iterator[list[Any]]:
-    """For each batch its pieces number `wanted`."""
+    """For each batch its pieces number `wanted`. One piece is the batch as it is, whatever that is."""
     for batch in batches:
+        if num_pieces == 1:
+            yield [batch for _ in wanted]
+            continue
         size = kind.size(batch)
         yield [kind.cut(batch, *slice_bounds(size, piece, num_pieces)) for piece in wanted]
 

@@ -136,6 +136,7 @@ class LoaderReader(Reader):
         k = len(self._share.replicas)
         while len(step := list(itertools.islice(batches, k))) == k:
             kinds = [self._pieces.kinds.popleft() for _ in step]
+            self.position = "begun"
             yield [
                 batch if kind is None else EMPTY if kind == EMPTY else MISSING
                 for batch, kind in zip(step, kinds, strict=True)
@@ -172,10 +173,9 @@ class LoaderReader(Reader):
         return collate([dataset[0]])
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """The order of the epoch: what rank 0's random numbers were when it began."""
-        return {
-            "random": communicator.broadcast_object(self._random.began, label="sampler's state")
-        }
+        """The order of the epoch: what rank 0's random numbers were, or will be, when it begins."""
+        random = self._random.now() if position is None else self._random.began
+        return {"random": communicator.broadcast_object(random, label="state of the sampler")}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._random.begin_at(state["random"])

@@ -1,0 +1,162 @@
+"""Going on in the middle of an epoch: nothing is repeated, nothing is skipped, on any number of ranks."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpistrat as ms
+
+pytestmark = pytest.mark.time_limit(60)
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+EXAMPLES, BATCH = 60, 8
+FILES = [range(10 * i, 10 * i + 7 + i) for i in range(8)]  # examples, as the reader tells them
+IN_FILES = sorted(itertools.chain.from_iterable(FILES))
+
+
+def shuffled_loader(**kwargs):
+    return DataLoader(TensorDataset(torch.arange(EXAMPLES)), BATCH, shuffle=True, **kwargs)
+
+
+def own_generator():
+    return shuffled_loader(generator=torch.Generator().manual_seed(5))
+
+
+def with_workers():
+    return shuffled_loader(num_workers=1, generator=torch.Generator().manual_seed(5))
+
+
+def arrays():
+    return ms.input.BatchedDataset(np.arange(EXAMPLES), BATCH, shuffle=True)
+
+
+def batches():
+    return list(np.arange(EXAMPLES).reshape(-1, BATCH // 2))
+
+
+def files():
+    return ms.input.FileDataset(FILES, iter, BATCH, shuffle=True)
+
+
+SOURCES = {
+    "global generator": (shuffled_loader, range(EXAMPLES)),
+    "own generator": (own_generator, range(EXAMPLES)),
+    "workers": (with_workers, range(EXAMPLES)),
+    "arrays": (arrays, range(EXAMPLES)),
+    "batches": (batches, range(EXAMPLES)),
+    "files": (files, IN_FILES),
+}
+every_source = pytest.mark.parametrize("source", SOURCES)
+reads_everything = pytest.mark.filterwarnings("ignore:each of the:UserWarning")
+
+
+def distributed(source, comm=None):
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    return strategy.experimental_distribute_dataset(SOURCES[source][0]())
+
+
+def examples(steps):
+    """Of each step, what this rank read."""
+    read = []
+    for step in steps:
+        batch = step[0] if isinstance(step, (list, tuple)) else step
+        read.append(np.asarray(batch).tolist())
+    return read
+
+
+def of_all(comm, mine):
+    return list(itertools.chain.from_iterable(itertools.chain(*comm.allgather(mine))))
+
+
+@reads_everything
+@every_source
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_restart_reads_the_rest(source, steps):
+    """As if it had not been stopped, for the next epoch too; its state is picklable and the same on all ranks."""
+    torch.manual_seed(1)
+    before = distributed(source)
+    examples(before)  # an epoch
+    iterator = iter(before)
+    head = examples(itertools.islice(iterator, steps))
+    state = pickle.loads(pickle.dumps(iterator.state_dict()))
+    assert state["epoch"] == 1
+    assert state["steps"] == steps
+    assert len({pickle.dumps((s["epoch"], s["steps"])) for s in WORLD.allgather(state)}) == 1
+    tail, following = examples(iterator), examples(before)
+
+    torch.manual_seed(99)
+    after = distributed(source)
+    after.load_state_dict(state)
+    assert examples(after) == tail
+    if source != "global generator":  # whose next epoch belongs to the program's random numbers
+        assert examples(after) == following
+    assert sorted(of_all(WORLD, [*head, *tail])) == list(SOURCES[source][1])
+
+
+@reads_everything
+@pytest.mark.mpi(min_size=2)
+@every_source
+def test_a_restart_on_fewer_ranks_reads_the_rest(source):
+    torch.manual_seed(1)
+    iterator = iter(distributed(source))
+    head = of_all(WORLD, examples(itertools.islice(iterator, 2)))
+    state = WORLD.bcast(iterator.state_dict())
+
+    some = WORLD.Split(RANK < SIZE - 1, RANK)  # all but the last, and the last alone
+    torch.manual_seed(99)
+    after = distributed(source, some)
+    it = iter(after)
+    it.load_state_dict(state)
+    tail = of_all(some, examples(it))
+    assert sorted(head + tail) == list(SOURCES[source][1])
+    assert sorted(of_all(some, examples(after))) == list(SOURCES[source][1])
+
+
+def test_the_dataset_knows_where_its_iterator_stands():
+    data = distributed("arrays")
+    for step, _ in enumerate(data, 1):
+        if step == 3:
+            break
+    assert data.state_dict()["steps"] == 3
+    again = distributed("arrays")
+    again.load_state_dict(data.state_dict())
+    assert len(examples(again)) == len(data) - 3
+
+
+def test_the_global_generators_go_on_where_they_were():
+    """Restoring the order of an epoch leaves the program's own random numbers alone."""
+    torch.manual_seed(1)
+    first = distributed("global generator")
+    iterator = iter(first)
+    next(iterator)
+    state = iterator.state_dict()
+    torch.manual_seed(2)
+    expected = torch.rand(3)
+    torch.manual_seed(2)
+    second = distributed("global generator")
+    second.load_state_dict(state)
+    next(iter(second))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_each_rank_chose_needs_as_many_ranks():
+    strategy = ms.MultiWorkerMirroredStrategy()
+
+    def make(context):
+        return [np.full(2, i) for i in range(4)]
+
+    data = strategy.distribute_datasets_from_function(make)
+    next(iter(data))
+    state = data.state_dict()
+    again = strategy.distribute_datasets_from_function(make)
+    again.load_state_dict(state)
+    assert [int(x[0]) for x in again] == [1, 2, 3]
+    with pytest.raises(ValueError, match=rf"saved on {SIZE + 1} ranks, this is {SIZE}"):
+        again.load_state_dict({**state, "ranks": SIZE + 1})
