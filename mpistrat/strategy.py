@@ -200,8 +200,15 @@ class Strategy:
         extended = self._extended
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
         checked = _input_options(options, extended, True)
-        datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
-        return distribute_from_function(datasets, extended, checked)
+        distributed, error = None, None
+        try:
+            datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
+            distributed = distribute_from_function(datasets, extended, checked)
+        except Exception as failed:
+            error = failed
+        extended.communicator.raise_any(error, "could not make its dataset")
+        assert distributed is not None
+        return distributed
 
     # PyTorch
 

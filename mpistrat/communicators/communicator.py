@@ -90,6 +90,20 @@ class Communicator(abc.ABC):
         """
         raise error
 
+    def raise_any(self, error: Exception | None, what: str) -> None:
+        """Raise on all ranks if any of them comes with an error: its own there, a RuntimeError that tells it elsewhere.
+
+        Collective. `what` is what the rank did not manage: "could not read its part".
+        """
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        told = self.all_gather_object(mine, label="errors")
+        if error is not None:
+            mark_raised_by_all(error)
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise RuntimeError(f"rank {rank} {what}: {text}")
+
     def raising_together(self) -> contextlib.AbstractContextManager[None]:
         """Around the checks of this rank's operands: `raise_together` for what they raise."""
         return _RaisingTogether(self)

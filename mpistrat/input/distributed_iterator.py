@@ -52,6 +52,7 @@ class DistributedIterator(Iterator[Any]):
         self._source: Iterator[tuple[Step, Any]] | None = None
         self._position: Any = None
         self._template: Any = None
+        self._structure: str | None = None
         self._steps_left: int | None = None  # None: not known
         self._has_asked = False
         self._ended = False
@@ -72,7 +73,10 @@ class DistributedIterator(Iterator[Any]):
             self._ended = True
             raise StopIteration
         self._steps_done += 1
-        batches = [self._filled(entry) for entry in step]
+        with self._extended.communicator.raising_together():
+            batches = [self._filled(entry) for entry in step]
+            for batch in batches:
+                self._check_structure(batch)
         self._dataset._learn_spec(batches[0])
         batches = [
             self._to_device(batch, device)
@@ -180,7 +184,7 @@ class DistributedIterator(Iterator[Any]):
         else:
             self._has_asked = True
             batch = None if step is None else next(filter(_has_examples, step), None)
-            spec = None if batch is None else nest.map_structure(_without_sizes, spec_of(batch))
+            spec = None if batch is None else spec_of(batch)
             told = communicator.all_gather_object(
                 (mine, self._reader.num_steps(), spec),
                 label="first step of the distributed dataset",
@@ -192,13 +196,14 @@ class DistributedIterator(Iterator[Any]):
                 if partial and len(counts) == communicator.size:
                     self._steps_left = max(counts) - self._steps_done - 1
         if worst == _ERROR:
-            self._raise_errors(error)
+            communicator.raise_any(error, "could not read its part of the dataset")
         return bool(worst) == partial
 
     def _learn_from_others(self, specs: list[Any]) -> None:
         """What the batches of this rank look like, if it has none. Raises: ValueError when the ranks' differ."""
         known = [spec for spec in specs if spec is not None]
-        if any(spec != known[0] for spec in known):
+        kinds = [nest.map_structure(_without_sizes, spec) for spec in known]
+        if any(kind != kinds[0] for kind in kinds):
             raise ValueError(
                 "the ranks read batches of different structures or dtypes: "
                 + "; ".join(
@@ -208,17 +213,6 @@ class DistributedIterator(Iterator[Any]):
         if known:
             self._template = nest.map_structure(lambda spec: spec.empty(), known[0])
 
-    def _raise_errors(self, error: Exception | None) -> None:
-        told = self._extended.communicator.all_gather_object(
-            None if error is None else f"{type(error).__name__}: {error}",
-            label="errors of the dataset",
-        )
-        if error is not None:
-            raise error
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise RuntimeError(f"rank {rank} could not read its part of the dataset: {text}")
-
     def _filled(self, entry: Any) -> Any:
         """The batch of a step's entry; one of no examples where it has none."""
         if _has_examples(entry):
@@ -227,6 +221,17 @@ class DistributedIterator(Iterator[Any]):
         if self._template is None:
             self._template = self._reader.template()
         return without_examples(self._template)
+
+    def _check_structure(self, batch: Any) -> None:
+        """Raises: ValueError when the dataset changes its structure."""
+        structure = nest.describe(batch)
+        if self._structure is None:
+            self._structure = structure
+        elif structure != self._structure:
+            raise ValueError(
+                f"the dataset changes its structure: step {self._steps_done} is {structure}, those before it were "
+                f"{self._structure}"
+            )
 
     def _to_device(self, batch: Any, device: str) -> Any:
         if self._dataset._options.experimental_fetch_to_device is False or device.startswith("cpu"):

@@ -113,7 +113,7 @@ class IndexReader(Reader):
     def __init__(self, dataset: BatchedDataset, share: Share, policy: AutoShardPolicy) -> None:
         self._dataset, self._share, self._policy = dataset, share, policy
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
-        self.same_for_any_ranks = not reads_all(share, policy)
+        self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         splits_each_batch(share, policy, self.batch_size)
 
     def _indices(self, epoch: int) -> Iterator[list[list[int] | None]]:
@@ -193,15 +193,18 @@ class FileReader(Reader):
         # The files that were read before a restart, and how many examples of others
         self._finished: set[int] = set()
         self._partly: dict[int, int] = {}
+        self._left: dict[int, list[int]] = {}  # which files each worker had still to read then
         self._mine: list[int] = []
         self._here = (0, 0)
 
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
         share, dataset = self._share, self._dataset
         if start == 0:
-            self._finished, self._partly = set(), {}
+            self._finished, self._partly, self._left = set(), {}, {}
         order = [number for number in dataset.order(epoch) if number not in self._finished]
         self._mine = order[share.worker :: share.workers] if self._by_file else order
+        if len(self._left) == share.workers:  # as many as before: each goes on with its own
+            self._mine = self._left[share.worker]
         self._here = (0, 0)
         examples = self._examples(self._mine)
         if self._splits_each:
@@ -242,15 +245,25 @@ class FileReader(Reader):
             return {}
         i, count = position or (0, 0)
         partly = {self._mine[i]: count} if count else {}
-        everyone = communicator.all_gather_object((self._mine[:i], partly), label="files read")
-        finished = self._finished.union(*(files for files, _ in everyone))
-        partly = {**self._partly, **{n: c for _, those in everyone for n, c in those.items()}}
-        partly = {number: count for number, count in partly.items() if number not in finished}
-        return {"finished": sorted(finished), "partly": partly}
+        mine = None if position is None else self._mine[:i]
+        left = {self._share.worker: self._mine[i:]}
+        everyone = communicator.all_gather_object((mine, partly, left), label="files read")
+        if all(files is None for files, _, _ in everyone):  # no step since the restart, if any
+            finished, partly, left = self._finished, self._partly, self._left
+        else:
+            finished = self._finished.union(*(files or () for files, _, _ in everyone))
+            partly = {
+                **self._partly,
+                **{n: c for _, those, _ in everyone for n, c in those.items()},
+            }
+            partly = {number: count for number, count in partly.items() if number not in finished}
+            left = {worker: files for _, _, those in everyone for worker, files in those.items()}
+        return {"finished": sorted(finished), "partly": partly, "left": left}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._by_file:
             self._finished, self._partly = set(state["finished"]), dict(state["partly"])
+            self._left = dict(state["left"])
 
     def template(self) -> Any:
         return None if self._first_example is None else self._dataset.collate([self._first_example])
