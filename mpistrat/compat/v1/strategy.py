@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpistrat import context, strategies
-from mpistrat.options import RunOptions
+from mpistrat.compat.v1.datasets import Calls, NumpyDataset
+from mpistrat.input import DistributedIterator, InputContext
+from mpistrat.input.distributed_dataset import distribute, distribute_from_function
+from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
 
@@ -33,9 +36,59 @@ class StrategyV1(Strategy):
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """`run(fn)` on one step of `input_iterator`, or without arguments if there is none."""
+        """`run(fn)` on one step of `input_iterator`, or without arguments if there is none.
+
+        Raises:
+            OutOfRangeError: the iterator has ended.
+        """
+        args = () if input_iterator is None else (input_iterator.get_next(),)
         with self.scope():
-            return self.run(fn, () if input_iterator is None else (next(input_iterator),))
+            return self.run(fn, args)
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        """An iterator of what `experimental_distribute_dataset(dataset)` gives. Called by: every rank."""
+        return iter(distribute(dataset, self.extended, InputOptions()))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedIterator:
+        """An iterator over batches per replica. A step that cannot fill every replica ends it.
+
+        Called by: every rank.
+        Args:
+            input_fn: gives a dataset of batches, or a function that gives the next batch (OutOfRangeError: there is
+                none), called for one replica after the other.
+            replication_mode: PER_WORKER is the only one.
+        """
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"make_input_fn_iterator takes InputReplicationMode.PER_WORKER, got {replication_mode!r:.60}"
+            )
+        communicator = self.extended.communicator
+        made = input_fn(
+            InputContext(communicator.size, communicator.rank, self.num_replicas_in_sync)
+        )
+        if not isinstance(made, Iterable):
+            if not callable(made):
+                raise ValueError(
+                    "input_fn must return a dataset, which is an iterable of batches, or a function that gives the "
+                    f"next batch; got {made!r:.60}"
+                )
+            made = Calls(made)
+        return iter(distribute_from_function([made], self.extended, InputOptions(), partial=False))
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> NumpyDataset:
+        """A dataset of the slices of `numpy_input`, a nest of arrays, along axis 0.
+
+        It is neither batched nor distributed: give `BatchedDataset(it, batch_size)` to
+        `experimental_distribute_dataset`. Lists of arrays are stacked first. Context: cross-replica or top level.
+        """
+        context.require_cross_replica(self, "experimental_make_numpy_dataset")
+        return NumpyDataset(numpy_input)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """The old name of `experimental_local_results`."""
@@ -85,7 +138,25 @@ class _DefaultV1(StrategyV1):
     """The default strategy with the v1 methods; it shares everything with the one it stands for."""
 
     def __init__(self, default: Strategy) -> None:
-        self._extended = default.extended
+        self._default, self._extended = default, default.extended
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """`dataset` itself."""
+        return self._default.experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        """What `dataset_fn(InputContext())` makes."""
+        return self._default.distribute_datasets_from_function(dataset_fn, options)
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        return OneDeviceStrategy("cpu:0").make_dataset_iterator(dataset)
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedIterator:
+        return OneDeviceStrategy("cpu:0").make_input_fn_iterator(input_fn, replication_mode)
 
 
 def get_strategy() -> Strategy:

@@ -1,0 +1,66 @@
+"""What the v1 methods make datasets of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.errors import OutOfRangeError
+
+
+class Calls:
+    """The values that a function gives, until it raises OutOfRangeError."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                value = self._function()
+            except OutOfRangeError:
+                return
+            yield value
+
+
+class NumpyDataset:
+    """The slices of a nest of arrays along axis 0: a sequence, and what `BatchedDataset` takes.
+
+    Raises:
+        ValueError: the arrays do not have equal first dimensions.
+    """
+
+    def __init__(self, numpy_input: Any) -> None:
+        self._arrays = _stacked(numpy_input)
+        shapes = [tuple(leaf.shape) for leaf in nest.flatten(self._arrays)]
+        sizes = {shape[:1] for shape in shapes}
+        if len(sizes) != 1 or () in sizes:
+            raise ValueError(
+                "a dataset of arrays takes arrays with equal first dimensions, the number of examples; got shapes "
+                f"{shapes}"
+            )
+        self._size = int(shapes[0][0])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        if not -self._size <= index < self._size:
+            raise IndexError(f"example {index} of {self._size}")
+        return nest.map_structure(lambda leaf: leaf[index], self._arrays)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(self._size))
+
+
+def _stacked(numpy_input: Any) -> Any:
+    """`numpy_input` with its lists, which tf.data takes for arrays, as arrays."""
+    if isinstance(numpy_input, list):
+        return np.stack([np.asarray(one) for one in numpy_input]) if numpy_input else np.zeros(0)
+    if nest.is_structure(numpy_input):
+        parts = numpy_input.values() if isinstance(numpy_input, Mapping) else numpy_input
+        return nest.rebuild(numpy_input, [_stacked(part) for part in parts])
+    return numpy_input if arrays.is_array(numpy_input) else np.asarray(numpy_input)
