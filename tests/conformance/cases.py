@@ -10,18 +10,24 @@ from typing import Any
 
 from conformance import (
     encoding,
+    replay_autoshard,
     replay_contexts,
     replay_cross_device_ops,
     replay_custom_ops,
+    replay_datasets_from_function,
+    replay_distribute_dataset,
     replay_extended,
+    replay_input_context,
     replay_merge_call,
     replay_multi_worker,
     replay_reduce,
     replay_replica_collectives,
     replay_resolvers,
     replay_run,
+    replay_v1_input,
     replay_variable_uses,
     replay_variables,
+    sources,
 )
 from conformance.outcomes import CannotInterpret, Failed
 from conformance.stage import Handler, Stage
@@ -45,6 +51,7 @@ def _with_failures(result: Any) -> Any:
 _RESOLVERS: dict[str, Handler] = {
     op: _of_one_process(handler) for op, handler in replay_resolvers.HANDLERS.items()
 }
+ONE_LIBRARY = ("contexts", "input_context", "autoshard")  # no arrays are given
 RESOLVER_AREAS = ("cluster_spec", "resolvers", "slurm", "multi_worker_util")
 HANDLERS: dict[str, dict[str, Handler]] = {
     "contexts": replay_contexts.HANDLERS,
@@ -56,16 +63,20 @@ HANDLERS: dict[str, dict[str, Handler]] = {
     "cross_device_ops": {**replay_cross_device_ops.HANDLERS, **replay_custom_ops.HANDLERS},
     "extended": replay_extended.HANDLERS,
     "variables": {**replay_variables.HANDLERS, **replay_variable_uses.HANDLERS},
-    "multi_worker": replay_multi_worker.HANDLERS,
+    "distribute_dataset": {**replay_distribute_dataset.HANDLERS, **replay_v1_input.HANDLERS},
+    "datasets_from_function": replay_datasets_from_function.HANDLERS,
+    "input_context": replay_input_context.HANDLERS,
+    "autoshard": replay_autoshard.HANDLERS,
+    "multi_worker": {
+        **replay_multi_worker.HANDLERS,
+        **replay_distribute_dataset.OF_WORKERS,
+        **replay_datasets_from_function.OF_WORKERS,
+    },
     **dict.fromkeys(RESOLVER_AREAS, _RESOLVERS),
 }
 
 # What other parts of the project replay, once they are there.
 LATER_AREAS = {
-    "autoshard": "input",
-    "distribute_dataset": "input",
-    "datasets_from_function": "input",
-    "input_context": "input",
     "coordinator": "parameter serving",
     "partitioners": "parameter serving",
     "sharded_variable": "parameter serving",
@@ -73,8 +84,6 @@ LATER_AREAS = {
     "tpu_topology": "TPU",
 }
 LATER_OPS = {
-    ("multi_worker", "distribute_dataset"): "input",
-    ("multi_worker", "distribute_datasets_from_function"): "input",
     ("resolvers", "kubernetes_resolver"): "cloud resolvers",
     ("resolvers", "gce_resolver"): "cloud resolvers",
     ("resolvers", "gce_set_task_type"): "cloud resolvers",
@@ -101,11 +110,21 @@ def load(path: Path) -> Iterator[dict[str, Any]]:
                 yield case
 
 
+def stages(case: dict[str, Any], rank: int, size: int) -> list[Stage]:
+    """`case` on this rank, with each array library and form of dataset that it is replayed with."""
+    source = case["inputs"].get("source")
+    if "counts" in case["inputs"]:
+        source = replay_datasets_from_function.source_of_worker(case, rank)
+    if source is not None and "ops" in source:
+        return [Stage(case, library, rank, size, form) for library, form in sources.forms(source)]
+    return [Stage(case, library, rank, size) for library in libraries(case)]
+
+
 def libraries(case: dict[str, Any]) -> tuple[encoding.Library, ...]:
     """The array libraries to replay `case` with: both, where it has arrays and both have its dtypes."""
     if case["program"]["op"].startswith("grad_"):
         return ("torch",)  # NumPy has no gradients
-    if case["area"] in (*RESOLVER_AREAS, "contexts") or case["replicas"] == 0:
+    if case["area"] in (*ONE_LIBRARY, *RESOLVER_AREAS) or case["replicas"] == 0:
         return ("numpy",)
     dtypes = {*encoding.dtypes(case["inputs"]), *encoding.dtypes(case["program"])}
     return tuple(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance import differing_resolvers, differing_results
+from conformance import differing_input, differing_resolvers, differing_results
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,6 +19,7 @@ else:
 
 FILE = Path(__file__).parent / "differences.toml"
 _ABSENT = object()
+_COMPUTING = (differing_results, differing_resolvers, differing_input)
 _SHORT = {"op": "program.op", "error": "expect.error"}
 
 
@@ -26,10 +27,10 @@ _SHORT = {"op": "program.op", "error": "expect.error"}
 class Difference:
     """Cases whose fields have the values in `match`; they must come to `instead`.
 
-    `match` maps dotted fields of a case ("op" is short for "program.op", "error" for "expect.error") to a
-    value, or to a list of values of which one must fit. Some texts stand for more than themselves: "a*" fits
-    what starts with a, ">1" and "<0" numbers, "zeros" numbers and lists that hold only zeros, "null" None,
-    "absent" a field that is not there.
+    `match` maps dotted fields of a case ("op" is short for "program.op", "error" for "expect.error"; numbers are
+    places in lists) to a value, or to a list of values of which one must fit. Some texts stand for more than
+    themselves: "a*" fits what starts with a, ">1" and "<0" numbers, "zeros" numbers and lists that hold only zeros,
+    "null" None, "absent" a field that is not there, "batches of batches" the ops of such a dataset.
     """
 
     reason: str
@@ -48,7 +49,7 @@ class Difference:
         if kind == "expect":
             return given
         if kind == "computed":
-            module = differing_results if hasattr(differing_results, given) else differing_resolvers
+            module = next(module for module in _COMPUTING if hasattr(module, given))
             compute: Callable[[dict[str, Any]], Any] = getattr(module, given)
             return compute(case)
         raise ValueError(f"instead must be error, expect or computed, not {kind!r}")
@@ -57,7 +58,10 @@ class Difference:
 def _field(case: dict[str, Any], path: str) -> Any:
     value: Any = case
     for name in _SHORT.get(path, path).split("."):
-        value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if isinstance(value, list) and name.isdecimal():
+            value = value[int(name)] if int(name) < len(value) else _ABSENT
+        else:
+            value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
     return value
 
 
@@ -76,6 +80,8 @@ def _fits_one(wanted: Any, value: Any) -> bool:
         return value is None
     if wanted == "zeros":
         return value is not _ABSENT and value is not None and not np.any(value)
+    if wanted == "batches of batches":
+        return isinstance(value, list) and differing_input.depth_of_batches(value) > 1
     if wanted[0] in "<>" and isinstance(value, int):
         bound = int(wanted[1:])
         return value > bound if wanted[0] == ">" else value < bound

@@ -47,6 +47,9 @@ _SPLIT: dict[tuple[str, str], Callable[[dict[str, Any]], bool]] = {
     ("replica_collectives", "grad_all_gather"): _always,
     ("cross_device_ops", "cdo_reduce"): _policy_of_all,
     ("cross_device_ops", "cdo_batch_reduce"): _policy_of_all,
+    ("distribute_dataset", "distribute_dataset"): _always,
+    ("distribute_dataset", "iterate_and_reduce_in_function"): _always,
+    ("distribute_dataset", "reduce_each_step_axis0"): _always,
     ("extended", "reduce_to"): _lands_on_all,
     ("extended", "batch_reduce_to"): _lands_on_all,
     ("extended", "read_var"): _always,
@@ -97,6 +100,9 @@ def on_rank(case: Case, expect: Any, rank: int, size: int) -> Any:
     if size == 1:
         return expect
     n, k = case["replicas"], case["replicas"] // size
+    if case["program"]["op"] == "distribute_dataset" and isinstance(expect.get("steps"), list):
+        mine = slice(rank * k, (rank + 1) * k)
+        expect = {**expect, "steps": [step[mine] for step in expect["steps"]]}
     return _View(n, rank * k, k, _reads_own_copy(case)).of(expect)
 
 

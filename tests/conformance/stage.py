@@ -15,12 +15,16 @@ from mpistrat.compat import v1
 
 @dataclass(frozen=True)
 class Stage:
-    """One case, spread over `size` ranks of k replicas each, as rank `rank` sees it."""
+    """One case, spread over `size` ranks of k replicas each, as rank `rank` sees it.
+
+    `form` is what its dataset is, if it has one (`sources`).
+    """
 
     case: dict[str, Any]
     library: encoding.Library
     rank: int = 0
     size: int = 1
+    form: str = ""
 
     @property
     def program(self) -> dict[str, Any]:
@@ -29,6 +33,10 @@ class Stage:
     @property
     def inputs(self) -> dict[str, Any]:
         return self.case["inputs"]
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (self.case["id"], self.library, self.form)))
 
     @property
     def n(self) -> int:

@@ -15,6 +15,8 @@ from conformance.comparison import check
 from conformance.outcomes import attempt
 from conformance.stage import Stage
 
+# All ranks read the iterables here, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:each of the .* ranks reads all:UserWarning")
 RULES = differences.load()
 
 
@@ -26,12 +28,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         "stage",
         [
-            pytest.param(
-                Stage(case, library, rank, size), id=f"{case['id']}-{library}", marks=marks
-            )
+            pytest.param(stage, id=stage.name, marks=marks)
             for case in cases.load(cases.folder())
             if splits.fits(case, size)
-            for library in cases.libraries(case)
+            for stage in cases.stages(case, rank, size)
         ],
     )
 
@@ -61,10 +61,10 @@ def test_difference_is_needed(rule: differences.Difference, pytestconfig: pytest
     ruled = [case for case in cases.load(cases.RECORDED) if differences.find(RULES, case) is rule]
     assert ruled, f"no recorded case for the rule {rule.match}"
     here = [
-        Stage(case, library, rank, size)
+        stage
         for case in ruled
         if splits.fits(case, size)
-        for library in cases.libraries(case)
+        for stage in cases.stages(case, rank, size)
     ]
     if size == 1 and here:
         assert not all(_as_recorded(stage) for stage in here), "the library does as TensorFlow does"
