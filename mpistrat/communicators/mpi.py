@@ -122,9 +122,9 @@ _CACHED = MPI.Comm.Create_keyval()
 
 
 def communicator_for(
-    comm: MPI.Intracomm, check: str = "always", label: str = "check="
+    comm: MPI.Intracomm, check: str = "always", what: str = "a communicator"
 ) -> Communicator:
-    """Our communicator over the ranks of the user's `comm`; collective over it.
+    """Our communicator over the ranks of the user's `comm`, for `what`; collective over it.
 
     There is one duplicate per user communicator and `check`, cached on it as an attribute and never freed: MPICH
     ends after 2,046 of them, and freeing is collective, which a destructor cannot be.
@@ -137,18 +137,17 @@ def communicator_for(
         cached = {}
         comm.Set_attr(_CACHED, cached)
     for earlier in list(cached.values())[:1]:  # the same on all ranks: they were made together
-        _must_be_equal(earlier.all_gather_object(check, label=label))
+        earlier.barrier(label=f"{what}, check={check!r}")
     if check not in cached:
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
-            _must_be_equal(duplicate.allgather(check))
+            checks = duplicate.allgather(check)
+            if len(set(checks)) > 1:
+                raise CollectiveMismatchError(
+                    f"{what} with different check= on the ranks: {checks}, by rank"
+                )
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
             station = station_of(duplicate, name)
         cached[check] = CheckedCommunicator(MpiCommunicator(duplicate), name, station, check)
         job_end.watch(cached[check], duplicate)
     return cached[check]
-
-
-def _must_be_equal(checks: list[str]) -> None:
-    if len(set(checks)) > 1:
-        raise CollectiveMismatchError(f"check= is not the same on all ranks: {checks}, by rank")

@@ -100,7 +100,7 @@ def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communi
         return LocalCommunicator()
     from mpistrat.communicators.mpi import communicator_for
 
-    return communicator_for(comm, check, f"constructor of {what}, check=")
+    return communicator_for(comm, check, f"constructor of {what}")
 
 
 def setup(

@@ -85,7 +85,7 @@ def late_and_saving() -> None:
             time.sleep(2.5 * LIMIT)
         reduce(strategy)
     except ms.errors.StallError:
-        time.sleep(LIMIT)
+        time.sleep(LIMIT if last else 2 * LIMIT)
         print(f"rank {world.rank} saved\n", end="", flush=True)
 
 
