@@ -1,0 +1,104 @@
+"""The text example: it learns, and an interruption changes nothing, whatever number of ranks goes on."""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpi_launcher import Job, Launcher, run_job
+
+TRAIN = Path(__file__).parents[2] / "scripts" / "train_text.py"
+SECONDS = 100  # for a run, on a busy machine
+
+
+def validation(job: Job) -> list[float]:
+    """Bits per character, as reported."""
+    assert job.returncode == 0, job.output
+    assert job.left_behind == ()
+    return [float(bits) for bits in re.findall(r"^step .* validation ([0-9.]+)", job.stdout, re.M)]
+
+
+def equal(one: Path, other: Path) -> bool:
+    models = [torch.load(path)["model"] for path in (one, other)]
+    return all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+@pytest.fixture
+def small_data(tmp_path: Path) -> Path:
+    """Files so different that some ranks have read theirs long before the others: 50 windows in an epoch."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for i, windows in enumerate([38, 8, 3, 1]):
+        (folder / f"train-{i:02}.txt").write_text("to be or not, " * 5 * windows)
+    (folder / "validation.txt").write_text("to be or not, " * 11)
+    (folder / "characters.txt").write_text("".join(sorted(set("to be or not, "))))
+    return folder
+
+
+@pytest.mark.time_limit(2 * SECONDS)
+def test_it_learns(launcher: Launcher, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "text.pt"
+    arguments = ["--steps", "30", "--batch-size", "16", "--checkpoint", checkpoint]
+    job = launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS)
+    bits = validation(job)
+    data = tmp_path / "text_data"
+    characters = len((data / "characters.txt").read_text(encoding="utf-8"))
+    assert len(list(data.glob("train-*.txt"))) == 16
+    assert bits[0] == pytest.approx(math.log2(characters), abs=1e-3)
+    assert bits[-1] < bits[0] - 1
+    assert len(job.stdout.partition("A sample:\n")[2]) == 300 + len("\n")
+    assert job.stdout.count("A sample:") == 1  # rank 0 alone writes
+    assert "bits/character" in job.stderr
+
+
+@pytest.mark.time_limit(4 * SECONDS)
+def test_it_goes_on_as_if_never_stopped(
+    launcher: Launcher, tmp_path: Path, small_data: Path
+) -> None:
+    """Equal to the last bit: each rank has the files, the optimizer's state and the threads that it had."""
+
+    def train(checkpoint: Path, steps: int) -> list[float]:
+        arguments = ["--steps", str(steps), "--checkpoint", checkpoint, "--data", small_data]
+        arguments += ["--batch-size", "6"]
+        return validation(launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS))
+
+    in_one_go = train(tmp_path / "one.pt", 40)
+    before = train(tmp_path / "two.pt", 20)
+    after = train(tmp_path / "two.pt", 40)
+    assert after[0] == before[-1]
+    assert after[-1] == in_one_go[-1]
+    assert equal(tmp_path / "one.pt", tmp_path / "two.pt")
+
+
+@pytest.mark.time_limit(5 * SECONDS)
+def test_other_numbers_of_ranks_go_on(launcher: Launcher, tmp_path: Path, small_data: Path) -> None:
+    """Through the ends of epochs, where ranks get batches without examples."""
+    checkpoint = tmp_path / "text.pt"
+    options = ["--batch-size", "6", "--checkpoint", str(checkpoint), "--data", str(small_data)]
+
+    def train(ranks: int, steps: int) -> list[float]:
+        arguments = [*options, "--steps", str(steps)]
+        return validation(launcher.run_python(ranks, TRAIN, *arguments, seconds=SECONDS))
+
+    on_two = train(2, 5)
+    where = torch.load(checkpoint)["input"]
+    assert (where["epoch"], where["steps"], where["ranks"]) == (0, 5, 2)
+    on_three = train(3, 30)
+    assert on_three[0] == pytest.approx(on_two[-1], abs=2e-3)  # in rounding only
+    assert torch.load(checkpoint)["input"]["epoch"] > 0
+
+    command = [sys.executable, str(TRAIN), *options, "--steps", "34"]
+    alone = validation(run_job(command, launcher.environment(), SECONDS))
+    assert alone[0] == pytest.approx(on_three[-1], abs=2e-3)
+    assert alone[-1] < on_two[0] - 1
+
+
+def test_without_resume_it_begins_anew(tmp_path: Path, small_data: Path) -> None:
+    environment = Launcher.named("MPICH").environment()
+    options = ["--checkpoint", str(tmp_path / "text.pt"), "--data", str(small_data), "--steps", "2"]
+    for resume, reports in (([], 2), ([], 1), (["--no-resume"], 2)):
+        job = run_job([sys.executable, str(TRAIN), *options, *resume], environment, SECONDS)
+        assert len(validation(job)) == reports
