@@ -8,23 +8,25 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """`iterator`'s items, of which up to `depth` are made before they are asked for, on another thread.
+    """`iterator`'s items, of which up to `depth` wait to be asked for, made on another thread.
 
     An exception is raised where its item would have come. The thread ends with `close`, with this object, or with the
     program.
     """
 
     def __init__(self, iterator: Iterator[T], depth: int) -> None:
-        self._made: queue.Queue[tuple[str, object]] = queue.Queue(depth)
-        self._stop = threading.Event()
+        # These are faster than a queue.Queue of limited size.
+        self._made: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: make no more
         self._ended = False
+        for _ in range(depth):
+            self._room.put(True)
         thread = threading.Thread(
             target=_make,
-            args=(iterator, self._made, self._stop),
+            args=(iterator, self._made, self._room),
             name="mpistrat input",
             daemon=True,
         )
@@ -35,6 +37,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             raise StopIteration
         kind, item = self._made.get()
         if kind == "item":
+            self._room.put(True)
             return item  # type: ignore[return-value]
         self._ended = True
         if isinstance(item, BaseException):
@@ -42,29 +45,23 @@ class Prefetcher(Iterator[T], Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        self._stop.set()
+        self._room.put(False)
 
     def __del__(self) -> None:
-        self._stop.set()
+        self.close()
 
 
 def _make(
-    iterator: Iterator[T], made: queue.Queue[tuple[str, object]], stop: threading.Event
+    iterator: Iterator[T],
+    made: queue.SimpleQueue[tuple[str, object]],
+    room: queue.SimpleQueue[bool],
 ) -> None:
-    def put(kind: str, item: object) -> bool:
-        while not stop.is_set():
-            try:
-                made.put((kind, item), timeout=_SECONDS_BETWEEN_LOOKS)
-                return True
-            except queue.Full:
-                continue
-        return False
-
     try:
         for item in iterator:
-            if not put("item", item):
+            if not room.get():
                 return
+            made.put(("item", item))
     except BaseException as error:  # whatever it is, it belongs to the thread that asks
-        put("end", error)
+        made.put(("end", error))
     else:
-        put("end", None)
+        made.put(("end", None))
