@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import sys
 import warnings
@@ -16,6 +17,7 @@ from mpistrat.errors import TopologyError
 from mpistrat.flight_recorder import observation
 from mpistrat.topology import Topology
 
+_RANK_PID = "MPISTRAT_RANK_PID"  # "4242": set by a rank, for the processes that it starts
 NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
@@ -87,9 +89,10 @@ def start_mpi() -> Any:
 
     Called by: every rank, as MPI_Init is. Takes the launcher's variables out of os.environ, so that child processes
     do not take themselves for ranks.
-    Raises: TopologyError when the launcher and the MPI library contradict each other.
+    Raises: TopologyError when the launcher and the MPI library contradict each other; RuntimeError in a rank's worker.
     """
     global _started
+    _refuse_in_worker()
     mpi, why_not = (_started, "") if _started else _import_mpi()
     if mpi is None:
         launcher.check_alone(os.environ, why_not)
@@ -108,8 +111,23 @@ def start_mpi() -> Any:
     launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
     for name in filter(launcher.confuses_children, list(os.environ)):
         del os.environ[name]
+    os.environ[_RANK_PID] = str(os.getpid())
     _started = mpi
     return mpi
+
+
+def _refuse_in_worker() -> None:
+    """In a child of multiprocessing, such as a DataLoader's worker: it is no rank, and would wait for ranks."""
+    process = multiprocessing.current_process()
+    # While it imports the main program, it does not know its parent yet.
+    child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)
+    rank_pid = os.environ.get(_RANK_PID, "")
+    if child and rank_pid not in ("", str(os.getpid())):
+        raise RuntimeError(
+            f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {rank_pid}), where no "
+            "strategy can be built. Workers import the main program when they start: put what it does into a "
+            'function, and call that under `if __name__ == "__main__":`'
+        )
 
 
 def _import_mpi() -> tuple[Any, str]:

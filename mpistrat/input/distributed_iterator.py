@@ -220,6 +220,8 @@ class DistributedIterator(Iterator[Any]):
             return entry
         if self._template is None:
             self._template = self._reader.template()
+        if self._template is None:
+            raise ValueError("the dataset has no example that could tell what a batch looks like")
         return without_examples(self._template)
 
     def _check_structure(self, batch: Any) -> None:

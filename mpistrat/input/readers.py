@@ -121,7 +121,8 @@ class IndexReader(Reader):
         return steps_of_indices(batches, self._share, self._policy, self.batch_size)
 
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
-        for step in itertools.islice(self._indices(epoch), start, None):
+        steps = self._indices(epoch) if len(self._dataset) else iter(())
+        for step in itertools.islice(steps, start, None):
             yield [
                 MISSING if piece is None else self._dataset.load(piece) if piece else EMPTY
                 for piece in step

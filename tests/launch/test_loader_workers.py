@@ -1,0 +1,43 @@
+"""Worker processes of a DataLoader beside MPI: they never knew MPI, and what goes wrong with them is said."""
+
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Job, Launcher
+
+PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
+
+
+def run(launcher: Launcher, case: str) -> Job:
+    job = launcher.run_python(2, PROGRAM, case, seconds=90)
+    assert job.left_behind == (), job.output
+    return job
+
+
+@pytest.mark.parametrize("case", ["forkserver", "persistent", "iterable"])
+def test_workers_read_everything_once(launcher: Launcher, case: str) -> None:
+    job = run(launcher, case)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("read everything") == 2
+
+
+def test_fork_is_the_users_choice(launcher: Launcher) -> None:
+    job = run(launcher, "fork")
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("read everything") == 2
+
+
+def test_what_cannot_be_sent_to_a_worker_is_named(launcher: Launcher) -> None:
+    job = run(launcher, "lambda")
+    assert job.returncode != 0
+    assert "TypeError: the DataLoader's collate_fn cannot be sent to its 1 worker" in job.output
+    assert "no lambda" in job.output
+
+
+@pytest.mark.parametrize("case", ["no guard", "strategy"])
+def test_a_strategy_in_a_worker(launcher: Launcher, case: str) -> None:
+    job = run(launcher, case)
+    assert job.returncode != 0
+    assert "in a worker process (pid " in job.output, job.output
+    assert 'if __name__ == "__main__":' in job.output
