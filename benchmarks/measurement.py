@@ -16,7 +16,9 @@ from mpi4py import MPI
 ROUNDS = 9
 
 
-def compare(contestants: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
+def compare(
+    contestants: Mapping[str, Callable[[], object]], repeat: int, num_rounds: int = ROUNDS
+) -> dict[str, float]:
     """Median microseconds per call; each round times `repeat` calls of each contestant in turn.
 
     Called by: every rank. A round's time is the slowest rank's.
@@ -25,7 +27,7 @@ def compare(contestants: Mapping[str, Callable[[], object]], repeat: int) -> dic
     for call in contestants.values():
         for _ in range(max(2, repeat // 10)):
             call()
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         for name, call in contestants.items():
             MPI.COMM_WORLD.Barrier()
             start = time.perf_counter()
