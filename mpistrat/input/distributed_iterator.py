@@ -45,6 +45,9 @@ class DistributedIterator(Iterator[Any]):
         self._dataset = dataset
         self._extended = dataset._extended
         self._reader = dataset._reader
+        fetches = dataset._options.experimental_fetch_to_device is not False
+        devices = self._extended.worker_devices
+        self._moves = fetches and not all(device.startswith("cpu") for device in devices)
         self._begin(epoch, start)
 
     def _begin(self, epoch: int, start: int) -> None:
@@ -77,11 +80,11 @@ class DistributedIterator(Iterator[Any]):
             batches = [self._filled(entry) for entry in step]
             for batch in batches:
                 self._check_structure(batch)
-        self._dataset._learn_spec(batches[0])
-        batches = [
-            self._to_device(batch, device)
-            for batch, device in zip(batches, self._extended.worker_devices, strict=True)
-        ]
+        if self._dataset._spec is None:
+            self._dataset._learn_spec(batches[0])
+        if self._moves:
+            devices = self._extended.worker_devices
+            batches = [_on(device, batch) for batch, device in zip(batches, devices, strict=True)]
         return batches[0] if len(batches) == 1 else regroup(batches)
 
     def get_next(self) -> Any:
@@ -136,7 +139,9 @@ class DistributedIterator(Iterator[Any]):
         step, position = next(self._source, (None, None))
         if step is None:
             return None
-        if MISSING in map(_kind, step) and not (self._dataset.partial and _is_batched(step)):
+        if any(entry is MISSING for entry in step) and not (
+            self._dataset.partial and _is_batched(step)
+        ):
             return None
         self._position = position
         return step
@@ -235,20 +240,15 @@ class DistributedIterator(Iterator[Any]):
                 f"{self._structure}"
             )
 
-    def _to_device(self, batch: Any, device: str) -> Any:
-        if self._dataset._options.experimental_fetch_to_device is False or device.startswith("cpu"):
-            return batch
-        return nest.map_structure(
-            lambda leaf: arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf, batch
-        )
 
-
-def _kind(entry: Any) -> Any:
-    return entry if entry is MISSING or isinstance(entry, str) else "DATA"
+def _on(device: str, batch: Any) -> Any:
+    return nest.map_structure(
+        lambda leaf: arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf, batch
+    )
 
 
 def _has_examples(entry: Any) -> bool:
-    return entry is not MISSING and not (isinstance(entry, str) and entry == EMPTY)
+    return entry is not MISSING and entry is not EMPTY
 
 
 def _is_batched(step: Step) -> bool:

@@ -25,7 +25,7 @@ from mpistrat.input.splitting import (
 )
 from mpistrat.options import AutoShardPolicy
 
-EMPTY, MISSING = "EMPTY", None
+EMPTY, MISSING = object(), None
 Step = list[Any]
 
 INFINITE_CARDINALITY, UNKNOWN_CARDINALITY = -1, -2

@@ -21,7 +21,8 @@ from mpistrat.input.splitting import Share
 from mpistrat.input.worker_processes import starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
 
-_BATCHES_PER_MESSAGE = 64
+# Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
+_BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
@@ -95,7 +96,7 @@ class _Pieces:
         for step in self._steps:
             some = next((piece[:1] for piece in step if piece), some)
             for piece in step:
-                self.kinds.append(None if piece else EMPTY if piece is not None else "MISSING")
+                self.kinds.append(True if piece else EMPTY if piece is not None else MISSING)
                 yield piece or some
 
 
@@ -137,10 +138,7 @@ class LoaderReader(Reader):
         while len(step := list(itertools.islice(batches, k))) == k:
             kinds = [self._pieces.kinds.popleft() for _ in step]
             self.position = "begun"
-            yield [
-                batch if kind is None else EMPTY if kind == EMPTY else MISSING
-                for batch, kind in zip(step, kinds, strict=True)
-            ]
+            yield [batch if kind is True else kind for batch, kind in zip(step, kinds, strict=True)]
 
     def _index_batches(self) -> Iterator[list[int]]:
         """The index lists of the global batches, as rank 0's sampler gives them."""
@@ -152,15 +150,17 @@ class LoaderReader(Reader):
         if communicator.rank != 0:
             # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
             next(batches, None)
+        length = _BATCHES_OF_FIRST_MESSAGE
         while True:
             block: list[list[int]] = []
             with communicator.raising_together():
                 if communicator.rank == 0:
-                    block = list(itertools.islice(batches, _BATCHES_PER_MESSAGE))
+                    block = list(itertools.islice(batches, length))
             block = communicator.broadcast_object(block, label="sampler of the distributed dataset")
             yield from block
-            if len(block) < _BATCHES_PER_MESSAGE:
+            if len(block) < length:
                 return
+            length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def cardinality(self) -> int:
         try:
