@@ -19,7 +19,9 @@ from mpistrat.values import regroup
 if TYPE_CHECKING:
     from mpistrat.input.distributed_dataset import DistributedDataset
 
-_ERROR = 2  # what ranks tell each other; 0 and 1: with `partial`, no data and data, otherwise data and no data
+# What ranks tell each other, who go by the largest. With `partial`: how many steps this one surely has, from this on;
+# otherwise: 0 for a step, 1 for none.
+_ERROR = 1 << 30
 
 
 class Optional:
@@ -57,6 +59,7 @@ class DistributedIterator(Iterator[Any]):
         self._template: Any = None
         self._structure: str | None = None
         self._steps_left: int | None = None  # None: not known
+        self._sure = 0  # steps that some rank has
         self._has_asked = False
         self._ended = False
 
@@ -156,7 +159,8 @@ class DistributedIterator(Iterator[Any]):
     def _agreed_step(self) -> Step | None:
         """Ranks may have different numbers of steps: they go on as long as any of them has data (`partial`), or all.
 
-        They ask each other at the first step, and then at each, unless all know how many theirs are.
+        They ask each other at the first step, and then when no rank is known to have another, unless all know how many
+        theirs are.
         """
         communicator = self._extended.communicator
         step, error = None, None
@@ -168,11 +172,14 @@ class DistributedIterator(Iterator[Any]):
             if error is not None:
                 raise error
             return step
+        if error is not None and (self._steps_left is not None or self._sure):
+            communicator.raise_together(error)
         if self._steps_left is not None:
-            if error is not None:
-                communicator.raise_together(error)
             go_on = self._steps_left > 0
             self._steps_left -= 1
+        elif self._sure:
+            go_on = True
+            self._sure -= 1
         else:
             go_on = self._ask(step, error)
         if not go_on:
@@ -181,7 +188,12 @@ class DistributedIterator(Iterator[Any]):
 
     def _ask(self, step: Step | None, error: Exception | None) -> bool:
         communicator, partial = self._extended.communicator, self._dataset.partial
-        mine = _ERROR if error is not None else int((step is not None) == partial)
+        if error is not None:
+            mine = _ERROR
+        elif partial:
+            mine = 0 if step is None else 1 + self._ready()
+        else:
+            mine = int(step is None)
         if self._has_asked:
             verdict = np.array(mine, np.int32)
             communicator.all_reduce(verdict, "max", label="end of the distributed dataset")
@@ -202,7 +214,13 @@ class DistributedIterator(Iterator[Any]):
                     self._steps_left = max(counts) - self._steps_done - 1
         if worst == _ERROR:
             communicator.raise_any(error, "could not read its part of the dataset")
-        return bool(worst) == partial
+        if not partial:
+            return worst == 0
+        self._sure = max(0, worst - 1)
+        return worst > 0
+
+    def _ready(self) -> int:
+        return self._source.ready() if isinstance(self._source, Prefetcher) else 0
 
     def _learn_from_others(self, specs: list[Any]) -> None:
         """What the batches of this rank look like, if it has none. Raises: ValueError when the ranks' differ."""

@@ -49,10 +49,7 @@ def _reader(dataset: Any, share: Share, policy: AutoShardPolicy) -> Reader:
 def _pieces(reader: Reader) -> list[Any]:
     """What the reader gives, replica after replica, without what no replica gets."""
     entries = [entry for step in reader.steps(0, 0) for entry in step if entry is not MISSING]
-    return [
-        without_examples(reader.template()) if isinstance(entry, str) and entry == EMPTY else entry
-        for entry in entries
-    ]
+    return [without_examples(reader.template()) if entry is EMPTY else entry for entry in entries]
 
 
 def _probes_of_workers(stage: Stage, program: Any) -> list[Any]:

@@ -54,7 +54,7 @@ def epoch_of(readers):
 
 
 def examples_of(entry):
-    if entry is MISSING or (isinstance(entry, str) and entry == EMPTY):
+    if entry is MISSING or entry is EMPTY:
         return []
     return np.asarray(entry).tolist()
 
