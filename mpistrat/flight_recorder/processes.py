@@ -10,6 +10,7 @@ import re
 import signal
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 
 SECONDS_FOR_A_STACK = 0.6
@@ -25,9 +26,7 @@ _STATES = {
 }
 # What starts ranks: a launcher proper, whose exit code is the job's, or its daemon on a node. Names have 15 characters.
 _LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
-_DAEMONS = re.compile(
-    r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell|palsd)$"
-)
+_DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell)$")
 
 
 def state_of(pid: int) -> str:
@@ -133,15 +132,25 @@ def is_launcher(pid: int) -> bool:
 
 
 def job_of(pid: int) -> str:
-    """A name that the ranks have in common that one launcher started on this node; "" where none is found.
+    """A name that the ranks of a job have in common on this node; "" where none is found.
 
-    It is that of their nearest daemon, or launcher, and when it began.
+    It is that of their nearest daemon, or launcher, and when it began; and PMIx's name for the job, for a daemon may
+    stay for many (`prte` and `prun`).
     """
     for ancestor, name in _ancestors(pid):
         fields = _stat(ancestor)
         if fields and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
-            return f"{ancestor}-{fields[19]}"
+            return f"{ancestor}-{fields[19]}-{zlib.crc32(_pmix_namespace(pid)):08x}"
     return ""
+
+
+def _pmix_namespace(pid: int) -> bytes:
+    """What the launcher gave the process; it may have taken it out of its own environment since."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        for variable in file.read().split(b"\0"):
+            if variable.startswith(b"PMIX_NAMESPACE="):
+                return variable
+    return b""
 
 
 def _ancestors(pid: int) -> Iterator[tuple[int, str]]:

@@ -125,3 +125,16 @@ def test_a_job_inside_a_job_ends_alone(name: str, tmp_path: Path) -> None:
     assert code, job.output
     assert int(code[1]) != 0
     assert job.returncode == 0
+
+
+def test_ranks_of_a_job_have_a_name_in_common(launcher: Launcher, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        "from mpistrat.flight_recorder.processes import job_of\n"
+        "print(job_of(os.getpid()) + '\\n', end='', flush=True)\n"
+    )
+    first, second = (launcher.run_python(3, program).stdout.split() for _ in range(2))
+    assert len(first) == len(second) == 3
+    assert len(set(first)) == len(set(second)) == 1
+    assert set(first) != set(second)
