@@ -9,6 +9,7 @@ from typing import Any
 
 from mpistrat import context, strategies
 from mpistrat.compat.v1.datasets import Calls, NumpyDataset
+from mpistrat.errors import OutOfRangeError
 from mpistrat.input import DistributedIterator, InputContext
 from mpistrat.input.distributed_dataset import distribute, distribute_from_function
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
@@ -36,12 +37,17 @@ class StrategyV1(Strategy):
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """`run(fn)` on one step of `input_iterator`, or without arguments if there is none.
+        """`run(fn)` on one step of `input_iterator` (any iterator), or without arguments if there is none.
 
         Raises:
             OutOfRangeError: the iterator has ended.
         """
-        args = () if input_iterator is None else (input_iterator.get_next(),)
+        args: tuple[Any, ...] = ()
+        if input_iterator is not None:
+            try:
+                args = (next(input_iterator),)
+            except StopIteration:
+                raise OutOfRangeError("the iterator has ended") from None
         with self.scope():
             return self.run(fn, args)
 
