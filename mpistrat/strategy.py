@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
-from mpistrat.input.distributed_dataset import distribute, distribute_from_function
+from mpistrat.input.distributed_dataset import (
+    distribute,
+    distribute_from_function,
+    made_together,
+)
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy_extended import StrategyExtended
@@ -200,15 +204,12 @@ class Strategy:
         extended = self._extended
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
         checked = _input_options(options, extended, True)
-        distributed, error = None, None
-        try:
+
+        def make() -> DistributedDataset:
             datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
-            distributed = distribute_from_function(datasets, extended, checked)
-        except Exception as failed:
-            error = failed
-        extended.communicator.raise_any(error, "could not make its dataset")
-        assert distributed is not None
-        return distributed
+            return distribute_from_function(datasets, extended, checked)
+
+        return made_together(extended.communicator, make)
 
     # PyTorch
 

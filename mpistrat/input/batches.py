@@ -73,9 +73,22 @@ def _stack(column: tuple[Any, ...]) -> Any:
 
 
 def without_examples(batch: Any) -> Any:
-    """A batch like `batch` of no examples. Scalars stay: they have no batch dimension to be empty in."""
-    return nest.map_structure(
-        lambda leaf: leaf[:0] if arrays.is_array(leaf) and leaf.ndim else leaf, batch
+    """A batch like `batch` of no examples. Numbers stay: they have no batch dimension to be empty in.
+
+    Raises: ValueError for what is neither an array nor a number, such as the texts in a list.
+    """
+    return nest.map_structure(_without_examples, batch)
+
+
+def _without_examples(leaf: Any) -> Any:
+    if arrays.is_array(leaf):
+        return leaf[:0] if leaf.ndim else leaf
+    if arrays.is_number(leaf) or leaf is None:
+        return leaf
+    raise ValueError(
+        "a replica has no examples in this step, and what it would get cannot be made a batch of no examples: "
+        f"{leaf!r:.60}. Let collate_fn give arrays (np.array of texts), or leave short batches out: drop_last=True, "
+        "with a global batch that divides by the replicas"
     )
 
 

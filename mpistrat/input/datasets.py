@@ -20,8 +20,8 @@ class BatchedDataset:
     the examples of its own replicas.
 
     Args:
-        dataset: a nest of arrays with equal first dimensions, or an object with `__len__` and `__getitem__` (also one
-            with `__getitems__`, which is given the indices of a batch).
+        dataset: an array, or a tuple or dict of arrays with equal first dimensions; or an object with `__len__` and
+            `__getitem__` (also one with `__getitems__`, which is given the indices of a batch).
         batch_size: examples in a GLOBAL batch.
         drop_last: leave out a last batch that is short.
         shuffle: a new order in each epoch, the same on all ranks: of `numpy.random.default_rng([seed, epoch])`.
@@ -46,6 +46,11 @@ class BatchedDataset:
         self._shuffle, self._seed = shuffle, operator.index(seed)
         self._collate = collate_fn or collate
         self._dataset = dataset
+        if isinstance(dataset, list):
+            raise TypeError(
+                "BatchedDataset got a list: of examples, or of arrays? Give arrays as a tuple or dict of them, and a "
+                "list of examples to torch's DataLoader, or as an object with __len__ and __getitem__"
+            )
         self._of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
         if self._of_arrays:
             self._examples = Batches().size(dataset)
@@ -100,7 +105,8 @@ class FileDataset:
             random numbers from a generator of its own, too.
         batch_size: examples in a GLOBAL batch.
         drop_last: leave out what does not fill a batch at the end.
-        shuffle: another order of the files in each epoch, the same on all ranks.
+        shuffle: another order of the files in each epoch, the same on all ranks: of
+            `numpy.random.default_rng([seed, epoch])`.
         collate_fn: makes a batch of a list of examples; None stacks them.
     """
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
 
 
+T = TypeVar("T")
+
+
 class DistributedDataset(Iterable[Any]):
     """Steps of per-replica batches; made by a strategy.
 
@@ -48,12 +51,16 @@ class DistributedDataset(Iterable[Any]):
         self._epoch = 0
         self._start = 0
         self._last: DistributedIterator | None = None
+        self._peeked: DistributedIterator | None = (
+            None  # the next, whose first step was read for its spec
+        )
         self._spec: Any = None
 
     def __iter__(self) -> DistributedIterator:
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
-        self._last = DistributedIterator(self, epoch, start)
+        self._last = self._peeked or DistributedIterator(self, epoch, start)
+        self._peeked = None
         return self._last
 
     def __len__(self) -> int:
@@ -77,8 +84,8 @@ class DistributedDataset(Iterable[Any]):
         Reads the first batch, where none was read yet. Called by: every rank.
         """
         if self._spec is None:
-            for _ in DistributedIterator(self, self._epoch, 0):
-                break
+            self._peeked = DistributedIterator(self, self._epoch, self._start)
+            self._peeked.peek()
         return self._spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -90,22 +97,26 @@ class DistributedDataset(Iterable[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
-        iterator = self._last or DistributedIterator(self, self._epoch, self._start)
+        iterator = self._peeked or self._last or DistributedIterator(self, self._epoch, self._start)
         return iterator.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where `state` was taken; those after it are the epochs that follow."""
-        self._epoch, self._start = state["epoch"], state["steps"]
-        self._last = None
-        if (
-            not self._reader.same_for_any_ranks
-            and state.get("ranks") != self._extended.communicator.size
-        ):
+        reader, size = self._reader, self._extended.communicator.size
+        saved = {name: state.get(name) for name in ("source", "batch_size")}
+        here = reader.identity()
+        if saved != here:
             raise ValueError(
-                f"the input was saved on {state.get('ranks')} ranks, this is {self._extended.communicator.size}: where "
-                "each rank reads what it likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
+                f"the state is of another input: it was saved of {saved}, this is {here}"
             )
-        self._reader.load_state(state)
+        if not reader.same_for_any_ranks and state.get("ranks") != size:
+            raise ValueError(
+                f"the input was saved on {state.get('ranks')} ranks, this is {size}: where each rank reads what it "
+                "likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
+            )
+        reader.load_state(state)
+        self._epoch, self._start = state["epoch"], state["steps"]
+        self._last = self._peeked = None
 
     def _learn_spec(self, batch: Any) -> None:
         """From the first batch of a replica of this rank."""
@@ -155,6 +166,18 @@ def distribute_from_function(
     return DistributedDataset(reader, extended, options, partial and extended.has_partial_steps)
 
 
+def made_together(communicator: Communicator, make: Callable[[], T]) -> T:
+    """What `make` gives; where it fails on one rank, all ranks raise. Collective."""
+    made: list[T] = []
+    error = None
+    try:
+        made.append(make())
+    except Exception as failed:
+        error = failed
+    communicator.raise_any(error, "could not make its dataset")
+    return made[0]
+
+
 def _single_worker(extended: StrategyExtended) -> bool:
     return extended.input_share().workers == 1
 
@@ -171,10 +194,9 @@ def _reader_of(
 
         if torch_loader.is_map_style(dataset):
             return torch_loader.LoaderReader(dataset, share, policy, communicator)
-    if communicator.size > 1:
+    if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         _warn_of_reading_everything(dataset, communicator)
-        if policy is not AutoShardPolicy.OFF:
-            dataset = _EqualOnAllRanks(dataset, communicator)
+        dataset = _EqualOnAllRanks(dataset, communicator)
     return BatchReader(_beside_mpi(dataset), share, policy)
 
 

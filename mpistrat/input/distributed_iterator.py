@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _begin(self, epoch: int, start: int) -> None:
         self._epoch, self._steps_done = epoch, start
-        self._source: Iterator[tuple[Step, Any]] | None = None
+        self._source: Iterator[Step] | None = None
         self._position: Any = None
         self._template: Any = None
         self._structure: str | None = None
@@ -62,6 +63,7 @@ class DistributedIterator(Iterator[Any]):
         self._sure = 0  # steps that some rank has
         self._has_asked = False
         self._ended = False
+        self._held: list[tuple[Any, Any]] = []
 
     def initialize(self) -> None:
         """Begin again, with a new epoch. (tf.compat.v1)"""
@@ -74,6 +76,10 @@ class DistributedIterator(Iterator[Any]):
         ValueError inside `run`; RuntimeError in another strategy's scope.
         """
         require_iteration(self._extended.strategy)
+        if self._held:
+            value, self._position = self._held.pop()
+            self._steps_done += 1
+            return value
         step = None if self._ended else self._next_step()
         if step is None:
             self._ended = True
@@ -89,6 +95,14 @@ class DistributedIterator(Iterator[Any]):
             devices = self._extended.worker_devices
             batches = [_on(device, batch) for batch, device in zip(batches, devices, strict=True)]
         return batches[0] if len(batches) == 1 else regroup(batches)
+
+    def peek(self) -> None:
+        """Read the first step, for what it tells of all, and keep it for `next`."""
+        with contextlib.suppress(StopIteration):
+            value = next(self)
+            self._held = [(value, self._position)]
+            self._steps_done -= 1
+            self._position = None
 
     def get_next(self) -> Any:
         """`next`, but at the end: OutOfRangeError."""
@@ -118,6 +132,7 @@ class DistributedIterator(Iterator[Any]):
             "epoch": self._epoch,
             "steps": self._steps_done,
             "ranks": communicator.size,
+            **self._reader.identity(),
             **self._reader.state(communicator, self._position),
         }
 
@@ -139,19 +154,19 @@ class DistributedIterator(Iterator[Any]):
     def _read(self) -> Step | None:
         if self._source is None:
             self._source = self._open()
-        step, position = next(self._source, (None, None))
+        step = next(self._source, None)
         if step is None:
             return None
         if any(entry is MISSING for entry in step) and not (
             self._dataset.partial and _is_batched(step)
         ):
             return None
-        self._position = position
+        self._position = getattr(step, "position", None)
         return step
 
-    def _open(self) -> Iterator[tuple[Step, Any]]:
+    def _open(self) -> Iterator[Step]:
         reader = self._reader
-        steps = ((step, reader.position) for step in reader.steps(self._epoch, self._steps_done))
+        steps = reader.steps(self._epoch, self._steps_done)
         if isinstance(reader, FileReader):
             return Prefetcher(steps, self._dataset._options.experimental_per_replica_buffer_size)
         return steps
@@ -270,11 +285,13 @@ def _has_examples(entry: Any) -> bool:
 
 
 def _is_batched(step: Step) -> bool:
-    """Whether a batch without examples can be like this step's: scalars cannot be empty."""
+    """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
     entry = next(filter(_has_examples, step), None)
-    return entry is None or any(
-        arrays.is_array(leaf) and leaf.ndim > 0 for leaf in nest.leaves(entry)
-    )
+    return entry is None or not all(map(_is_number, nest.leaves(entry)))
+
+
+def _is_number(leaf: Any) -> bool:
+    return arrays.is_number(leaf) or (arrays.is_array(leaf) and leaf.ndim == 0)
 
 
 def _without_sizes(spec: Any) -> Any:

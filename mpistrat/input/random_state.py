@@ -12,6 +12,16 @@ import torch
 import torch.utils.data as data
 
 
+def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
+    """The loader's samplers, and those that they are made of, each once."""
+    found: list[Any] = []
+    for sampler in (loader.sampler, loader.batch_sampler):
+        while sampler is not None and not any(sampler is one for one in found):
+            found.append(sampler)
+            sampler = getattr(sampler, "sampler", None)
+    return found
+
+
 class RandomState:
     """The generators that a loader's samplers may use: torch's, Python's and NumPy's own, and those it was given.
 
@@ -20,7 +30,7 @@ class RandomState:
     """
 
     def __init__(self, loader: data.DataLoader[Any]) -> None:
-        owners = (loader, loader.sampler, loader.batch_sampler)
+        owners = (loader, *samplers_of(loader))
         self._own = [
             generator
             for owner in owners
@@ -59,13 +69,17 @@ class RandomState:
         return {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state(),
+            # torch.load refuses NumPy's arrays
+            "numpy": [
+                part.tolist() if isinstance(part, np.ndarray) else part
+                for part in np.random.get_state()
+            ],
             "own": [generator.get_state() for generator in self._own],
         }
 
     def _set(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+        np.random.set_state(tuple(state["numpy"]))
         for generator, own in zip(self._own, state["own"], strict=True):
             generator.set_state(own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpistrat.communicators import Communicator
@@ -31,6 +32,14 @@ Step = list[Any]
 INFINITE_CARDINALITY, UNKNOWN_CARDINALITY = -1, -2
 
 
+class StepAt(Step):
+    """A step that knows where it has left its reader: what `state` needs of it."""
+
+    def __init__(self, position: Any, entries: Iterable[Any]) -> None:
+        super().__init__(entries)
+        self.position = position
+
+
 class Reader(abc.ABC):
     """Reads one dataset for one rank.
 
@@ -39,14 +48,12 @@ class Reader(abc.ABC):
         same_for_any_ranks: after as many steps, the same examples have been read, however many ranks there are.
         batch_size: examples of a global batch, or None.
         drop_last: every batch is full.
-        position: where the step that `steps` gave last has left the reader.
     """
 
     ends_together = True
     same_for_any_ranks = True
     batch_size: int | None = None
     drop_last = False
-    position: Any = None
 
     @abc.abstractmethod
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
@@ -64,13 +71,17 @@ class Reader(abc.ABC):
         """A batch like those of this rank, for batches of no examples; None when there is none yet."""
         return None
 
+    def identity(self) -> dict[str, Any]:
+        """What must be the same where a state is loaded."""
+        return {"source": type(self).__name__, "batch_size": self.batch_size}
+
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """What to save, after the step that left `position`, beside the numbers of epoch and step. Collective."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """What `state` gave, possibly on another number of ranks; the next epoch goes on from there."""
-        self.position = None
+        return
 
 
 def splits_each_batch(share: Share, policy: AutoShardPolicy, batch_size: int | None) -> bool:
@@ -174,6 +185,43 @@ class BatchReader(Reader):
             return UNKNOWN_CARDINALITY
 
 
+@dataclass(frozen=True)
+class _Restart:
+    """What had been read of an epoch's files before a restart.
+
+    Attributes:
+        finished: files that were read whole.
+        partly: how many examples of others.
+        left: which files each worker had still to read.
+    """
+
+    finished: frozenset[int] = frozenset()
+    partly: dict[int, int] = field(default_factory=dict)
+    left: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class _Place:
+    """Where a worker is in its files of an epoch: `finished` of them are read, and `count` examples of the next."""
+
+    restart: _Restart
+    files: list[int]
+    finished: int = 0
+    count: int = 0
+
+    @property
+    def done(self) -> list[int]:
+        return self.files[: self.finished]
+
+    @property
+    def partly(self) -> dict[int, int]:
+        return {self.files[self.finished]: self.count} if self.count else {}
+
+    @property
+    def left(self) -> list[int]:
+        return self.files[self.finished :]
+
+
 class FileReader(Reader):
     """Of a FileDataset. Under FILE, worker w reads the files w, w + workers, … of the epoch's order."""
 
@@ -191,23 +239,19 @@ class FileReader(Reader):
                 "InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA), with which every rank reads all"
             )
         self._first_example: Any = None
-        # The files that were read before a restart, and how many examples of others
-        self._finished: set[int] = set()
-        self._partly: dict[int, int] = {}
-        self._left: dict[int, list[int]] = {}  # which files each worker had still to read then
-        self._mine: list[int] = []
-        self._here = (0, 0)
+        self._restart = _Restart()
 
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
         share, dataset = self._share, self._dataset
         if start == 0:
-            self._finished, self._partly, self._left = set(), {}, {}
-        order = [number for number in dataset.order(epoch) if number not in self._finished]
-        self._mine = order[share.worker :: share.workers] if self._by_file else order
-        if len(self._left) == share.workers:  # as many as before: each goes on with its own
-            self._mine = self._left[share.worker]
-        self._here = (0, 0)
-        examples = self._examples(self._mine)
+            self._restart = _Restart()
+        restart = self._restart
+        order = [number for number in dataset.order(epoch) if number not in restart.finished]
+        mine = order[share.worker :: share.workers] if self._by_file else order
+        if len(restart.left) == share.workers:  # as many as before: each goes on with its own
+            mine = restart.left[share.worker]
+        place = _Place(restart, mine)
+        examples = self._examples(place)
         if self._splits_each:
             batches = pieces_of_examples(
                 examples, [dataset.batch_size], drop_last=dataset.drop_last
@@ -223,48 +267,49 @@ class FileReader(Reader):
         if not self._by_file:
             steps = itertools.islice(steps, start, None)
         for step in steps:
-            self.position = self._here
-            yield [
-                MISSING if piece is None else dataset.collate(piece) if piece else EMPTY
-                for piece in step
-            ]
+            here = replace(place)
+            yield StepAt(
+                here,
+                (
+                    MISSING if piece is None else dataset.collate(piece) if piece else EMPTY
+                    for piece in step
+                ),
+            )
 
-    def _examples(self, files: list[int]) -> Iterator[Any]:
-        for i, number in enumerate(files):
+    def _examples(self, place: _Place) -> Iterator[Any]:
+        for i, number in enumerate(place.files):
             examples = iter(self._dataset.reader(self._dataset.files[number]))
-            skipped = self._partly.get(number, 0)
+            skipped = place.restart.partly.get(number, 0)
             for count, example in enumerate(itertools.islice(examples, skipped, None), skipped + 1):
                 if self._first_example is None:
                     self._first_example = example
-                self._here = (i, count)
+                place.finished, place.count = i, count
                 yield example
-            self._here = (i + 1, 0)
+            place.finished, place.count = i + 1, 0
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """By file, so that other ranks can go on, each with other files."""
         if not self._by_file:
             return {}
-        i, count = position or (0, 0)
-        partly = {self._mine[i]: count} if count else {}
-        mine = None if position is None else self._mine[:i]
-        left = {self._share.worker: self._mine[i:]}
-        everyone = communicator.all_gather_object((mine, partly, left), label="files read")
-        if all(files is None for files, _, _ in everyone):  # no step since the restart, if any
-            finished, partly, left = self._finished, self._partly, self._left
-        else:
-            finished = self._finished.union(*(files or () for files, _, _ in everyone))
-            partly = {
-                **self._partly,
-                **{n: c for _, those, _ in everyone for n, c in those.items()},
-            }
-            partly = {number: count for number, count in partly.items() if number not in finished}
-            left = {worker: files for _, _, those in everyone for worker, files in those.items()}
+        told = None if position is None else (position.done, position.partly, position.left)
+        everyone = communicator.all_gather_object((self._share.worker, told), label="files read")
+        restart = self._restart if position is None else position.restart
+        finished, partly, left = set(restart.finished), dict(restart.partly), {}
+        for worker, (done, part, rest) in ((w, one) for w, one in everyone if one is not None):
+            finished.update(done)
+            partly.update(part)
+            left[worker] = rest
+        if not left:  # no step since the restart, if there was one
+            left = dict(restart.left)
+        else:  # workers that had no step have nothing left
+            left = {worker: left.get(worker, []) for worker in range(self._share.workers)}
+        partly = {number: count for number, count in partly.items() if number not in finished}
         return {"finished": sorted(finished), "partly": partly, "left": left}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._by_file:
-            self._finished, self._partly = set(state["finished"]), dict(state["partly"])
-            self._left = dict(state["left"])
+            finished, partly, left = state["finished"], state["partly"], state["left"]
+            self._restart = _Restart(frozenset(finished), dict(partly), dict(left))
 
     def template(self) -> Any:
         return None if self._first_example is None else self._dataset.collate([self._first_example])

@@ -15,8 +15,16 @@ from typing import Any, TypeGuard
 import torch.utils.data as data
 
 from mpistrat.communicators import Communicator
-from mpistrat.input.random_state import RandomState
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, reads_all, steps_of_indices
+from mpistrat.input.random_state import RandomState, samplers_of
+from mpistrat.input.readers import (
+    EMPTY,
+    MISSING,
+    Reader,
+    Step,
+    StepAt,
+    reads_all,
+    steps_of_indices,
+)
 from mpistrat.input.splitting import Share
 from mpistrat.input.worker_processes import starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
@@ -33,7 +41,7 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
     """
     if not isinstance(dataset, data.DataLoader) or dataset.batch_sampler is None:
         return False
-    for sampler in (dataset.sampler, dataset.batch_sampler):
+    for sampler in samplers_of(dataset):
         if isinstance(sampler, data.DistributedSampler):
             raise ValueError(
                 "the DataLoader has a DistributedSampler, which gives each rank a share of the examples; "
@@ -124,28 +132,29 @@ class LoaderReader(Reader):
 
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
-        samplers: tuple[Any, ...] = (self._user.sampler, self._user.batch_sampler)
-        for sampler in samplers:
+        for sampler in samplers_of(self._user):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         indices = steps_of_indices(
             self._index_batches(), self._share, self._policy, self.batch_size
         )
-        with self._random.of_epoch(), starting_workers(self._user):
+        with self._random.of_epoch():
             self._pieces.begin(itertools.islice(indices, start, None))
-            batches = iter(self._loader)
+            with starting_workers(self._user):
+                batches = iter(self._loader)
+        began = self._random.began
         k = len(self._share.replicas)
         while len(step := list(itertools.islice(batches, k))) == k:
             kinds = [self._pieces.kinds.popleft() for _ in step]
-            self.position = "begun"
-            yield [batch if kind is True else kind for batch, kind in zip(step, kinds, strict=True)]
+            entries = zip(step, kinds, strict=True)
+            yield StepAt(began, (batch if kind is True else kind for batch, kind in entries))
 
     def _index_batches(self) -> Iterator[list[int]]:
         """The index lists of the global batches, as rank 0's sampler gives them."""
         communicator = self._communicator
         batches = iter(self._user.batch_sampler)  # type: ignore[arg-type]
         if reads_all(self._share, self._policy):
-            yield from batches
+            yield from map(list, batches)
             return
         if communicator.rank != 0:
             # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
@@ -155,7 +164,7 @@ class LoaderReader(Reader):
             block: list[list[int]] = []
             with communicator.raising_together():
                 if communicator.rank == 0:
-                    block = list(itertools.islice(batches, length))
+                    block = [list(batch) for batch in itertools.islice(batches, length)]
             block = communicator.broadcast_object(block, label="sampler of the distributed dataset")
             yield from block
             if len(block) < length:
@@ -174,7 +183,7 @@ class LoaderReader(Reader):
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """The order of the epoch: what rank 0's random numbers were, or will be, when it begins."""
-        random = self._random.now() if position is None else self._random.began
+        random = self._random.now() if position is None else position
         return {"random": communicator.broadcast_object(random, label="state of the sampler")}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -73,8 +73,8 @@ def changes():
 EVERYWHERE = {
     "unbatched": (lambda: [np.float32(1)], "ValueError", "call batch first"),
     "ragged": (lambda: [(np.ones(3), np.ones(4))], "ValueError", r"\[3, 4\]"),
-    "examples of different shapes": (
-        lambda: ms.input.BatchedDataset([np.ones(2), np.ones(3)], 2),
+    "arrays of different lengths": (
+        lambda: ms.input.BatchedDataset((np.ones(2), np.ones(3)), 2),
         "ValueError",
         "first dimension",
     ),

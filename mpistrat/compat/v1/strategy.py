@@ -10,8 +10,12 @@ from typing import Any
 from mpistrat import context, strategies
 from mpistrat.compat.v1.datasets import Calls, NumpyDataset
 from mpistrat.errors import OutOfRangeError
-from mpistrat.input import DistributedIterator, InputContext
-from mpistrat.input.distributed_dataset import distribute, distribute_from_function
+from mpistrat.input import DistributedDataset, DistributedIterator, InputContext
+from mpistrat.input.distributed_dataset import (
+    distribute,
+    distribute_from_function,
+    made_together,
+)
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
@@ -73,17 +77,20 @@ class StrategyV1(Strategy):
                 f"make_input_fn_iterator takes InputReplicationMode.PER_WORKER, got {replication_mode!r:.60}"
             )
         communicator = self.extended.communicator
-        made = input_fn(
-            InputContext(communicator.size, communicator.rank, self.num_replicas_in_sync)
-        )
-        if not isinstance(made, Iterable):
-            if not callable(made):
-                raise ValueError(
-                    "input_fn must return a dataset, which is an iterable of batches, or a function that gives the "
-                    f"next batch; got {made!r:.60}"
-                )
-            made = Calls(made)
-        return iter(distribute_from_function([made], self.extended, InputOptions(), partial=False))
+        place = InputContext(communicator.size, communicator.rank, self.num_replicas_in_sync)
+
+        def make() -> DistributedDataset:
+            made = input_fn(place)
+            if not isinstance(made, Iterable):
+                if not callable(made):
+                    raise ValueError(
+                        "input_fn must return a dataset, which is an iterable of batches, or a function that gives "
+                        f"the next batch; got {made!r:.60}"
+                    )
+                made = Calls(made)
+            return distribute_from_function([made], self.extended, InputOptions(), partial=False)
+
+        return iter(made_together(communicator, make))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None

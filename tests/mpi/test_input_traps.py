@@ -1,0 +1,170 @@
+"""What has lost examples, or read them twice, without a word."""
+
+import io
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    TensorDataset,
+)
+
+import mpistrat as ms
+from mpistrat.compat import v1
+
+pytestmark = pytest.mark.time_limit(60)
+
+WORLD = MPI.COMM_WORLD
+EXAMPLES = 24
+DATASET = TensorDataset(torch.arange(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return ms.MultiWorkerMirroredStrategy()
+
+
+def read(steps):
+    mine = []
+    for step in steps:
+        mine += np.asarray(step[0] if isinstance(step, (list, tuple)) else step).tolist()
+    return sorted(itertools.chain(*WORLD.allgather(mine)))
+
+
+def slow_files():
+    return ms.input.FileDataset([range(6 * i, 6 * i + 6) for i in range(4)], iter, 4)
+
+
+SOURCES = {
+    "loader": lambda: DataLoader(DATASET, 4, shuffle=True),
+    "files": slow_files,
+    "generator": lambda: (np.arange(4 * i, 4 * i + 4) for i in range(6)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:each of the:UserWarning")
+@pytest.mark.parametrize("source", SOURCES)
+def test_asking_for_the_spec_reads_nothing_away(strategy, source):
+    distributed = strategy.experimental_distribute_dataset(SOURCES[source]())
+    assert distributed.element_spec is not None
+    assert read(distributed) == list(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("source", ["loader", "files"])
+def test_asking_for_the_spec_keeps_a_restart(strategy, source):
+    torch.manual_seed(1)
+    first = iter(strategy.experimental_distribute_dataset(SOURCES[source]()))
+    head = read([next(first), next(first)])
+    torch.manual_seed(2)
+    second = strategy.experimental_distribute_dataset(SOURCES[source]())
+    second.load_state_dict(first.state_dict())
+    assert second.element_spec is not None
+    assert second.state_dict()["steps"] == 2
+    assert sorted(head + read(second)) == list(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("source", ["loader", "files"])
+def test_an_epoch_that_was_left_early_does_not_disturb_the_next(strategy, source):
+    distributed = strategy.experimental_distribute_dataset(SOURCES[source]())
+    abandoned = iter(distributed)
+    next(abandoned)
+    iterator = iter(distributed)
+    head = read([next(iterator)])
+    again = strategy.experimental_distribute_dataset(SOURCES[source]())
+    again.load_state_dict(iterator.state_dict())
+    assert sorted(head + read(again)) == list(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("kind", [torch.arange, np.arange])
+def test_a_batch_sampler_of_arrays(strategy, kind, size):
+    batches = [kind(first, first + size) for first in range(0, EXAMPLES, size)]
+    loader = DataLoader(DATASET, batch_sampler=batches)
+    assert read(strategy.experimental_distribute_dataset(loader)) == list(range(EXAMPLES))
+
+
+def test_a_distributed_sampler_inside_another_is_refused(strategy):
+    sampler = BatchSampler(DistributedSampler(DATASET, 2, 0), 4, False)
+    with pytest.raises(ValueError, match="DistributedSampler"):
+        strategy.experimental_distribute_dataset(DataLoader(DATASET, batch_sampler=sampler))
+
+
+def test_the_generator_of_a_sampler_inside_another_is_saved(strategy):
+    def distributed(seed):
+        generator = torch.Generator().manual_seed(seed)
+        sampler = BatchSampler(RandomSampler(DATASET, generator=generator), 4, False)
+        return strategy.experimental_distribute_dataset(DataLoader(DATASET, batch_sampler=sampler))
+
+    first = distributed(1)
+    read(first)
+    iterator = iter(first)
+    head = read([next(iterator)])
+    second = distributed(2)
+    second.load_state_dict(iterator.state_dict())
+    assert sorted(head + read(second)) == list(range(EXAMPLES))
+
+
+def test_a_state_goes_through_torch_save(strategy):
+    distributed = strategy.experimental_distribute_dataset(SOURCES["loader"]())
+    next(iter(distributed))
+    state = distributed.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)  # which refuses what is not plain
+    random.seed(3)
+    distributed.load_state_dict(loaded)
+    assert len(read(distributed)) == EXAMPLES - 4
+
+
+def test_a_state_of_another_input_is_refused(strategy):
+    first = strategy.experimental_distribute_dataset(DataLoader(DATASET, 4))
+    next(iter(first))
+    state = first.state_dict()
+    for other in (DataLoader(DATASET, 2), ms.input.BatchedDataset(np.arange(EXAMPLES), 4)):
+        second = strategy.experimental_distribute_dataset(other)
+        with pytest.raises(ValueError, match="the state is of another input"):
+            second.load_state_dict(state)
+        assert read(second) == list(range(EXAMPLES))  # it is as it was
+
+
+def test_a_list_is_no_map_style_dataset():
+    with pytest.raises(TypeError, match="of examples, or of arrays"):
+        ms.input.BatchedDataset([(1, 2), (3, 4)], 2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_input_function_of_v1_that_fails_on_one_rank():
+    from rank_errors import errors_of_ranks
+
+    strategy = v1.experimental.MultiWorkerMirroredStrategy()
+
+    def make(context):
+        if context.input_pipeline_id == 0:
+            raise OSError("no such folder")
+        return [np.ones(2)]
+
+    errors = errors_of_ranks(lambda: strategy.make_input_fn_iterator(make))
+    assert errors[0][0] == "OSError"
+    assert all("no such folder" in text for _, text, _ in errors)
+
+
+def test_texts_in_lists_cannot_be_left_out():
+    """Where a replica has no examples: a list of texts is taken for structure, and would stay."""
+    strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"], comm=MPI.COMM_SELF)
+    texts = ms.input.FileDataset([range(5)], lambda file: map(str, file), 4, collate_fn=list)
+    with pytest.raises(ValueError, match="changes its structure|cannot be made a batch of no"):
+        list(strategy.experimental_distribute_dataset(texts))
+    arrays = ms.input.FileDataset([range(5)], lambda file: map(str, file), 4)
+    steps = [
+        strategy.experimental_local_results(step)
+        for step in strategy.experimental_distribute_dataset(arrays)
+    ]
+    assert [part.tolist() for part in steps[-1]] == [["4"], []]
