@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import socket
-import threading
 import time
 import uuid
 import warnings
@@ -147,7 +146,6 @@ def _start(record: RankRecord) -> None:
         MPI.COMM_WORLD.rank,
         MPI.COMM_WORLD.size,
         socket.gethostname(),
-        threading.main_thread().ident or 0,
         stall_seconds(),
         RAISE if raises_on_stall() else END,
     )

@@ -81,7 +81,9 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
     taken = _signals_in_use()
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if not taken >> (number - 1) & 1:
-            faulthandler.register(number, _stacks, all_threads=True, chain=False)
+            # Of the thread that gets the signal, which is the main thread while it lives: those of threads that go on
+            # meanwhile cannot be read without risking a crash.
+            faulthandler.register(number, _stacks, all_threads=False, chain=False)
             record.words[STACK_SIGNAL] = number
             return
 

@@ -90,8 +90,8 @@ class StackRequest:
     while the GIL is held.
     """
 
-    def __init__(self, pid: int, stack_signal: int, main_thread: int, stacks: str) -> None:
-        self._main_thread, self._stacks = main_thread, stacks
+    def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
+        self._stacks = stacks
         self._before: int | None = None
         self._deadline = time.monotonic() + SECONDS_FOR_A_STACK
         if stack_signal and state_of(pid) in RUNS:
@@ -112,7 +112,7 @@ class StackRequest:
             time.sleep(0.02)
         with open(self._stacks, encoding="utf-8", errors="replace") as file:
             file.seek(self._before)
-            return _frames(file.read(), self._main_thread)
+            return _frames(file.read())
 
 
 def launcher_of(pid: int) -> int | None:
@@ -177,16 +177,10 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def _frames(dump: str, main_thread: int) -> list[str]:
-    """The frames of one thread in faulthandler's output."""
-    frames: list[str] = []
-    inside = False
-    for line in dump.splitlines():
-        if line.startswith(("Thread 0x", "Current thread 0x")):
-            inside = int(re.search(r"0x([0-9a-f]+)", line)[1], 16) == main_thread  # type: ignore[index]
-        elif inside and (match := re.match(r'\s+File "(.*)", line (\d+) in (.*)', line)):
-            frames.append(f"{match[1]}:{match[2]} in {match[3]}")
-    return frames
+def _frames(dump: str) -> list[str]:
+    """The frames in faulthandler's output for one thread."""
+    found = re.findall(r'^\s+File "(.*)", line (\d+) in (.*)', dump, re.MULTILINE)
+    return [f"{file}:{line} in {function}" for file, line, function in found]
 
 
 # PIDFD_GET_INFO, <linux/pidfd.h>: since Linux 6.15 it gives the exit status of a process that was reaped.

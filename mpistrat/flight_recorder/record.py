@@ -26,7 +26,6 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     PID,
     RANK,
     SIZE,
-    MAIN_THREAD,
     STACK_SIGNAL,
     STATE,
     ABORT,
@@ -39,7 +38,7 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     LOOKED,  # when the observer last looked, or will at the latest; 0: it does not know of this rank yet
     ASK,  # 1: the observer wants to know of the ranks on other nodes; see `elsewhere`
     ASKED,  # when the observer of another node asked
-) = range(17)
+) = range(16)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
@@ -82,13 +81,11 @@ class RankRecord:
         if not create and path is not None and self.words[VERSION] != MAGIC:
             raise OSError(f"{path} is not a record of this version")
 
-    def start(
-        self, rank: int, size: int, host: str, main_thread: int, limit: float, on_stall: int
-    ) -> None:
+    def start(self, rank: int, size: int, host: str, limit: float, on_stall: int) -> None:
         """Fill in the header; from here on others may read."""
         words = self.words
         words[PID], words[RANK], words[SIZE] = os.getpid(), rank, size
-        words[MAIN_THREAD], words[LIMIT], words[ON_STALL] = main_thread, int(limit * 1e9), on_stall
+        words[LIMIT], words[ON_STALL] = int(limit * 1e9), on_stall
         encoded = host.encode(errors="replace")[: _HOST_BYTES - 1]
         self._map[_HOST : _HOST + len(encoded)] = encoded
         words[VERSION] = MAGIC

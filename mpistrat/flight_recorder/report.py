@@ -20,7 +20,6 @@ from mpistrat.flight_recorder.processes import (
 from mpistrat.flight_recorder.record import (
     LEAVING,
     LEFT,
-    MAIN_THREAD,
     PID,
     RANK,
     SIZE,
@@ -244,7 +243,7 @@ def _ask_for_stacks(ranks: list[Rank]) -> list[StackRequest | None]:
     requests: list[StackRequest | None] = []
     for rank in ranks:
         words = rank.record.words
-        about = rank.pid, words[STACK_SIGNAL], words[MAIN_THREAD], rank.stacks
+        about = rank.pid, words[STACK_SIGNAL], rank.stacks
         asked = not rank.dead and len(requests) < _MOST_RANKS
         requests.append(StackRequest(*about) if asked else None)
     return requests

@@ -40,7 +40,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def new_record(path: str | None, rank: int = 0) -> RankRecord:
     record = RankRecord(path, create=path is not None)
-    record.start(rank, 2, "node7", 0, 60.0, 1)
+    record.start(rank, 2, "node7", 60.0, 1)
     return record
 
 
@@ -50,7 +50,7 @@ def test_a_record_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
 import os
 from mpistrat.flight_recorder.record import RankRecord, text_of
 record = RankRecord({path!r}, create=True)
-record.start(0, 2, "node7", 0, 60.0, 1)
+record.start(0, 2, "node7", 60.0, 1)
 board = record.new_board(5, 2)
 for call in range(1, 101):
     record.enter(board, call, *text_of(f"all_reduce({{call}})", "train.py:33 in step"))
@@ -279,7 +279,7 @@ def test_a_stall_of_another_communicator_is_not_raised() -> None:
 def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.communicators.waiting.SECONDS_FOR_THE_OBSERVER", 0.1)
     record = RankRecord(None)
-    record.start(1, 2, "node7", 0, 0.2, 1)
+    record.start(1, 2, "node7", 0.2, 1)
     started = time.monotonic()
     with pytest.raises(StallError, match=r"rank 1 waited 0\.3 s .* no observer runs"):
         wait_until(lambda: False, Station(record, crowded=True))
@@ -330,7 +330,7 @@ import os, sys
 from mpistrat.flight_recorder.job_folder import record_of
 from mpistrat.flight_recorder.record import RankRecord
 record = RankRecord(record_of(sys.argv[1], 0), create=True)
-record.start(0, 1, "node7", 0, 60.0, 1)
+record.start(0, 1, "node7", 60.0, 1)
 print("ready", flush=True)
 input()
 """
