@@ -387,3 +387,43 @@ def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
     )
     observer.communicate(f"{folder.path}\n".encode(), timeout=10)
     assert list(folders.iterdir()) == []
+
+
+BUSY_THREADS = """
+import sys, threading, time
+from mpistrat.flight_recorder.observation import speak_on_signal
+from mpistrat.flight_recorder.record import STACK_SIGNAL, RankRecord
+record = RankRecord(None)
+speak_on_signal(record, sys.argv[1])
+def deep(n):
+    return n and deep(n - 1)
+def busy():
+    while True:
+        deep(50)
+        exec(compile("def g(x): return x\\nfor i in range(10): g(i)", "<made>", "exec"))
+for _ in range(3):
+    threading.Thread(target=busy, daemon=True).start()
+print(record.words[STACK_SIGNAL], flush=True)
+time.sleep(60)  # the main thread stands here
+"""
+
+
+def test_asking_for_a_stack_does_no_harm(tmp_path: Path) -> None:
+    """Its other threads go on while the frames are read: reading theirs, too, crashes within a hundred requests."""
+    stacks = tmp_path / "stacks"
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY_THREADS, str(stacks)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        for _ in range(400):
+            os.kill(process.pid, number)
+            time.sleep(0.002)
+        request = processes.StackRequest(process.pid, number, str(stacks))
+        here = BUSY_THREADS.splitlines().index("time.sleep(60)  # the main thread stands here") + 1
+        assert request.frames() == [f"<string>:{here} in <module>"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
