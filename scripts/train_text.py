@@ -184,9 +184,7 @@ def main() -> None:
         return mean([total(validation_step, batch) for batch in validation])
 
     def write_checkpoint(step: int) -> None:
-        where = (
-            training.state_dict()
-        )  # the ranks tell each other what they have read: not only on rank 0
+        where = training.state_dict()  # of all ranks, which tell each other: not on rank 0 only
         if first_rank:
             content = {
                 "step": step,
@@ -259,7 +257,11 @@ def mean(totals: Sequence[tuple[float, int]]) -> float:
 
 def forever(epochs: Iterable[Batch]) -> Iterator[Batch]:
     while True:
-        yield from epochs
+        batch = None
+        for batch in epochs:
+            yield batch
+        if batch is None:
+            raise ValueError("no file is as long as a window: there is nothing to train on")
 
 
 @torch.no_grad()

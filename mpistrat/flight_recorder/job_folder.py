@@ -172,13 +172,29 @@ def _remove_unmapped() -> list[str]:
     }
     for pid in os.listdir("/proc") if left else ():
         if pid.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                for inode, _ in _shared_mappings(pid):
+            try:
+                mapped = _shared_mappings(pid)
+            except PermissionError:
+                if _is_process_of_ours(pid):  # one that does not show what it maps
+                    return []
+            except OSError:  # it has ended
+                continue
+            else:
+                for inode, _ in mapped:
                     left.pop(inode, None)
     for path in left.values():
         with contextlib.suppress(OSError):
             os.unlink(path)
     return list(left.values())
+
+
+def _is_process_of_ours(pid: str) -> bool:
+    """By its real user: those that the kernel protects seem to be root's."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
+        for line in status:
+            if line.startswith("Uid:"):
+                return int(line.split()[1]) == os.getuid()
+    return False
 
 
 def _remove_if_abandoned(path: str) -> bool:

@@ -57,12 +57,10 @@ from mpistrat.flight_recorder.report import (
 )
 
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_OF_A_PAUSE = (
-    2.0  # later than this between two looks, and the machine or this process stood still
-)
-SECONDS_TO_DIE_TOGETHER = (
-    0.4  # a launcher kills the others while the first may still write its core
-)
+# Longer than this between two looks, and the machine or this process stood still.
+SECONDS_OF_A_PAUSE = 2.0
+# A launcher kills the others while the first may still write its core.
+SECONDS_TO_DIE_TOGETHER = 0.4
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
 SECONDS_FOR_OTHER_NODES = 3.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -61,6 +63,13 @@ class BatchedDataset:
                 "BatchedDataset takes arrays, or a dataset with __len__ and __getitem__; got "
                 f"{type(dataset).__name__}"
             )
+
+    def summary(self) -> str:
+        """What must be the same on all ranks."""
+        return (
+            f"BatchedDataset({self._examples} examples, batch_size={self.batch_size}, drop_last={self.drop_last}, "
+            f"shuffle={self._shuffle}, seed={self._seed})"
+        )
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -132,6 +141,14 @@ class FileDataset:
         self.collate = collate_fn or collate
         self.epoch = 0
         self._shuffle, self._seed = shuffle, operator.index(seed)
+
+    def summary(self) -> str:
+        """What must be the same on all ranks: not the folders, which may be each node's own."""
+        names = "\n".join(os.path.basename(str(file)) for file in self.files)
+        return (
+            f"FileDataset({len(self.files)} files, checksum of their names {zlib.crc32(names.encode()):08x}, "
+            f"batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, seed={self._seed})"
+        )
 
     def order(self, epoch: int) -> list[int]:
         """The numbers of the files, in the order in which an epoch reads them."""

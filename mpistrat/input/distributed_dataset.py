@@ -51,9 +51,8 @@ class DistributedDataset(Iterable[Any]):
         self._epoch = 0
         self._start = 0
         self._last: DistributedIterator | None = None
-        self._peeked: DistributedIterator | None = (
-            None  # the next, whose first step was read for its spec
-        )
+        # The next, whose first step was read for its spec
+        self._peeked: DistributedIterator | None = None
         self._spec: Any = None
 
     def __iter__(self) -> DistributedIterator:
@@ -120,8 +119,6 @@ class DistributedDataset(Iterable[Any]):
 
     def _learn_spec(self, batch: Any) -> None:
         """From the first batch of a replica of this rank."""
-        if self._spec is not None:
-            return
         reader, extended = self._reader, self._extended
         n = extended.num_replicas_in_sync
         size: int | None = None
@@ -140,7 +137,7 @@ def distribute(
     dataset: Any, extended: StrategyExtended, options: InputOptions
 ) -> DistributedDataset:
     """Each replica gets its part of every global batch of `dataset`."""
-    if not isinstance(dataset, Iterable) and not isinstance(dataset, BatchedDataset):
+    if not isinstance(dataset, Iterable):
         raise ValueError(
             "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
             f"{dataset!r:.60}"
@@ -148,6 +145,9 @@ def distribute(
     share = extended.input_share()
     policy = options.experimental_auto_shard_policy
     assert isinstance(policy, AutoShardPolicy)
+    if isinstance(dataset, (BatchedDataset, FileDataset)) and policy is not AutoShardPolicy.OFF:
+        # Ranks whose files or orders differ would read some examples twice and others never.
+        extended.communicator.barrier(label=f"distributed {dataset.summary()}")
     reader = _reader_of(dataset, share, policy, extended.communicator)
     return DistributedDataset(reader, extended, options, extended.has_partial_steps)
 

@@ -128,6 +128,8 @@ class DistributedIterator(Iterator[Any]):
         it likes (a dataset function, AutoShardPolicy.OFF).
         """
         communicator = self._extended.communicator
+        if self._ended:  # it goes on with the next epoch
+            return DistributedIterator(self._dataset, self._epoch + 1, 0).state_dict()
         return {
             "epoch": self._epoch,
             "steps": self._steps_done,

@@ -29,7 +29,7 @@ from mpistrat.options import AutoShardPolicy
 EMPTY, MISSING = object(), None
 Step = list[Any]
 
-INFINITE_CARDINALITY, UNKNOWN_CARDINALITY = -1, -2
+UNKNOWN_CARDINALITY = -2
 
 
 class StepAt(Step):
@@ -158,8 +158,7 @@ class BatchReader(Reader):
         self.batch_size = size if isinstance(size, int) else None
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._splits_each = splits_each_batch(share, policy, self.batch_size)
-        self.same_for_any_ranks = not reads_all(share, policy)
-        self.ends_together = not reads_all(share, policy)
+        self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
 
     def steps(self, epoch: int, start: int) -> Iterator[Step]:
         kind, share = Batches(), self._share

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch.utils.data as data
 
@@ -86,12 +86,13 @@ def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
 class _Pieces:
     """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
 
-    A piece without examples is given as one index of any example, so that every rank's loader asks for as many pieces
-    at the same times; `kinds` says which those are.
+    A piece without examples is given as `some` example, so that every rank's loader asks for as many pieces at the
+    same times; `kinds` says which those are.
     """
 
     def __init__(self) -> None:
         self.kinds: collections.deque[Any] = collections.deque()
+        self.some: list[int] = []
         self._steps: Iterator[list[list[int] | None]] = iter(())
 
     def begin(self, steps: Iterator[list[list[int] | None]]) -> None:
@@ -100,12 +101,10 @@ class _Pieces:
         self._steps = itertools.chain(list(itertools.islice(steps, 1)), steps)
 
     def __iter__(self) -> Iterator[list[int]]:
-        some = [0]
         for step in self._steps:
-            some = next((piece[:1] for piece in step if piece), some)
             for piece in step:
                 self.kinds.append(True if piece else EMPTY if piece is not None else MISSING)
-                yield piece or some
+                yield piece or self.some
 
 
 class LoaderReader(Reader):
@@ -121,8 +120,8 @@ class LoaderReader(Reader):
         self._user = loader
         self._share, self._policy = share, policy
         self._communicator = communicator
-        self._pieces = _Pieces()
-        self._loader = _like(loader, batch_sampler=self._pieces)
+        self._loader: data.DataLoader[Any] | None = None
+        self._template: Any = None
         self._random = RandomState(loader)
         sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
@@ -135,26 +134,32 @@ class LoaderReader(Reader):
         for sampler in samplers_of(self._user):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+        if self._loader is None or not self._user.persistent_workers:
+            self._loader = _like(self._user, batch_sampler=_Pieces())
+        loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
         indices = steps_of_indices(
-            self._index_batches(), self._share, self._policy, self.batch_size
+            self._index_batches(pieces), self._share, self._policy, self.batch_size
         )
         with self._random.of_epoch():
-            self._pieces.begin(itertools.islice(indices, start, None))
+            pieces.begin(itertools.islice(indices, start, None))
             with starting_workers(self._user):
-                batches = iter(self._loader)
+                batches = iter(loader)
         began = self._random.began
         k = len(self._share.replicas)
         while len(step := list(itertools.islice(batches, k))) == k:
-            kinds = [self._pieces.kinds.popleft() for _ in step]
+            self._template = step[0]
+            kinds = [pieces.kinds.popleft() for _ in step]
             entries = zip(step, kinds, strict=True)
             yield StepAt(began, (batch if kind is True else kind for batch, kind in entries))
 
-    def _index_batches(self) -> Iterator[list[int]]:
-        """The index lists of the global batches, as rank 0's sampler gives them."""
+    def _index_batches(self, pieces: _Pieces) -> Iterator[list[int]]:
+        """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some example."""
         communicator = self._communicator
         batches = iter(self._user.batch_sampler)  # type: ignore[arg-type]
         if reads_all(self._share, self._policy):
-            yield from map(list, batches)
+            for batch in map(list, batches):
+                pieces.some = pieces.some or batch[:1]
+                yield batch
             return
         if communicator.rank != 0:
             # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
@@ -166,6 +171,7 @@ class LoaderReader(Reader):
                 if communicator.rank == 0:
                     block = [list(batch) for batch in itertools.islice(batches, length)]
             block = communicator.broadcast_object(block, label="sampler of the distributed dataset")
+            pieces.some = pieces.some or next((batch[:1] for batch in block if batch), [])
             yield from block
             if len(block) < length:
                 return
@@ -178,8 +184,7 @@ class LoaderReader(Reader):
             return super().cardinality()
 
     def template(self) -> Any:
-        dataset, collate = self._user.dataset, self._user.collate_fn
-        return collate([dataset[0]])
+        return self._template
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         """The order of the epoch: what rank 0's random numbers were, or will be, when it begins."""

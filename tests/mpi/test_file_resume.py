@@ -22,7 +22,9 @@ def files_of(rng):
 
 
 def read(strategy, files, batch_size, state=None, steps=None):
-    """What each rank of `strategy` reads in `steps` steps, as flat lists, and the state after them."""
+    """What each rank of `strategy` reads of an epoch in `steps` steps, as flat lists, and the state after them."""
+    if state is not None and state["epoch"] == 1:  # the epoch was read to its end
+        return [[] for _ in range(strategy.extended.communicator.size)], state
     dataset = ms.input.FileDataset(files, iter, batch_size, shuffle=True, seed=3)
     distributed = strategy.experimental_distribute_dataset(dataset)
     if state is not None:

@@ -168,3 +168,57 @@ def test_texts_in_lists_cannot_be_left_out():
         for step in strategy.experimental_distribute_dataset(arrays)
     ]
     assert [part.tolist() for part in steps[-1]] == [["4"], []]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_name_other_files_or_orders(strategy):
+    """An unsorted list of a folder is another on each node."""
+    from rank_errors import errors_of_ranks
+
+    rank = WORLD.rank
+    names = [f"/node{rank}/{i}" for i in range(2 * WORLD.size)]
+    good = ms.input.FileDataset(names, lambda file: [0], 4)
+    strategy.experimental_distribute_dataset(good)  # each node's own folder is fine
+    for different in (
+        lambda: ms.input.FileDataset(names[rank:] + names[:rank], lambda file: [0], 4),
+        lambda: ms.input.BatchedDataset(np.arange(8), 4, shuffle=True, seed=rank),
+        lambda: ms.input.BatchedDataset(np.arange(8 + rank), 4),
+    ):
+        errors = errors_of_ranks(
+            lambda make=different: strategy.experimental_distribute_dataset(make())
+        )
+        assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_iterators_at_once(strategy, workers):
+    loader = DataLoader(DATASET, 4, num_workers=workers)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    first, second = [], []
+    for one, two in zip(distributed, distributed, strict=True):
+        first.append(one)
+        second.append(two)
+    assert read(first) == read(second) == list(range(EXAMPLES))
+
+
+class Named(torch.utils.data.Dataset):
+    """Its indices are names, of which 0 is none."""
+
+    def __getitem__(self, name):
+        return {"a": 1, "b": 2, "c": 3}[name]
+
+
+def test_a_replica_without_examples_loads_one_that_there_is(strategy):
+    loader = DataLoader(Named(), batch_sampler=[["a"], ["b", "c"]])
+    assert read(strategy.experimental_distribute_dataset(loader)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("source", ["loader", "files"])
+def test_a_state_at_the_end_of_an_epoch_goes_on_with_the_next(strategy, source):
+    distributed = strategy.experimental_distribute_dataset(SOURCES[source]())
+    read(distributed)
+    state = distributed.state_dict()
+    assert (state["epoch"], state["steps"]) == (1, 0)
+    again = strategy.experimental_distribute_dataset(SOURCES[source]())
+    again.load_state_dict(state)
+    assert read(again) == list(range(EXAMPLES))
