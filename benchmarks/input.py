@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from measurement import compare, report
-from mpi4py import MPI
+from measurement import compare, report, world
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import mpistrat as ms
 from mpistrat.input import BatchedDataset, FileDataset
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 IMAGE, EXAMPLES, BATCH = (3, 32, 32), 16384, 64  # BATCH examples per rank and step
 BYTES = 3 * 32 * 32
 ROUNDS_OF_EPOCHS = 15
@@ -60,7 +58,9 @@ def through(batches: Iterable[Any]) -> Callable[[], object]:
 def with_sampler(path: str, **how: Any) -> Callable[[], object]:
     """An epoch of the loop that people write for DistributedDataParallel."""
     images = Images(path)
-    sampler: DistributedSampler[Any] = DistributedSampler(images, SIZE, RANK, shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        images, world().size, world().rank, shuffle=True
+    )
     loader = DataLoader(images, BATCH, sampler=sampler, **how)
     epoch = through(loader)
 
@@ -76,7 +76,7 @@ def throughput(path: str) -> list[dict[str, Any]]:
     strategy = ms.MultiWorkerMirroredStrategy()
 
     def ours(**how: Any) -> Callable[[], object]:
-        loader = DataLoader(Images(path), BATCH * SIZE, shuffle=True, **how)
+        loader = DataLoader(Images(path), BATCH * world().size, shuffle=True, **how)
         return through(strategy.experimental_distribute_dataset(loader))
 
     worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
@@ -125,17 +125,18 @@ def overhead() -> list[dict[str, Any]]:
     """Microseconds per step of a distributed dataset beside those of the same batches, of this rank only."""
     strategy = ms.MultiWorkerMirroredStrategy()
     distribute = strategy.experimental_distribute_dataset
-    whole = np.zeros((STEPS * 4 * SIZE, 8), np.float32)
-    mine = np.split(whole, SIZE)[RANK]
-    files, my_files = np.split(whole, 4 * SIZE), np.split(mine, 4)
+    rank, size = world().rank, world().size
+    whole = np.zeros((STEPS * 4 * size, 8), np.float32)
+    mine = np.split(whole, size)[rank]
+    files, my_files = np.split(whole, 4 * size), np.split(mine, 4)
     tensors, my_tensors = torch.from_numpy(whole), torch.from_numpy(mine)
     batches = np.split(mine, STEPS)
     pairs: dict[str, tuple[Iterable[Any], Iterable[Any]]] = {
-        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * SIZE))),
-        "BatchedDataset": (BatchedDataset(mine, 4), distribute(BatchedDataset(whole, 4 * SIZE))),
+        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
+        "BatchedDataset": (BatchedDataset(mine, 4), distribute(BatchedDataset(whole, 4 * size))),
         "FileDataset": (
             FileDataset(my_files, rows_of_file, 4),
-            distribute(FileDataset(files, rows_of_file, 4 * SIZE)),
+            distribute(FileDataset(files, rows_of_file, 4 * size)),
         ),
         "function, of a list": (
             batches,

@@ -239,9 +239,12 @@ def to_device_of(array: Array, like: Array) -> Array:
 def to_device(array: Array, device: str) -> Array:
     """`array` on `device`, as far as its library knows devices.
 
-    NumPy arrays stay on the host. "cpu:0" and "cpu:1" name replicas that share the host's memory.
+    NumPy arrays stay on the host. "cpu:0" and "cpu:1" name replicas that share the host's memory. A copy from pinned
+    memory is on the current stream, for which nothing waits here.
     """
     if is_torch(array):
         kind, _, index = device.partition(":")
-        return array.to("cpu" if kind == "cpu" else f"{kind}:{index or 0}")
+        if kind == "cpu":
+            return array.to("cpu")
+        return array.to(f"{kind}:{index or 0}", non_blocking=True)
     return array

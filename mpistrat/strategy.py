@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
+from mpistrat.input.batches import explain_empty_batch
 from mpistrat.input.distributed_dataset import (
     distribute,
     distribute_from_function,
@@ -105,7 +106,11 @@ class Strategy:
         if "torch" in sys.modules and self.num_replicas_in_sync > 1:
             self._torch().before_run()
         self.runs += 1
-        return self._extended.call_for_each_replica(fn, args, kwargs)
+        try:
+            return self._extended.call_for_each_replica(fn, args, kwargs)
+        except Exception as error:
+            explain_empty_batch(error, (args, kwargs))
+            raise
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None

@@ -76,11 +76,18 @@ class CheckedCommunicator(Communicator):
         os.register_at_fork(after_in_child=_Forked(self))
 
     def all_reduce(
-        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+        self,
+        buffer: Array,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        label: str = "",
+        error: Exception | None = None,
     ) -> None:
         if op not in REDUCTIONS:
             self.raise_together(ValueError(f"op must be one of {REDUCTIONS}, got {op!r}"))
-        with self._enter(("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label)):
+        signature = ("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label)
+        with self._enter(signature, cause=error):
             self.inner.all_reduce(buffer, op, out=out)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:

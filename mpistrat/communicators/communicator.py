@@ -29,7 +29,13 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(
-        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+        self,
+        buffer: Array,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        label: str = "",
+        error: Exception | None = None,
     ) -> None:
         """Combine `buffer` of all ranks element by element, into `out` or in place.
 
@@ -37,6 +43,7 @@ class Communicator(abc.ABC):
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
             op: "sum", "max" or "min".
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
+            error: what has kept this rank from what it was doing: told to the others if they do not come here.
         """
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:

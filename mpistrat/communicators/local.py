@@ -16,7 +16,13 @@ class LocalCommunicator(Communicator):
     size = 1
 
     def all_reduce(
-        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+        self,
+        buffer: Array,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        label: str = "",
+        error: Exception | None = None,
     ) -> None:
         if out is not None:
             out[...] = buffer

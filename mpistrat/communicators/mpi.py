@@ -62,7 +62,13 @@ class MpiCommunicator(Communicator):
         self.size = comm.Get_size()
 
     def all_reduce(
-        self, buffer: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+        self,
+        buffer: Array,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        label: str = "",
+        error: Exception | None = None,
     ) -> None:
         target = buffer if out is None else out
         if dtype_name(buffer).startswith(_SUMMED_AS_FLOAT32):

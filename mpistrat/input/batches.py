@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from mpistrat import arrays, nest
 from mpistrat.input.element_spec import ArraySpec
+from mpistrat.values import DistributedValues
 
 
 class Batches:
@@ -100,3 +102,21 @@ def spec_of(batch: Any) -> Any:
         ),
         batch,
     )
+
+
+def explain_empty_batch(error: Exception, arguments: Any) -> None:
+    """Tell `error`, which a replica's function raised of `arguments`, of drop_last, if it was given no examples."""
+    given = itertools.chain.from_iterable(
+        leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        for leaf in nest.leaves(arguments)
+    )
+    if not any(arrays.is_array(leaf) and leaf.ndim and not leaf.shape[0] for leaf in given):
+        return
+    note = (
+        "A replica has no examples in this step: the last global batch is short. If the model cannot take an empty "
+        "batch, leave short batches out: drop_last=True, with a global batch that divides by the replicas"
+    )
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+    elif len(error.args) == 1:
+        error.args = (f"{error}\n{note}",)

@@ -23,7 +23,8 @@ class BatchedDataset:
 
     Args:
         dataset: an array, or a tuple or dict of arrays with equal first dimensions; or an object with `__len__` and
-            `__getitem__` (also one with `__getitems__`, which is given the indices of a batch).
+            `__getitem__` (also one with `__getitems__`, which is given the indices of a batch). A strategy asks the
+            object on a thread of its own: draw random numbers from a generator of its own, too.
         batch_size: examples in a GLOBAL batch.
         drop_last: leave out a last batch that is short.
         shuffle: a new order in each epoch, the same on all ranks: of `numpy.random.default_rng([seed, epoch])`.
@@ -53,8 +54,8 @@ class BatchedDataset:
                 "BatchedDataset got a list: of examples, or of arrays? Give arrays as a tuple or dict of them, and a "
                 "list of examples to torch's DataLoader, or as an object with __len__ and __getitem__"
             )
-        self._of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
-        if self._of_arrays:
+        self.of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
+        if self.of_arrays:
             self._examples = Batches().size(dataset)
         elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
             self._examples = len(dataset)
@@ -80,6 +81,10 @@ class BatchedDataset:
         epoch, self.epoch = self.epoch, self.epoch + 1
         return map(self.load, self.index_batches(epoch))
 
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that epoch."""
+        self.epoch = epoch
+
     def index_batches(self, epoch: int) -> Iterator[list[int]]:
         """The examples of each batch of an epoch."""
         order = np.arange(self._examples)
@@ -90,7 +95,7 @@ class BatchedDataset:
 
     def load(self, indices: list[int]) -> Any:
         """The batch of the examples `indices`, one or more."""
-        if self._of_arrays:
+        if self.of_arrays:
             first, last = indices[0], indices[-1]
             # Consecutive examples are not copied.
             where: Any = (
@@ -149,6 +154,10 @@ class FileDataset:
             f"FileDataset({len(self.files)} files, checksum of their names {zlib.crc32(names.encode()):08x}, "
             f"batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, seed={self._seed})"
         )
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that epoch."""
+        self.epoch = epoch
 
     def order(self, epoch: int) -> list[int]:
         """The numbers of the files, in the order in which an epoch reads them."""

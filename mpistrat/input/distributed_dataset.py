@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpistrat import arrays, nest
+from mpistrat import nest
 from mpistrat.communicators import Communicator
 from mpistrat.input.batches import spec_of
 from mpistrat.input.datasets import BatchedDataset, FileDataset
 from mpistrat.input.distributed_iterator import DistributedIterator
 from mpistrat.input.element_spec import PerReplicaSpec
+from mpistrat.input.file_reader import FileReader
 from mpistrat.input.readers import (
     BatchReader,
-    FileReader,
     FunctionReader,
     IndexReader,
     Reader,
@@ -113,7 +111,7 @@ class DistributedDataset(Iterable[Any]):
                 f"the input was saved on {state.get('ranks')} ranks, this is {size}: where each rank reads what it "
                 "likes (a dataset function, or AutoShardPolicy.OFF), only as many can go on"
             )
-        reader.load_state(state)
+        reader.load_state(self._extended.communicator, state)
         self._epoch, self._start = state["epoch"], state["steps"]
         self._last = self._peeked = None
 
@@ -196,15 +194,17 @@ def _reader_of(
             return torch_loader.LoaderReader(dataset, share, policy, communicator)
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         _warn_of_reading_everything(dataset, communicator)
-        dataset = _EqualOnAllRanks(dataset, communicator)
+        return BatchReader(_beside_mpi(dataset), share, policy, communicator)
     return BatchReader(_beside_mpi(dataset), share, policy)
 
 
 def _beside_mpi(dataset: Any) -> Any:
     if "torch" in sys.modules:
-        from mpistrat.input import torch_loader
+        from torch.utils.data import DataLoader
 
-        return torch_loader.beside_mpi(dataset)
+        from mpistrat.input.torch_loader import WholeLoader
+
+        return WholeLoader(dataset) if isinstance(dataset, DataLoader) else dataset
     return dataset
 
 
@@ -218,36 +218,3 @@ def _warn_of_reading_everything(dataset: Any, communicator: Communicator) -> Non
             UserWarning,
             stacklevel=5,
         )
-
-
-class _EqualOnAllRanks:
-    """An iterable of batches, the first of which is compared: a shuffle of each rank's own shows there.
-
-    Later batches are not compared; it would cost reading them once more.
-    """
-
-    def __init__(self, batches: Any, communicator: Communicator) -> None:
-        self._batches, self._communicator = _beside_mpi(batches), communicator
-        for name in ("batch_size", "drop_last", "cardinality"):
-            if hasattr(batches, name):
-                setattr(self, name, getattr(batches, name))
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._batches)
-        first = list(itertools.islice(batches, 1))
-        digest = 0
-        for leaf in nest.leaves(first):
-            if arrays.is_array(leaf):
-                digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
-        digests = self._communicator.all_gather_object(digest, label="first batch of the dataset")
-        if len(set(digests)) > 1:
-            raise ValueError(
-                "the ranks read different first batches, so some examples would be read twice and others "
-                "never: an iterable must yield the same GLOBAL batches on every rank. Give its shuffle the "
-                "same seed everywhere, or pass a torch DataLoader itself (progress bars go around the "
-                f"distributed dataset); checksums by rank: {digests[:16]}"
-            )
-        return itertools.chain(first, batches)

@@ -22,13 +22,11 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._made: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: make no more
         self._ended = False
-        self._items = [0]  # how many have been made
-        self._taken = 0
         for _ in range(depth):
             self._room.put(True)
         thread = threading.Thread(
             target=_make,
-            args=(iterator, self._made, self._room, self._items),
+            args=(iterator, self._made, self._room),
             name="mpistrat input",
             daemon=True,
         )
@@ -39,17 +37,12 @@ class Prefetcher(Iterator[T], Generic[T]):
             raise StopIteration
         kind, item = self._made.get()
         if kind == "item":
-            self._taken += 1
             self._room.put(True)
             return item  # type: ignore[return-value]
         self._ended = True
         if isinstance(item, BaseException):
             raise item
         raise StopIteration
-
-    def ready(self) -> int:
-        """How many items are there to be taken, at least."""
-        return self._items[0] - self._taken
 
     def close(self) -> None:
         self._room.put(False)
@@ -62,14 +55,12 @@ def _make(
     iterator: Iterator[T],
     made: queue.SimpleQueue[tuple[str, object]],
     room: queue.SimpleQueue[bool],
-    items: list[int],
 ) -> None:
     try:
         for item in iterator:
             if not room.get():
                 return
             made.put(("item", item))
-            items[0] += 1
     except BaseException as error:  # whatever it is, it belongs to the thread that asks
         made.put(("end", error))
     else:

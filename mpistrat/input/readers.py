@@ -7,15 +7,17 @@ data ends before the step is full.
 from __future__ import annotations
 
 import abc
+import collections
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator
-from mpistrat.errors import InvalidArgumentError, NotFoundError
+from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
-from mpistrat.input.datasets import BatchedDataset, FileDataset
+from mpistrat.input.datasets import BatchedDataset
 from mpistrat.input.splitting import (
     Lists,
     Share,
@@ -30,14 +32,44 @@ EMPTY, MISSING = object(), None
 Step = list[Any]
 
 UNKNOWN_CARDINALITY = -2
+_STEPS_KNOWN = 4
+_STATE = "state of the order of a dataset"
 
 
 class StepAt(Step):
-    """A step that knows where it has left its reader: what `state` needs of it."""
+    """A step that knows where it has left its reader, which is what `state` needs.
+
+    Attributes:
+        following: how many steps surely follow it.
+        fails: what follows after those is an error.
+    """
 
     def __init__(self, position: Any, entries: Iterable[Any]) -> None:
         super().__init__(entries)
         self.position = position
+        self.following, self.fails = 0, False
+
+
+def knowing_what_follows(steps: Iterator[StepAt]) -> Iterator[StepAt]:
+    """`steps`, each with what is known of those after it: ranks that know it need not ask each other at each."""
+    read: collections.deque[StepAt] = collections.deque()
+    error: Exception | None = None
+    known = 0  # the first step need not wait for others
+    try:
+        for step in steps:
+            for earlier in read:
+                earlier.following += 1
+            read.append(step)
+            if len(read) > known:
+                yield read.popleft()
+                known = min(known + 1, _STEPS_KNOWN)
+    except Exception as failed:
+        error = failed
+        for earlier in read:
+            earlier.fails = True
+    yield from read
+    if error is not None:
+        raise error
 
 
 class Reader(abc.ABC):
@@ -48,15 +80,17 @@ class Reader(abc.ABC):
         same_for_any_ranks: after as many steps, the same examples have been read, however many ranks there are.
         batch_size: examples of a global batch, or None.
         drop_last: every batch is full.
+        reads_ahead: on a thread of its own.
     """
 
+    reads_ahead = False
     ends_together = True
     same_for_any_ranks = True
     batch_size: int | None = None
     drop_last = False
 
     @abc.abstractmethod
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """An epoch from its step number `start` on."""
 
     def num_steps(self) -> int | None:
@@ -79,9 +113,45 @@ class Reader(abc.ABC):
         """What to save, after the step that left `position`, beside the numbers of epoch and step. Collective."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         """What `state` gave, possibly on another number of ranks; the next epoch goes on from there."""
         return
+
+
+class Restartable(abc.ABC, Iterable[Any]):
+    """Batches in an order of random numbers, which can be had again."""
+
+    @property
+    @abc.abstractmethod
+    def began(self) -> Any:
+        """What the epoch that was begun last began with; picklable."""
+
+    @abc.abstractmethod
+    def now(self) -> Any:
+        """What the next epoch begins with."""
+
+    @abc.abstractmethod
+    def begin_at(self, state: Any) -> None:
+        """Let the next epoch be the one that `began` told of."""
+
+
+def set_epoch(batches: Any, epoch: int) -> None:
+    """Tell what is read, if it wants to know, as torch's DistributedSampler does."""
+    if hasattr(batches, "set_epoch"):
+        batches.set_epoch(epoch)
+
+
+def began(batches: Any) -> Any:
+    return batches.began if isinstance(batches, Restartable) else None
+
+
+def begins(batches: Any) -> Any:
+    return batches.now() if isinstance(batches, Restartable) else None
+
+
+def begin_at(batches: Any, state: Any) -> None:
+    if isinstance(batches, Restartable):
+        batches.begin_at(state)
 
 
 def splits_each_batch(share: Share, policy: AutoShardPolicy, batch_size: int | None) -> bool:
@@ -101,12 +171,12 @@ def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
 
 
 def steps_of_indices(
-    index_batches: Iterable[list[int]],
+    index_batches: Iterable[Any],
     share: Share,
     policy: AutoShardPolicy,
     batch_size: int | None,
-) -> Iterator[list[list[int] | None]]:
-    """The indices that each replica of this rank loads; None where there are no more."""
+) -> Iterator[list[Any]]:
+    """The indices that each replica of this rank loads, lists or arrays as they are; None where there are no more."""
     if splits_each_batch(share, policy, batch_size):
         if not reads_all(share, policy):
             return pieces_of_each(index_batches, Lists(), share.pieces, share.num_replicas)
@@ -125,19 +195,21 @@ class IndexReader(Reader):
         self._dataset, self._share, self._policy = dataset, share, policy
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
+        self.reads_ahead = not dataset.of_arrays
         splits_each_batch(share, policy, self.batch_size)
 
     def _indices(self, epoch: int) -> Iterator[list[list[int] | None]]:
         batches = self._dataset.index_batches(epoch)
         return steps_of_indices(batches, self._share, self._policy, self.batch_size)
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         steps = self._indices(epoch) if len(self._dataset) else iter(())
         for step in itertools.islice(steps, start, None):
-            yield [
+            entries = (
                 MISSING if piece is None else self._dataset.load(piece) if piece else EMPTY
                 for piece in step
-            ]
+            )
+            yield StepAt(None, entries)
 
     def cardinality(self) -> int:
         return len(self._dataset)
@@ -150,29 +222,61 @@ class BatchReader(Reader):
     """Of an iterable of global batches, which every rank reads whole.
 
     It may say more of itself: `batch_size`, `drop_last`, a length, or `cardinality` (-1 for one that never ends).
+
+    Args:
+        compared_over: the ranks that compare the first batch of each epoch, if any do: a shuffle of each rank's own
+            shows there. Later batches are not compared; it would cost reading them once more.
     """
 
-    def __init__(self, batches: Iterable[Any], share: Share, policy: AutoShardPolicy) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        share: Share,
+        policy: AutoShardPolicy,
+        compared_over: Communicator | None = None,
+    ) -> None:
         self._batches, self._share, self._policy = batches, share, policy
+        self._compared_over = compared_over
         size = getattr(batches, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._splits_each = splits_each_batch(share, policy, self.batch_size)
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+        set_epoch(self._batches, epoch)
+        batches = iter(self._batches)
+        if self._compared_over is not None:
+            batches = _equal_on_all_ranks(batches, self._compared_over)
+        steps = self._cut(batches, start)
+        first = list(itertools.islice(steps, 1))
+        position = began(self._batches)
+        for step in itertools.chain(first, steps):
+            yield StepAt(position, step)
+
+    def _cut(self, batches: Iterator[Any], start: int) -> Iterator[Step]:
         kind, share = Batches(), self._share
         if self._splits_each and not reads_all(share, self._policy):
-            batches = itertools.islice(self._batches, start, None)
+            batches = itertools.islice(batches, start, None)
             return pieces_of_each(batches, kind, share.pieces, share.num_replicas)
         if self._splits_each:
             everybody = range(share.num_replicas)
-            all_pieces = pieces_of_each(self._batches, kind, everybody, share.num_replicas)
+            all_pieces = pieces_of_each(batches, kind, everybody, share.num_replicas)
             pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
         else:
             assert self.batch_size is not None
-            pieces = pieces_of_stream(self._batches, kind, share.sizes(self.batch_size))
+            pieces = pieces_of_stream(batches, kind, share.sizes(self.batch_size))
         return itertools.islice(steps_of_stream(pieces, share), start, None)
+
+    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+        random = begins(self._batches) if position is None else position
+        if self.same_for_any_ranks:
+            return {"random": communicator.broadcast_object(random, label=_STATE)}
+        return {"random": communicator.all_gather_object(random, label=_STATE)}
+
+    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        random = state["random"]
+        begin_at(self._batches, random if self.same_for_any_ranks else random[communicator.rank])
 
     def cardinality(self) -> int:
         told = getattr(self._batches, "cardinality", None)
@@ -184,134 +288,22 @@ class BatchReader(Reader):
             return UNKNOWN_CARDINALITY
 
 
-@dataclass(frozen=True)
-class _Restart:
-    """What had been read of an epoch's files before a restart.
-
-    Attributes:
-        finished: files that were read whole.
-        partly: how many examples of others.
-        left: which files each worker had still to read.
-    """
-
-    finished: frozenset[int] = frozenset()
-    partly: dict[int, int] = field(default_factory=dict)
-    left: dict[int, list[int]] = field(default_factory=dict)
-
-
-@dataclass
-class _Place:
-    """Where a worker is in its files of an epoch: `finished` of them are read, and `count` examples of the next."""
-
-    restart: _Restart
-    files: list[int]
-    finished: int = 0
-    count: int = 0
-
-    @property
-    def done(self) -> list[int]:
-        return self.files[: self.finished]
-
-    @property
-    def partly(self) -> dict[int, int]:
-        return {self.files[self.finished]: self.count} if self.count else {}
-
-    @property
-    def left(self) -> list[int]:
-        return self.files[self.finished :]
-
-
-class FileReader(Reader):
-    """Of a FileDataset. Under FILE, worker w reads the files w, w + workers, … of the epoch's order."""
-
-    def __init__(self, dataset: FileDataset, share: Share, policy: AutoShardPolicy) -> None:
-        self._dataset, self._share = dataset, share
-        self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
-        self._splits_each = policy is AutoShardPolicy.DATA
-        self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
-        self.ends_together = self._splits_each or share.workers == 1
-        self.same_for_any_ranks = policy is not AutoShardPolicy.OFF or share.workers == 1
-        if self._by_file and len(dataset.files) < share.workers:
-            raise InvalidArgumentError(
-                f"AutoShardPolicy.{policy.name} gives each of the {share.workers} workers files of its own, but there "
-                f"are {len(dataset.files)}: split them further, use fewer ranks, or set "
-                "InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA), with which every rank reads all"
-            )
-        self._first_example: Any = None
-        self._restart = _Restart()
-
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
-        share, dataset = self._share, self._dataset
-        if start == 0:
-            self._restart = _Restart()
-        restart = self._restart
-        order = [number for number in dataset.order(epoch) if number not in restart.finished]
-        mine = order[share.worker :: share.workers] if self._by_file else order
-        if len(restart.left) == share.workers:  # as many as before: each goes on with its own
-            mine = restart.left[share.worker]
-        place = _Place(restart, mine)
-        examples = self._examples(place)
-        if self._splits_each:
-            batches = pieces_of_examples(
-                examples, [dataset.batch_size], drop_last=dataset.drop_last
-            )
-            pieces = pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
-            steps: Iterator[Step] = iter(pieces)
-        else:
-            sizes = share.sizes(dataset.batch_size)
-            begun = start * share.replicas_per_worker % len(sizes) if self._by_file else 0
-            sizes = sizes[begun:] + sizes[:begun]
-            kept = pieces_of_examples(examples, sizes, drop_last=dataset.drop_last)
-            steps = steps_of_stream(kept, share, drop_last=dataset.drop_last)
-        if not self._by_file:
-            steps = itertools.islice(steps, start, None)
-        for step in steps:
-            here = replace(place)
-            yield StepAt(
-                here,
-                (
-                    MISSING if piece is None else dataset.collate(piece) if piece else EMPTY
-                    for piece in step
-                ),
-            )
-
-    def _examples(self, place: _Place) -> Iterator[Any]:
-        for i, number in enumerate(place.files):
-            examples = iter(self._dataset.reader(self._dataset.files[number]))
-            skipped = place.restart.partly.get(number, 0)
-            for count, example in enumerate(itertools.islice(examples, skipped, None), skipped + 1):
-                if self._first_example is None:
-                    self._first_example = example
-                place.finished, place.count = i, count
-                yield example
-            place.finished, place.count = i + 1, 0
-
-    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        """By file, so that other ranks can go on, each with other files."""
-        if not self._by_file:
-            return {}
-        told = None if position is None else (position.done, position.partly, position.left)
-        everyone = communicator.all_gather_object((self._share.worker, told), label="files read")
-        restart = self._restart if position is None else position.restart
-        finished, partly, left = set(restart.finished), dict(restart.partly), {}
-        for worker, (done, part, rest) in ((w, one) for w, one in everyone if one is not None):
-            finished.update(done)
-            partly.update(part)
-            left[worker] = rest
-        if not left:  # no step since the restart, if there was one
-            left = dict(restart.left)
-        else:  # workers that had no step have nothing left
-            left = {worker: left.get(worker, []) for worker in range(self._share.workers)}
-        partly = {number: count for number, count in partly.items() if number not in finished}
-        return {"finished": sorted(finished), "partly": partly, "left": left}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        if self._by_file:
-            finished, partly, left = state["finished"], state["partly"], state["left"]
-            self._restart = _Restart(frozenset(finished), dict(partly), dict(left))
-
-    def template(self) -> Any:
-        return None if self._first_example is None else self._dataset.collate([self._first_example])
+def _equal_on_all_ranks(batches: Iterator[Any], communicator: Communicator) -> Iterator[Any]:
+    """Raises: ValueError when the ranks' first batches differ."""
+    first = list(itertools.islice(batches, 1))
+    digest = 0
+    for leaf in nest.leaves(first):
+        if arrays.is_array(leaf):
+            digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
+    digests = communicator.all_gather_object(digest, label="first batch of the dataset")
+    if len(set(digests)) > 1:
+        raise ValueError(
+            "the ranks read different first batches, so some examples would be read twice and others never: an "
+            "iterable must yield the same GLOBAL batches on every rank. Give its shuffle the same seed everywhere, or "
+            "pass a torch DataLoader itself (progress bars go around the distributed dataset); checksums by rank: "
+            f"{digests[:16]}"
+        )
+    return itertools.chain(first, batches)
 
 
 class FunctionReader(Reader):
@@ -330,11 +322,19 @@ class FunctionReader(Reader):
         size = getattr(datasets[0], "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+        for dataset in self._datasets:
+            set_epoch(dataset, epoch)
         if len(self._datasets) == self._num_replicas > 1:
-            steps = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
-            return itertools.islice(map(list, steps), start, None)
-        return itertools.islice(self._turns(), start, None)
+            columns = itertools.zip_longest(*self._datasets, fillvalue=MISSING)
+            steps: Iterator[Step] = map(list, columns)
+        else:
+            steps = self._turns()
+        steps = itertools.islice(steps, start, None)
+        first = list(itertools.islice(steps, 1))
+        position = [began(dataset) for dataset in self._datasets]
+        for step in itertools.chain(first, steps):
+            yield StepAt(position, step)
 
     def _turns(self) -> Iterator[Step]:
         elements = iter(self._datasets[0])
@@ -347,3 +347,11 @@ class FunctionReader(Reader):
         except TypeError:
             return None
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
+
+    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+        random = [begins(one) for one in self._datasets] if position is None else position
+        return {"random": communicator.all_gather_object(random, label=_STATE)}
+
+    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        for dataset, random in zip(self._datasets, state["random"][communicator.rank], strict=True):
+            begin_at(dataset, random)

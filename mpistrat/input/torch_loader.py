@@ -1,17 +1,21 @@
-"""Re-sharding a `DataLoader` over a map-style dataset through its sampler.
+"""A torch `DataLoader`, read through its sampler or whole.
 
-Rank 0 runs the sampler; the indices of each global batch are broadcast, and each rank loads the
-examples of its own replicas only. Slicing each rank's own shuffle instead would read some examples
-twice and others never.
+That over a map-style dataset is re-sharded through its sampler: rank 0's decides for all, and each rank loads the
+examples of its own replicas only. Slicing each rank's own shuffle instead would read some examples twice and others
+never.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
+import numpy as np
+import torch
 import torch.utils.data as data
 
 from mpistrat.communicators import Communicator
@@ -20,9 +24,10 @@ from mpistrat.input.readers import (
     EMPTY,
     MISSING,
     Reader,
-    Step,
+    Restartable,
     StepAt,
     reads_all,
+    set_epoch,
     steps_of_indices,
 )
 from mpistrat.input.splitting import Share
@@ -31,6 +36,9 @@ from mpistrat.options import AutoShardPolicy
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
+_SAMPLER = "sampler of the distributed dataset"
+
+Indices = list[Any] | np.ndarray
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
@@ -48,22 +56,56 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
                 "here the loader yields GLOBAL batches and the strategy shares them out. Use "
                 "DataLoader(dataset, batch_size=GLOBAL, shuffle=True)"
             )
-    return not isinstance(dataset.dataset, data.IterableDataset)
+    return not isinstance(dataset.dataset, data.IterableDataset) and not _iterates_itself(dataset)
 
 
-def beside_mpi(dataset: Iterable[Any]) -> Iterable[Any]:
-    """`dataset` itself; of a DataLoader with workers one whose workers can live beside MPI."""
-    if not isinstance(dataset, data.DataLoader) or not dataset.num_workers:
-        return dataset
-    if dataset.multiprocessing_context is not None:
-        return dataset
-    if isinstance(dataset.dataset, data.IterableDataset):
-        how: dict[str, Any] = {"batch_size": dataset.batch_size, "drop_last": dataset.drop_last}
-    elif dataset.batch_sampler is None:
-        how = {"batch_size": None, "sampler": dataset.sampler}
-    else:
-        how = {"batch_sampler": dataset.batch_sampler}
-    return _like(dataset, **how)
+def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
+    """Whether its class makes something else of its sampler's batches than a DataLoader does."""
+    return any(
+        getattr(type(loader), name, None) is not getattr(data.DataLoader, name, None)
+        for name in ("__iter__", "_get_iterator")
+    )
+
+
+class WholeLoader(Restartable):
+    """A DataLoader that is read as it is, but with workers that can live beside MPI."""
+
+    def __init__(self, loader: data.DataLoader[Any]) -> None:
+        self._loader = loader
+        if loader.num_workers and loader.multiprocessing_context is None:
+            self._loader = copy.copy(loader)
+            self._loader._iterator = None  # persistent workers of the user's own
+            self._loader.multiprocessing_context = worker_context(loader)
+        self._random = RandomState(loader)
+        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._random.of_epoch(), starting_workers(self._loader):
+            batches = iter(self._loader)
+            first = list(itertools.islice(batches, 1))  # samplers draw their seed now
+        return itertools.chain(first, batches)
+
+    def __len__(self) -> int:
+        """Raises: TypeError where torch can only guess, of an IterableDataset that workers share out."""
+        if isinstance(self._loader.dataset, data.IterableDataset):
+            raise TypeError(
+                "the number of batches of a DataLoader over an IterableDataset is not known"
+            )
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        for one in (*samplers_of(self._loader), self._loader.dataset):
+            set_epoch(one, epoch)
+
+    @property
+    def began(self) -> Any:
+        return self._random.began
+
+    def now(self) -> Any:
+        return self._random.now()
+
+    def begin_at(self, state: Any) -> None:
+        self._random.begin_at(state)
 
 
 def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
@@ -92,19 +134,78 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.kinds: collections.deque[Any] = collections.deque()
-        self.some: list[int] = []
-        self._steps: Iterator[list[list[int] | None]] = iter(())
+        self.some: list[Any] = []
+        self._steps: Iterator[list[Indices | None]] = iter(())
 
-    def begin(self, steps: Iterator[list[list[int] | None]]) -> None:
+    def begin(self, steps: Iterator[list[Indices | None]]) -> None:
         self.kinds.clear()
-        # The first is taken now: samplers draw their seed then.
-        self._steps = itertools.chain(list(itertools.islice(steps, 1)), steps)
+        self._steps = steps
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def draw(self) -> None:
+        """Take the first now: samplers draw their seed then."""
+        self._steps = itertools.chain(list(itertools.islice(self._steps, 1)), self._steps)
+
+    def __iter__(self) -> Iterator[list[Any]]:
         for step in self._steps:
             for piece in step:
-                self.kinds.append(True if piece else EMPTY if piece is not None else MISSING)
-                yield piece or self.some
+                if piece is not None and len(piece):
+                    self.kinds.append(True)
+                    yield piece.tolist() if isinstance(piece, np.ndarray) else piece
+                else:
+                    self.kinds.append(MISSING if piece is None else EMPTY)
+                    yield self.some
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What torch's own samplers do in an epoch: all ranks can do it, where they know as much as rank 0.
+
+    Attributes:
+        generator: the state of what a RandomSampler draws from, None for a SequentialSampler.
+    """
+
+    examples: int
+    batch_size: int
+    drop_last: bool
+    generator: torch.Tensor | None
+
+    @classmethod
+    def of(cls, loader: data.DataLoader[Any]) -> _Plan | None:
+        """Of the next epoch; None for another sampler. Draws what the sampler draws."""
+        batches, sampler = loader.batch_sampler, loader.sampler
+        if type(batches) is not data.BatchSampler or batches.sampler is not sampler:
+            return None
+        generator = None
+        if type(sampler) is data.RandomSampler:
+            examples = len(sampler.data_source)
+            if sampler.replacement or sampler.num_samples != examples:
+                return None
+            own = sampler.generator
+            generator = (_generator_of_an_epoch() if own is None else own).get_state()
+        elif type(sampler) is data.SequentialSampler:
+            examples = len(sampler.data_source)
+        else:
+            return None
+        return cls(examples, batches.batch_size, batches.drop_last, generator)
+
+    def index_batches(self, own: torch.Generator | None) -> Iterator[np.ndarray]:
+        """Of an epoch, as torch's samplers give them. A generator of the sampler's `own` goes on as with torch."""
+        order = np.arange(self.examples)
+        if self.generator is not None:
+            generator = own or torch.Generator()
+            generator.set_state(self.generator)
+            order = torch.randperm(self.examples, generator=generator).numpy()
+        end = self.examples - (self.examples % self.batch_size if self.drop_last else 0)
+        for first in range(0, end, self.batch_size):
+            yield order[first : first + self.batch_size]
+        if own is not None:
+            torch.randperm(self.examples, generator=own)  # of which a RandomSampler takes none
+
+
+def _generator_of_an_epoch() -> torch.Generator:
+    """As a RandomSampler seeds one."""
+    generator = torch.Generator()
+    return generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
 class LoaderReader(Reader):
@@ -123,17 +224,17 @@ class LoaderReader(Reader):
         self._loader: data.DataLoader[Any] | None = None
         self._template: Any = None
         self._random = RandomState(loader)
+        self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
         sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         steps_of_indices((), share, policy, self.batch_size)  # raises for what cannot be
 
-    def steps(self, epoch: int, start: int) -> Iterator[Step]:
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
-        for sampler in samplers_of(self._user):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for one in (*samplers_of(self._user), self._user.dataset):
+            set_epoch(one, epoch)
         if self._loader is None or not self._user.persistent_workers:
             self._loader = _like(self._user, batch_sampler=_Pieces())
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
@@ -143,7 +244,11 @@ class LoaderReader(Reader):
         with self._random.of_epoch():
             pieces.begin(itertools.islice(indices, start, None))
             with starting_workers(self._user):
-                batches = iter(loader)
+                batches: Iterator[Any] = iter(loader)
+            if not loader.num_workers:  # otherwise the workers have their first indices
+                pieces.draw()
+            if not loader.num_workers and not loader.pin_memory:
+                batches = map(self._load, pieces)  # what `batches` does, in less time
         began = self._random.began
         k = len(self._share.replicas)
         while len(step := list(itertools.islice(batches, k))) == k:
@@ -152,15 +257,29 @@ class LoaderReader(Reader):
             entries = zip(step, kinds, strict=True)
             yield StepAt(began, (batch if kind is True else kind for batch, kind in entries))
 
-    def _index_batches(self, pieces: _Pieces) -> Iterator[list[int]]:
+    def _load(self, indices: list[int]) -> Any:
+        dataset: Any = self._user.dataset
+        collate = self._user.collate_fn
+        if getattr(dataset, "__getitems__", None):
+            return collate(dataset.__getitems__(indices))
+        return collate([dataset[index] for index in indices])
+
+    def _index_batches(self, pieces: _Pieces) -> Iterator[Indices]:
         """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some example."""
         communicator = self._communicator
-        batches = iter(self._user.batch_sampler)  # type: ignore[arg-type]
         if reads_all(self._share, self._policy):
-            for batch in map(list, batches):
+            for batch in map(list, self._batch_sampler):
                 pieces.some = pieces.some or batch[:1]
                 yield batch
             return
+        with communicator.raising_together():
+            plan = _Plan.of(self._user)
+        plan = communicator.broadcast_object(plan, label=_SAMPLER)
+        if plan is not None:
+            pieces.some = [0]
+            yield from plan.index_batches(getattr(self._user.sampler, "generator", None))
+            return
+        batches = iter(self._batch_sampler)
         if communicator.rank != 0:
             # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
             next(batches, None)
@@ -170,7 +289,7 @@ class LoaderReader(Reader):
             with communicator.raising_together():
                 if communicator.rank == 0:
                     block = [list(batch) for batch in itertools.islice(batches, length)]
-            block = communicator.broadcast_object(block, label="sampler of the distributed dataset")
+            block = communicator.broadcast_object(block, label=_SAMPLER)
             pieces.some = pieces.some or next((batch[:1] for batch in block if batch), [])
             yield from block
             if len(block) < length:
@@ -191,5 +310,5 @@ class LoaderReader(Reader):
         random = self._random.now() if position is None else position
         return {"random": communicator.broadcast_object(random, label="state of the sampler")}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         self._random.begin_at(state["random"])

@@ -11,11 +11,11 @@ from mpistrat import nest
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.input.batches import Batches, without_examples
+from mpistrat.input.file_reader import FileReader
 from mpistrat.input.readers import (
     EMPTY,
     MISSING,
     BatchReader,
-    FileReader,
     IndexReader,
     Reader,
 )

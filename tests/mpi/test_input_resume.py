@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import mpistrat as ms
 
@@ -44,7 +44,19 @@ def files():
     return ms.input.FileDataset(FILES, iter, BATCH, shuffle=True)
 
 
+class Shuffled(IterableDataset):
+    """Examples in an order of its own of each epoch, the same on all ranks."""
+
+    def __iter__(self):
+        return iter(torch.randperm(EXAMPLES))
+
+
+def stream():
+    return DataLoader(Shuffled(), BATCH)
+
+
 SOURCES = {
+    "stream": (stream, range(EXAMPLES)),
     "global generator": (shuffled_loader, range(EXAMPLES)),
     "own generator": (own_generator, range(EXAMPLES)),
     "workers": (with_workers, range(EXAMPLES)),
@@ -94,7 +106,10 @@ def test_a_restart_reads_the_rest(source, steps):
     after = distributed(source)
     after.load_state_dict(state)
     assert examples(after) == tail
-    if source != "global generator":  # whose next epoch belongs to the program's random numbers
+    if source not in (
+        "global generator",
+        "stream",
+    ):  # whose next epoch belongs to the program's random numbers
         assert examples(after) == following
     assert sorted(of_all(WORLD, [*head, *tail])) == list(SOURCES[source][1])
 
@@ -143,6 +158,86 @@ def test_the_global_generators_go_on_where_they_were():
     second.load_state_dict(state)
     next(iter(second))
     assert torch.equal(torch.rand(3), expected)
+
+
+def sampled(context):
+    mine = TensorDataset(torch.arange(context.input_pipeline_id, EXAMPLES, SIZE))
+    return DataLoader(mine, 4, sampler=DistributedSampler(mine, 1, 0))
+
+
+def shuffled(context):
+    mine = TensorDataset(torch.arange(context.input_pipeline_id, EXAMPLES, SIZE))
+    return DataLoader(mine, 4, shuffle=True)
+
+
+def batched(context):
+    mine = np.arange(context.input_pipeline_id, EXAMPLES, SIZE)
+    return ms.input.BatchedDataset(mine, 4, shuffle=True)
+
+
+def streamed(context):
+    mine = torch.arange(context.input_pipeline_id, EXAMPLES, SIZE)
+
+    class Mine(IterableDataset):
+        def __iter__(self):
+            return iter(mine[torch.randperm(len(mine))])
+
+    return DataLoader(Mine(), 4)
+
+
+@pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["k=1", "k=2"])
+@pytest.mark.parametrize("make", [sampled, shuffled, batched, streamed])
+def test_what_a_function_made_is_begun_again_in_its_order(make, devices):
+    """In a later epoch, whose shuffle is another; each rank has random numbers of its own."""
+
+    def all_of(steps):
+        """Of each step, what this rank's replicas read."""
+        return [
+            [np.asarray(x[0] if isinstance(x, (list, tuple)) else x).tolist() for x in parts]
+            for parts in map(strategy.experimental_local_results, steps)
+        ]
+
+    strategy = ms.MultiWorkerMirroredStrategy(devices=devices)
+    torch.manual_seed(RANK)
+    before = strategy.distribute_datasets_from_function(make)
+    first = all_of(before)
+    iterator = iter(before)
+    head = all_of(itertools.islice(iterator, 2))
+    state = pickle.loads(pickle.dumps(iterator.state_dict()))
+    tail = all_of(iterator)
+    assert head + tail != first
+    flat = [x for step in head + tail for part in step for x in part]
+    assert sorted(flat) == list(range(RANK, EXAMPLES, SIZE))
+
+    torch.manual_seed(99)
+    after = strategy.distribute_datasets_from_function(make)
+    after.load_state_dict(state)
+    assert all_of(after) == tail
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_replicas_of_a_rank_go_on(workers):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        loader = shuffled_loader(num_workers=workers, generator=generator)
+        return strategy.experimental_distribute_dataset(loader)
+
+    def read(steps):
+        mine = [
+            np.asarray(part[0]).tolist()
+            for step in steps
+            for part in strategy.experimental_local_results(step)
+        ]
+        return of_all(WORLD, mine)
+
+    strategy = ms.MultiWorkerMirroredStrategy(devices=("cpu:0", "cpu:1"))
+    iterator = iter(make())
+    head = read(itertools.islice(iterator, 3))
+    again = make()
+    again.load_state_dict(iterator.state_dict())
+    tail = read(again)
+    assert tail == read(iterator)
+    assert sorted(head + tail) == list(range(EXAMPLES))
 
 
 @pytest.mark.mpi(min_size=2)

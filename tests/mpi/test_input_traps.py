@@ -2,7 +2,9 @@
 
 import io
 import itertools
+import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -222,3 +224,149 @@ def test_a_state_at_the_end_of_an_epoch_goes_on_with_the_next(strategy, source):
     again = strategy.experimental_distribute_dataset(SOURCES[source]())
     again.load_state_dict(state)
     assert read(again) == list(range(EXAMPLES))
+
+
+def plain(batches):
+    return [batch[0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(DATASET, 5),
+        lambda: DataLoader(DATASET, 5, shuffle=True),
+        lambda: DataLoader(DATASET, 5, shuffle=True, drop_last=True),
+        lambda: DataLoader(DATASET, 5, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda: DataLoader(DATASET, 5, sampler=RandomSampler(DATASET, replacement=True)),
+        lambda: DataLoader(DATASET, 5, sampler=RandomSampler(DATASET, num_samples=7)),
+        lambda: DataLoader(DATASET, 5, shuffle=True, num_workers=1),
+    ],
+    ids=["in order", "shuffled", "drop_last", "generator", "replacement", "samples", "worker"],
+)
+def test_one_replica_reads_what_the_loader_gives(make):
+    """The same batches in the same order as without a strategy, in each epoch; random numbers go on alike."""
+    alone = ms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF)
+    loader = make()
+    torch.manual_seed(4)
+    expected = [plain(loader) for _ in range(3)], torch.rand(1)
+    distributed = alone.experimental_distribute_dataset(make())
+    torch.manual_seed(4)
+    read = [plain(distributed) for _ in range(3)], torch.rand(1)
+    assert read == expected
+
+
+class Twice(DataLoader):
+    """Gives each batch two times."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+@pytest.mark.filterwarnings("ignore:each of the:UserWarning")
+def test_a_loader_that_iterates_in_its_own_way(strategy):
+    loader = Twice(DATASET, 4)
+    assert read(strategy.experimental_distribute_dataset(loader)) == sorted(
+        [*range(24), *range(24)]
+    )
+
+
+class WorkerOf(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_workers_are_the_same_processes(strategy, persistent):
+    loader = DataLoader(WorkerOf(), 4, num_workers=1, persistent_workers=persistent)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    pids = [{int(pid) for step in distributed for pid in step} for _ in range(2)]
+    assert (pids[0] == pids[1]) is persistent
+    assert os.getpid() not in pids[0]
+
+
+class Lengthy:
+    def __init__(self, batches, length):
+        self.batches, self.length = batches, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("length", "words"), [(2, "gave more"), (4, "ended after 3")])
+def test_a_length_that_is_wrong(strategy, length, words):
+    from rank_errors import errors_of_ranks
+
+    def program():
+        for step in strategy.distribute_datasets_from_function(
+            lambda context: Lengthy([np.ones(2)] * 3, length)
+        ):
+            strategy.reduce("sum", step, axis=None)
+
+    errors = errors_of_ranks(program)
+    assert all(words in text for _, text, _ in errors)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Its length is a guess, as lengths of streams are."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(torch.arange(EXAMPLES))
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+def test_the_guessed_length_of_a_stream_cuts_nothing(strategy):
+    distributed = strategy.distribute_datasets_from_function(
+        lambda context: DataLoader(Stream(), 4)
+    )
+    assert read(distributed) == sorted(list(range(EXAMPLES)) * WORLD.size)
+
+
+class Threads:
+    """Gives the thread that asks."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return threading.get_ident()
+
+
+def test_examples_are_read_off_the_training_thread(strategy):
+    batches = ms.input.BatchedDataset(Threads(), 4)
+    for step in strategy.experimental_distribute_dataset(batches):
+        assert threading.get_ident() not in np.asarray(step).tolist()
+
+
+@pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")])
+def test_a_model_that_cannot_take_an_empty_batch(devices):
+    """Its error says what to do."""
+    strategy = ms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF, devices=devices)
+    with pytest.raises(IndexError) as raised:
+        strategy.run(lambda x: x[0], args=(ms.PerReplica([np.ones((0, 3))] * len(devices)),))
+    told = str(raised.value) + "".join(getattr(raised.value, "__notes__", ()))
+    assert "drop_last=True" in told
+    with pytest.raises(IndexError) as raised:
+        strategy.run(lambda x: x[5], args=(np.ones((2, 3)),))
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_an_unpicklable_stream_is_named(strategy):
+    class Local(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    loader = DataLoader(Local(), 4, num_workers=1)
+    distributed = strategy.distribute_datasets_from_function(lambda context: loader)
+    with pytest.raises(TypeError, match="the DataLoader's dataset cannot be sent"):
+        next(iter(distributed))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mpistrat.errors import NotFoundError
 from mpistrat.input import BatchedDataset, FileDataset
-from mpistrat.input.readers import EMPTY, MISSING, BatchReader, FileReader, IndexReader
+from mpistrat.input.file_reader import FileReader
+from mpistrat.input.readers import EMPTY, MISSING, BatchReader, IndexReader
 from mpistrat.input.splitting import Share
 from mpistrat.options import AutoShardPolicy
 

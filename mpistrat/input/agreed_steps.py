@@ -1,0 +1,168 @@
+"""The steps of an epoch on one rank, of which all ranks make the same number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.communicators import Communicator
+from mpistrat.input.batches import spec_of
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
+
+# In the place of a number of steps that a rank has.
+_ERROR = 1 << 30
+
+
+class AgreedSteps(Iterator[Step]):
+    """What `source` gives, step by step, as long as any rank has data (`partial`), or all ranks have.
+
+    Ranks that may have different numbers of steps ask each other at the first, and then when no rank is known to have
+    another, unless all know how many theirs are. Every rank must go through it. Errors are raised on all ranks.
+
+    Attributes:
+        position: where the last step has left the reader.
+        template: a batch of no examples like those of other ranks, when this rank has none.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        source: Iterator[Step],
+        communicator: Communicator,
+        partial: bool,
+        start: int,
+        num_local_replicas: int,
+    ) -> None:
+        self._reader, self._source, self._communicator = reader, source, communicator
+        self._partial = partial
+        self._missing: Step = [MISSING] * num_local_replicas
+        self._steps_done = start
+        self._steps_left: int | None = None  # None: not known
+        self._sure = 0  # steps that some rank has
+        self._has_asked = False
+        self.position: Any = None
+        self.template: Any = None
+
+    def __next__(self) -> Step:
+        if self._reader.ends_together:
+            with self._communicator.raising_together():
+                step = self._read()
+        else:
+            step = self._agreed()
+        if step is None:
+            raise StopIteration
+        self._steps_done += 1
+        return step
+
+    def _read(self) -> Step | None:
+        step = next(self._source, None)
+        if step is None:
+            return None
+        if any(entry is MISSING for entry in step) and not (self._partial and _is_batched(step)):
+            return None
+        self.position = getattr(step, "position", None)
+        return step
+
+    def _agreed(self) -> Step | None:
+        step, error = None, None
+        try:
+            step = self._read()
+        except Exception as failed:
+            error = failed
+        if self._communicator.size == 1:
+            if error is not None:
+                raise error
+            return step
+        if self._steps_left is not None:
+            error = error or self._wrong_length(step)
+            if error is not None:
+                self._communicator.raise_together(error)
+            go_on = self._steps_left > 0
+            self._steps_left -= 1
+        elif self._sure and error is None:
+            go_on = True
+            self._sure -= 1
+        else:
+            go_on = self._ask(step, error)
+        if not go_on:
+            return None
+        return self._missing if step is None else step
+
+    def _wrong_length(self, step: Step | None) -> ValueError | None:
+        length = self._reader.num_steps()
+        if length is None or (step is None) == (self._steps_done >= length):
+            return None
+        gave = f"ended after {self._steps_done}" if step is None else "gave more"
+        return ValueError(f"the length of this rank's dataset says {length} steps, but it {gave}")
+
+    def _ask(self, step: Step | None, error: Exception | None) -> bool:
+        communicator, partial = self._communicator, self._partial
+        following, fails = 0, False
+        if isinstance(step, StepAt) and (partial or self._reader.drop_last):
+            following, fails = step.following, step.fails
+        count = 0 if step is None else 1 + following
+        # With `partial` ranks go by who surely has the most steps, otherwise by who has the fewest.
+        mine = [_ERROR if error is not None else count if partial else -count, -_ERROR]
+        if fails:
+            mine[1] = -count
+        if self._has_asked:
+            verdict = np.array(mine, np.int32)
+            label = "end of the distributed dataset"
+            communicator.all_reduce(verdict, "max", label=label, error=error)
+            most, until_failure = verdict.tolist()
+        else:
+            self._has_asked = True
+            batch = None if step is None else next(filter(has_examples, step), None)
+            spec = None if batch is None else spec_of(batch)
+            told = communicator.all_gather_object(
+                (mine, self._reader.num_steps(), spec),
+                label="first step of the distributed dataset",
+            )
+            most, until_failure = (max(told[0][i] for told in told) for i in range(2))
+            counts = [count for _, count, _ in told if count is not None]
+            if most != _ERROR:
+                self._learn_from_others([spec for _, _, spec in told])
+                if partial and len(counts) == communicator.size:
+                    self._steps_left = max(counts) - self._steps_done - 1
+        if most == _ERROR:
+            communicator.raise_any(error, "could not read its part of the dataset")
+        sure = min(abs(most), -until_failure)
+        self._sure = max(0, sure - 1)
+        return sure > 0
+
+    def _learn_from_others(self, specs: list[Any]) -> None:
+        """What the batches of this rank look like, if it has none. Raises: ValueError when the ranks' differ."""
+        known = [spec for spec in specs if spec is not None]
+        kinds = [nest.map_structure(_without_sizes, spec) for spec in known]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ValueError(
+                "the ranks read batches of different structures or dtypes: "
+                + "; ".join(
+                    f"rank {rank}: {spec}" for rank, spec in enumerate(specs) if spec is not None
+                )
+            )
+        if known:
+            self.template = nest.map_structure(lambda spec: spec.empty(), known[0])
+
+
+def has_examples(entry: Any) -> bool:
+    return entry is not MISSING and entry is not EMPTY
+
+
+def _is_batched(step: Step) -> bool:
+    """Whether its elements are batches, which can be of no examples, and not numbers, which cannot."""
+    entry = next(filter(has_examples, step), None)
+    return entry is None or not all(map(_is_number, nest.leaves(entry)))
+
+
+def _is_number(leaf: Any) -> bool:
+    return arrays.is_number(leaf) or (arrays.is_array(leaf) and leaf.ndim == 0)
+
+
+def _without_sizes(spec: Any) -> Any:
+    """Batches of different sizes are alike; so are examples that vary in size."""
+    return replace(spec, shape=(None,) * len(spec.shape))

@@ -1,0 +1,74 @@
+"""Batches on their way to devices, while the steps before them are computed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mpistrat import arrays, nest
+
+
+class _OnItsWay(NamedTuple):
+    batch: Any
+    event: Any  # when it is there
+
+
+class DeviceCopies:
+    """Copies each replica's batch to its device: from pinned memory, on a stream of the copies' own.
+
+    torch tensors only; NumPy arrays stay on the host, and "cpu:0", "cpu:1" name replicas that share its memory.
+
+    Args:
+        devices: of this rank's replicas, in their order.
+    """
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self._devices = devices
+        self._streams: dict[str, Any] = {}
+        self.needed = not all(device.startswith("cpu") for device in devices)
+
+    def start(self, batches: list[Any]) -> list[Any]:
+        """Begin to copy; what is returned is for `arrived` only."""
+        return [
+            self._start(device, batch) for device, batch in zip(self._devices, batches, strict=True)
+        ]
+
+    def arrived(self, batches: list[Any]) -> list[Any]:
+        """The batches on their devices, as the current stream of each sees them; the host does not wait."""
+        return [
+            self._arrived(device, batch)
+            for device, batch in zip(self._devices, batches, strict=True)
+        ]
+
+    def _start(self, device: str, batch: Any) -> Any:
+        if not device.startswith("cuda") or not any(map(arrays.is_torch, nest.leaves(batch))):
+            return nest.map_structure(lambda leaf: _to(device, leaf), batch)
+        import torch
+
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            moved = nest.map_structure(lambda leaf: _to(device, _pinned(leaf)), batch)
+            return _OnItsWay(moved, stream.record_event())
+
+    def _arrived(self, device: str, batch: Any) -> Any:
+        if not isinstance(batch, _OnItsWay):
+            return batch
+        import torch
+
+        current = torch.cuda.current_stream(device)
+        current.wait_event(batch.event)
+        for leaf in nest.leaves(batch.batch):
+            if arrays.is_torch(leaf) and leaf.is_cuda:
+                # Its memory came from the other stream's pool, and must not go back while this one reads it.
+                leaf.record_stream(current)
+        return batch.batch
+
+
+def _pinned(leaf: Any) -> Any:
+    on_host = arrays.is_torch(leaf) and leaf.device.type == "cpu"
+    return leaf.pin_memory() if on_host and not leaf.is_pinned() else leaf
+
+
+def _to(device: str, leaf: Any) -> Any:
+    return arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf

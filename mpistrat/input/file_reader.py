@@ -1,0 +1,150 @@
+"""Reading a FileDataset: under AutoShardPolicy.FILE each worker has files of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mpistrat.communicators import Communicator
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.input.datasets import FileDataset
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
+from mpistrat.input.splitting import (
+    Lists,
+    Share,
+    pieces_of_each,
+    pieces_of_examples,
+    steps_of_stream,
+)
+from mpistrat.options import AutoShardPolicy
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """What had been read of an epoch's files before a restart.
+
+    Attributes:
+        finished: files that were read whole.
+        partly: how many examples of others.
+        left: which files each worker had still to read.
+    """
+
+    finished: frozenset[int] = frozenset()
+    partly: dict[int, int] = field(default_factory=dict)
+    left: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class _Place:
+    """Where a worker is in its files of an epoch: `finished` of them are read, and `count` examples of the next."""
+
+    restart: _Restart
+    files: list[int]
+    finished: int = 0
+    count: int = 0
+
+    @property
+    def done(self) -> list[int]:
+        return self.files[: self.finished]
+
+    @property
+    def partly(self) -> dict[int, int]:
+        return {self.files[self.finished]: self.count} if self.count else {}
+
+    @property
+    def left(self) -> list[int]:
+        return self.files[self.finished :]
+
+
+class FileReader(Reader):
+    """Under FILE, worker w reads the files w, w + workers, … of the epoch's order."""
+
+    reads_ahead = True
+
+    def __init__(self, dataset: FileDataset, share: Share, policy: AutoShardPolicy) -> None:
+        self._dataset, self._share = dataset, share
+        self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
+        self._splits_each = policy is AutoShardPolicy.DATA
+        self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
+        self.ends_together = self._splits_each or share.workers == 1
+        self.same_for_any_ranks = policy is not AutoShardPolicy.OFF or share.workers == 1
+        if self._by_file and len(dataset.files) < share.workers:
+            raise InvalidArgumentError(
+                f"AutoShardPolicy.{policy.name} gives each of the {share.workers} workers files of its own, but there "
+                f"are {len(dataset.files)}: split them further, use fewer ranks, or set "
+                "InputOptions(experimental_auto_shard_policy=AutoShardPolicy.DATA), with which every rank reads all"
+            )
+        self._first_example: Any = None
+        self._restart = _Restart()
+
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+        share, dataset = self._share, self._dataset
+        if start == 0:
+            self._restart = _Restart()
+        restart = self._restart
+        order = [number for number in dataset.order(epoch) if number not in restart.finished]
+        mine = order[share.worker :: share.workers] if self._by_file else order
+        if len(restart.left) == share.workers:  # as many as before: each goes on with its own
+            mine = restart.left[share.worker]
+        place = _Place(restart, mine)
+        examples = self._examples(place)
+        if self._splits_each:
+            batches = pieces_of_examples(
+                examples, [dataset.batch_size], drop_last=dataset.drop_last
+            )
+            pieces = pieces_of_each(batches, Lists(), share.pieces, share.num_replicas)
+            steps: Iterator[Step] = iter(pieces)
+        else:
+            sizes = share.sizes(dataset.batch_size)
+            begun = start * share.replicas_per_worker % len(sizes) if self._by_file else 0
+            sizes = sizes[begun:] + sizes[:begun]
+            kept = pieces_of_examples(examples, sizes, drop_last=dataset.drop_last)
+            steps = steps_of_stream(kept, share, drop_last=dataset.drop_last)
+        if not self._by_file:
+            steps = itertools.islice(steps, start, None)
+        for step in steps:
+            entries = (
+                MISSING if piece is None else dataset.collate(piece) if piece else EMPTY
+                for piece in step
+            )
+            yield StepAt(replace(place), entries)
+
+    def _examples(self, place: _Place) -> Iterator[Any]:
+        for i, number in enumerate(place.files):
+            examples = self._dataset.reader(self._dataset.files[number])
+            skipped = place.restart.partly.get(number, 0)
+            for count, example in enumerate(itertools.islice(examples, skipped, None), skipped + 1):
+                if self._first_example is None:
+                    self._first_example = example
+                place.finished, place.count = i, count
+                yield example
+            place.finished, place.count = i + 1, 0
+
+    def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
+        """By file, so that other ranks can go on, each with other files."""
+        if not self._by_file:
+            return {}
+        told = None if position is None else (position.done, position.partly, position.left)
+        everyone = communicator.all_gather_object((self._share.worker, told), label="files read")
+        restart = self._restart if position is None else position.restart
+        finished, partly, left = set(restart.finished), dict(restart.partly), {}
+        for worker, (done, part, rest) in ((w, one) for w, one in everyone if one is not None):
+            finished.update(done)
+            partly.update(part)
+            left[worker] = rest
+        if not left:  # no step since the restart, if there was one
+            left = dict(restart.left)
+        else:  # workers that had no step have nothing left
+            left = {worker: left.get(worker, []) for worker in range(self._share.workers)}
+        partly = {number: count for number, count in partly.items() if number not in finished}
+        return {"finished": sorted(finished), "partly": partly, "left": left}
+
+    def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
+        if self._by_file:
+            finished, partly, left = state["finished"], state["partly"], state["left"]
+            self._restart = _Restart(frozenset(finished), dict(partly), dict(left))
+
+    def template(self) -> Any:
+        return None if self._first_example is None else self._dataset.collate([self._first_example])

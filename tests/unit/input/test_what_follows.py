@@ -1,0 +1,54 @@
+"""What a step knows of those after it."""
+
+import pytest
+
+from mpistrat.input.readers import StepAt, knowing_what_follows
+
+
+def steps(count, error=False):
+    for i in range(count):
+        yield StepAt(i, [i])
+    if error:
+        raise OSError("broken")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 20])
+def test_all_steps_come_in_order_and_tell_the_truth(count):
+    given = list(knowing_what_follows(steps(count)))
+    assert [step.position for step in given] == list(range(count))
+    for i, step in enumerate(given):
+        assert i + step.following < count
+        assert not step.fails
+    assert sum(step.following for step in given) >= 3 * (count - 8)
+
+
+def test_the_first_step_waits_for_no_other():
+    made = []
+
+    def noted():
+        for step in steps(9):
+            made.append(step)
+            yield step
+
+    following = knowing_what_follows(noted())
+    next(following)
+    assert len(made) == 1
+    next(following)
+    assert len(made) <= 3
+
+
+def test_an_error_is_foreseen():
+    """Those that know of it say after how many steps it comes, and it comes there."""
+    given, foreseen = [], []
+
+    def read():
+        for step in knowing_what_follows(steps(10, error=True)):
+            given.append(step)
+            if step.fails:
+                foreseen.append(step.position + step.following)
+
+    with pytest.raises(OSError, match="broken"):
+        read()
+    assert len(given) == 10
+    assert set(foreseen) == {9}
+    assert len(foreseen) >= 4
