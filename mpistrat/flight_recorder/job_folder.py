@@ -53,6 +53,7 @@ _OF_MPI = re.compile(
 )
 SECONDS_TO_BE_MAPPED = 60.0
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
+_INIT = "1"  # of that namespace: never a rank
 _OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
 
 
@@ -175,7 +176,7 @@ def _remove_unmapped() -> list[str]:
             try:
                 mapped = _shared_mappings(pid)
             except PermissionError:
-                if _is_process_of_ours(pid):  # one that does not show what it maps
+                if pid != _INIT and _is_process_of_ours(pid):  # it does not show what it maps
                     return []
             except OSError:  # it has ended
                 continue
