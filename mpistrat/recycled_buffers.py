@@ -30,6 +30,23 @@ class RecycledBuffers:
         self._kept = kept
         self._buffers: list[np.ndarray] = []
 
+    @classmethod
+    def of(cls, buffers: list[np.ndarray]) -> RecycledBuffers:
+        """Only these, which nothing else refers to."""
+        recycled = cls(kept=len(buffers))
+        recycled._buffers = buffers
+        return recycled
+
+    def free(self, nbytes: int) -> np.ndarray | None:
+        """The first `nbytes` of a buffer that is as large and that nothing refers to; None if there is none."""
+        for i in range(len(self._buffers)):
+            if (
+                self._buffers[i].nbytes >= nbytes
+                and _references(self._buffers, i) == _OWN_REFERENCES
+            ):
+                return self._buffers[i][:nbytes]
+        return None
+
     def like(self, array: Array) -> Array:
         """A C-contiguous array of the shape and dtype of `array`, a NumPy array or a CPU tensor."""
         nbytes = num_elements(array) * itemsize(array)

@@ -10,6 +10,8 @@ import threading
 import weakref
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.communicators.agreement import (
     DIGEST_BITS,
@@ -83,12 +85,37 @@ class CheckedCommunicator(Communicator):
         out: Array | None = None,
         label: str = "",
         error: Exception | None = None,
+        scale: float | None = None,
     ) -> None:
         if op not in REDUCTIONS:
             self.raise_together(ValueError(f"op must be one of {REDUCTIONS}, got {op!r}"))
-        signature = ("all_reduce", op, dtype_name(buffer), tuple(buffer.shape), label)
+        signature: tuple[Any, ...] = (
+            "all_reduce",
+            op,
+            dtype_name(buffer),
+            tuple(buffer.shape),
+            label,
+        )
+        if scale is not None:
+            signature += (f"times {scale!r}",)
         with self._enter(signature, cause=error):
-            self.inner.all_reduce(buffer, op, out=out)
+            self.inner.all_reduce(buffer, op, out=out, scale=scale)
+
+    def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        with self._enter(("window_buffer", nbytes)):
+            return self.inner.window_buffer(nbytes)
+
+    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+        with self._enter(("reduce", op, root, dtype_name(buffer), tuple(buffer.shape), label)):
+            self.inner.reduce(buffer, root, op)
+
+    def reduce_scatter(
+        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
+    ) -> None:
+        with self.raising_together():
+            _check_parts(buffer, out, self.size)
+        with self._enter(("reduce_scatter", op, dtype_name(buffer), tuple(buffer.shape), label)):
+            self.inner.reduce_scatter(buffer, out, op)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         with self._enter(("broadcast", root, dtype_name(buffer), tuple(buffer.shape), label)):
@@ -209,6 +236,15 @@ class _Forked:
         communicator = self._communicator()
         if communicator is not None:
             communicator._forked = True
+
+
+def _check_parts(buffer: Array, out: Array, size: int) -> None:
+    expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else ()
+    if tuple(buffer.shape) != expected or dtype_name(buffer) != dtype_name(out):
+        raise ValueError(
+            f"reduce_scatter over {size} ranks into {dtype_name(out)} of {tuple(out.shape)} needs a buffer of {size} "
+            f"times as many rows, got {dtype_name(buffer)} of {tuple(buffer.shape)}"
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveMismatchError, StallError
 
@@ -36,6 +38,7 @@ class Communicator(abc.ABC):
         out: Array | None = None,
         label: str = "",
         error: Exception | None = None,
+        scale: float | None = None,
     ) -> None:
         """Combine `buffer` of all ranks element by element, into `out` or in place.
 
@@ -43,6 +46,7 @@ class Communicator(abc.ABC):
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
             op: "sum", "max" or "min".
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
+            scale: multiplied to what comes out; for floating point.
             error: what has kept this rank from what it was doing: told to the others if they do not come here.
         """
 
@@ -53,6 +57,24 @@ class Communicator(abc.ABC):
         """
         self.all_reduce(buffer, op)
         return lambda: True
+
+    def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        """Memory in which `all_reduce` need not copy, `nbytes` uninitialized bytes; None where there is none.
+
+        Equal `nbytes` on all ranks, some of which may get one and others None. It is used again once nothing refers
+        to it.
+        """
+        return None
+
+    @abc.abstractmethod
+    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+        """Combine `buffer` of all ranks into rank `root`'s; as `all_reduce`. The others' stays as it is."""
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
+    ) -> None:
+        """Combine `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension."""
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:

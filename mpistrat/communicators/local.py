@@ -23,9 +23,21 @@ class LocalCommunicator(Communicator):
         out: Array | None = None,
         label: str = "",
         error: Exception | None = None,
+        scale: float | None = None,
     ) -> None:
+        target = buffer if out is None else out
         if out is not None:
             out[...] = buffer
+        if scale is not None:
+            target *= scale
+
+    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+        pass
+
+    def reduce_scatter(
+        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
+    ) -> None:
+        out[...] = buffer
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         pass

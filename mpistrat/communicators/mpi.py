@@ -17,8 +17,10 @@ from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import job_end
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.node import station_of
+from mpistrat.communicators.shared_window import SharedWindowCommunicator
 from mpistrat.errors import CollectiveMismatchError
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
@@ -29,28 +31,6 @@ _KNOWN_TO_MPI = frozenset(
     ["float32", "float64", "complex64", "complex128"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 )
-
-
-def _view(buffer: Array) -> np.ndarray:
-    """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
-    if is_torch(buffer):
-        try:
-            return buffer.detach().numpy()
-        except TypeError:
-            import torch
-
-            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.element_size()]
-            return buffer.detach().view(bits).numpy()
-    return buffer
-
-
-def _as(buffer: Array, view: np.ndarray) -> Array:
-    """The inverse of `_view`: a NumPy array as an array of `buffer`'s library and dtype."""
-    if is_torch(buffer):
-        import torch
-
-        return torch.from_numpy(view).view(buffer.dtype)
-    return view
 
 
 class MpiCommunicator(Communicator):
@@ -69,31 +49,56 @@ class MpiCommunicator(Communicator):
         out: Array | None = None,
         label: str = "",
         error: Exception | None = None,
+        scale: float | None = None,
     ) -> None:
         target = buffer if out is None else out
         if dtype_name(buffer).startswith(_SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
-            self.comm.Allreduce(MPI.IN_PLACE, _view(wide), _OPS[op])
+            self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), _OPS[op])
             target[...] = wide
         elif is_torch(buffer) and dtype_name(buffer) not in _KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {dtype_name(buffer)}; convert it to float32 first")
         elif out is None:
-            self.comm.Allreduce(MPI.IN_PLACE, _view(buffer), _OPS[op])
+            self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op])
         else:
-            self.comm.Allreduce(_view(buffer), _view(out), _OPS[op])
+            self.comm.Allreduce(view_of(buffer), view_of(out), _OPS[op])
+        if scale is not None:
+            target *= scale
+
+    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+        if dtype_name(buffer) not in _KNOWN_TO_MPI:
+            total = buffer.clone() if is_torch(buffer) else buffer.copy()
+            self.all_reduce(total, op)
+            if self.rank == root:
+                buffer[...] = total
+        elif self.rank == root:
+            self.comm.Reduce(MPI.IN_PLACE, view_of(buffer), _OPS[op], root)
+        else:
+            self.comm.Reduce(view_of(buffer), None, _OPS[op], root)
+
+    def reduce_scatter(
+        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
+    ) -> None:
+        if dtype_name(buffer) not in _KNOWN_TO_MPI:
+            total = buffer.clone() if is_torch(buffer) else buffer.copy()
+            self.all_reduce(total, op)
+            length = out.shape[0]
+            out[...] = total[self.rank * length : (self.rank + 1) * length]
+        else:
+            self.comm.Reduce_scatter_block(view_of(buffer), view_of(out), _OPS[op])
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         if dtype_name(buffer) not in _KNOWN_TO_MPI:
             return super().start_all_reduce(buffer, op)
-        return self.comm.Iallreduce(MPI.IN_PLACE, _view(buffer), _OPS[op]).Test
+        return self.comm.Iallreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op]).Test
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self.comm.Bcast([_view(buffer), MPI.BYTE], root)
+        self.comm.Bcast([view_of(buffer), MPI.BYTE], root)
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
         shapes = np.empty((self.size, max(1, buffer.ndim)), np.int64)
         self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
-        view = _view(buffer)
+        view = view_of(buffer)
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
         # Counted in elements of a byte-string type: MPI need not know the dtype.
@@ -105,7 +110,7 @@ class MpiCommunicator(Communicator):
         parts: list[Array] = []
         for piece, shape in zip(np.split(gathered, np.cumsum(lengths)[:-1]), shapes, strict=True):
             part = piece.reshape(shape if buffer.ndim else ())
-            parts.append(_as(buffer, part))
+            parts.append(as_buffer_of(buffer, part))
         return parts
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
@@ -154,6 +159,9 @@ def communicator_for(
                 )
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
             station = station_of(duplicate, name)
-        cached[check] = CheckedCommunicator(MpiCommunicator(duplicate), name, station, check)
+        inner: Communicator = MpiCommunicator(duplicate)
+        if station.peers is not None:
+            inner = SharedWindowCommunicator(inner, station)
+        cached[check] = CheckedCommunicator(inner, name, station, check)
         job_end.watch(cached[check], duplicate)
     return cached[check]

@@ -42,26 +42,27 @@ class FlatBuffers:
             groups.setdefault((parameter.dtype, parameter.device), []).append(slot)
         for group in groups.values():
             like = [parameters[slot] for slot in group]
-            flat = self._buffer(like)
+            flat = self._buffer(communicator, like)
             pieces = _pieces(flat, like)
             _fill(pieces, [contributions[0][slot] for slot in group])
             for others in contributions[1:]:
                 for piece, slot in zip(pieces, group, strict=True):
                     if others[slot] is not None:
                         piece.add_(others[slot])
-            _all_reduce(communicator, flat, len(group))
-            if scale is not None:
-                flat.mul_(scale)
+            _all_reduce(communicator, flat, len(group), scale)
             views.update(zip(group, pieces, strict=True))
         return [views[slot] for slot in slots]
 
-    def _buffer(self, like: list[Any]) -> torch.Tensor:
+    def _buffer(self, communicator: Communicator, like: list[Any]) -> torch.Tensor:
         length = sum(parameter.numel() for parameter in like)
         dtype, device = like[0].dtype, like[0].device
         if device.type != "cpu":
             return torch.empty(
                 length, dtype=dtype, device=device
             )  # the device's allocator recycles
+        memory = communicator.window_buffer(length * dtype.itemsize)
+        if memory is not None:
+            return torch.from_numpy(memory).view(dtype)
         buffer: torch.Tensor = self._recycled.like(torch.empty(length, dtype=dtype, device="meta"))
         return buffer
 
@@ -100,11 +101,15 @@ def _fill(pieces: list[torch.Tensor], gradients: list[Any]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _all_reduce(communicator: Communicator, flat: torch.Tensor, parameters: int) -> None:
+def _all_reduce(
+    communicator: Communicator, flat: torch.Tensor, parameters: int, scale: float | None
+) -> None:
     label = f"gradients of {parameters} parameters"
     if flat.device.type == "cpu":
-        communicator.all_reduce(flat, label=label)
+        communicator.all_reduce(flat, label=label, scale=scale)
     elif communicator.size > 1:
         host = arrays.to_host(flat)
-        communicator.all_reduce(host, label=label)
+        communicator.all_reduce(host, label=label, scale=scale)
         flat.copy_(host)
+    elif scale is not None:
+        flat.mul_(scale)

@@ -273,7 +273,7 @@ def test_a_loader_that_iterates_in_its_own_way(strategy):
 
 class WorkerOf(torch.utils.data.Dataset):
     def __len__(self):
-        return 8
+        return 4 * WORLD.size
 
     def __getitem__(self, index):
         return os.getpid()
@@ -281,7 +281,7 @@ class WorkerOf(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_are_the_same_processes(strategy, persistent):
-    loader = DataLoader(WorkerOf(), 4, num_workers=1, persistent_workers=persistent)
+    loader = DataLoader(WorkerOf(), 2 * WORLD.size, num_workers=1, persistent_workers=persistent)
     distributed = strategy.experimental_distribute_dataset(loader)
     pids = [{int(pid) for step in distributed for pid in step} for _ in range(2)]
     assert (pids[0] == pids[1]) is persistent

@@ -1,0 +1,29 @@
+"""Host buffers of any library as NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_torch
+
+
+def view_of(buffer: Array) -> np.ndarray:
+    """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
+    if is_torch(buffer):
+        try:
+            return buffer.detach().numpy()
+        except TypeError:
+            import torch
+
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.element_size()]
+            return buffer.detach().view(bits).numpy()
+    return buffer
+
+
+def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
+    """The inverse of `view_of`: a NumPy array as an array of `buffer`'s library and dtype."""
+    if is_torch(buffer):
+        import torch
+
+        return torch.from_numpy(view).view(buffer.dtype)
+    return view

@@ -1,0 +1,251 @@
+"""Collectives through memory that the ranks of a node share: results as over MPI, and nobody's memory is spoilt."""
+
+import os
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.communicators import shared_memory
+from mpistrat.communicators.mpi import MpiCommunicator, communicator_for
+from mpistrat.communicators.shared_window import SharedWindowCommunicator
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+
+NUMBERS = ("int8", "uint8", "int32", "int64", "float32", "float64", "float16", "complex64")
+DTYPES = [("numpy", name) for name in NUMBERS] + [("torch", n) for n in (*NUMBERS, "bfloat16")]
+# Elements: a cache line and some, more than a block of all ranks, and neither a multiple of anything.
+LENGTHS = (40_000, 1_000_003)
+
+
+@pytest.fixture(scope="module")
+def window():
+    """That of the world, which takes everything that is large."""
+    checked = communicator_for(WORLD)
+    shared = checked.inner
+    assert isinstance(shared, SharedWindowCommunicator)
+    checked.all_reduce(np.zeros(1 << 18))  # measures, once
+    assert not shared.why_not
+    measured = shared.smallest
+    shared.smallest = 0
+    yield checked
+    shared.smallest = measured
+
+
+def operands(library, dtype, length):
+    """Of every rank; sums are exact in every dtype."""
+    values = [np.arange(length) % 7 + rank for rank in range(SIZE)]
+    if library == "numpy":
+        return [v.astype(dtype) for v in values]
+    return [torch.from_numpy(v).to(getattr(torch, dtype)) for v in values]
+
+
+def equal(array, expected):
+    return bool((array == expected).all())
+
+
+def copy(array):
+    return array.clone() if isinstance(array, torch.Tensor) else array.copy()
+
+
+@pytest.mark.parametrize(("library", "dtype"), DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_collective(window, library, dtype, length):
+    everyone = operands(library, dtype, length)
+    mine, total = everyone[RANK], sum(everyone[1:], start=everyone[0])
+    last = SIZE - 1
+
+    buffer = copy(mine)
+    window.all_reduce(buffer)
+    assert equal(buffer, total)
+    out = copy(mine)
+    window.all_reduce(mine, out=out)
+    assert equal(out, total)
+    assert equal(mine, everyone[RANK])
+    if not dtype.startswith("complex"):
+        buffer = copy(mine)
+        window.all_reduce(buffer, "max")
+        assert equal(buffer, everyone[-1])
+        window.all_reduce(buffer, "min")
+        assert equal(buffer, everyone[-1])
+    buffer = copy(mine)
+    window.reduce(buffer, last)
+    assert equal(buffer, total if last == RANK else mine)
+    buffer = copy(mine)
+    window.broadcast(buffer, last)
+    assert equal(buffer, everyone[last])
+    parts = window.all_gather(mine[: length - RANK])  # one element fewer on each rank
+    assert all(equal(parts[r], everyone[r][: length - r]) for r in range(SIZE))
+    each = length // SIZE
+    out = copy(mine[:each])
+    window.reduce_scatter(copy(mine[: each * SIZE]), out)
+    assert equal(out, total[RANK * each : (RANK + 1) * each])
+    if "float" in dtype:
+        buffer = copy(mine)
+        window.all_reduce(buffer, scale=0.5)
+        assert equal(buffer, total * 0.5)
+
+
+def in_window(window, array):
+    """A copy of `array` in the window."""
+    memory = window.window_buffer(array.nbytes)
+    assert memory is not None
+    if isinstance(array, torch.Tensor):
+        buffer = torch.from_numpy(memory).view(array.dtype)
+        return buffer.copy_(array)
+    buffer = memory.view(array.dtype)
+    buffer[:] = array
+    return buffer
+
+
+@pytest.mark.parametrize(("library", "dtype"), DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_what_lies_in_the_window(window, library, dtype, length):
+    everyone = operands(library, dtype, length)
+    buffer = in_window(window, everyone[RANK])
+    window.all_reduce(buffer)
+    assert equal(buffer, sum(everyone[1:], start=everyone[0]))
+    if "float" in dtype:
+        buffer = in_window(window, everyone[RANK])
+        window.all_reduce(buffer, scale=0.5)
+        assert equal(buffer, sum(everyone[1:], start=everyone[0]) * 0.5)
+
+
+def test_a_buffer_that_lies_elsewhere_on_one_rank(window):
+    """Or at another place of the window: the ranks tell each other."""
+    everyone = operands("numpy", "float32", 100_000)
+    total = sum(everyone)
+    first = in_window(window, everyone[RANK])
+    second = in_window(window, everyone[RANK])
+    for buffer in (
+        first if RANK else second,
+        everyone[RANK].copy() if RANK else first,
+        second[5:-7] if RANK else second[3:-9],
+    ):
+        buffer[:] = everyone[RANK][: len(buffer)]
+        window.all_reduce(buffer)
+        assert equal(buffer, total[: len(buffer)])
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it(window):
+    def address(buffer):
+        return buffer.ctypes.data
+
+    first = window.window_buffer(1 << 20)
+    mapped = mappings()
+    tensor = torch.from_numpy(first).view(torch.float32)[5:10]
+    where = address(first)
+    del first
+    others = [window.window_buffer(1 << 20) for _ in range(3)]
+    assert all(one is None or address(one) != where for one in others)
+    del tensor
+    assert address(window.window_buffer(1 << 20)) == where
+    assert mappings() == mapped
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:mpistrat")
+
+
+def test_a_smaller_window_is_given_back(window):
+    shared = window.inner
+    before = mappings(), len(os.listdir("/proc/self/fd"))
+    window.window_buffer(shared._window.capacity + 1)  # all ranks map a larger one in its place
+    assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_nobody_leaves_while_others_read(window):
+    """A rank that overwrites its buffer at once spoils nothing, however slow another is."""
+    everyone = operands("numpy", "float32", 300_000)
+    total = sum(everyone)
+    for turn in range(3 * SIZE):
+        buffer = in_window(window, everyone[RANK])
+        private = everyone[RANK].copy()
+        if turn % SIZE == RANK:
+            time.sleep(0.02)
+        window.all_reduce(buffer)
+        result = buffer.copy()
+        buffer[:] = -1
+        assert equal(result, total)
+        window.all_reduce(private)
+        result = private.copy()
+        private[:] = -1
+        assert equal(result, total)
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "open", "posix_fallocate"])
+def test_without_shared_memory_everything_goes_through_mpi(monkeypatch, what):
+    """One rank cannot make it, or map the others': all do without, and rank 0 says why."""
+
+    def fails(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    if RANK == SIZE - 1:
+        monkeypatch.setattr(shared_memory.os, what, fails)
+    inner = MpiCommunicator(WORLD.Dup())
+    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        buffer = np.full(1 << 17, RANK + 1.0)
+        shared.all_reduce(buffer)
+        assert shared.window_buffer(1 << 20) is None
+        shared.broadcast(buffer)
+    assert buffer[0] == SIZE * (SIZE + 1) / 2
+    assert f"rank {SIZE - 1} could not" in shared.why_not
+    assert "No space left" in shared.why_not
+    told = [str(one.message) for one in caught if "no shared memory" in str(one.message)]
+    assert len(told) == (RANK == 0)
+    inner.comm.Free()
+
+
+def trained(strategy, steps, accumulate, clip):
+    """Parameters after `steps`, and whether gradients lay in the window."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(RANK)
+
+    def step():
+        if not accumulate:
+            optimizer.zero_grad()
+        model(torch.randn(4, 300, generator=generator)).square().mean().backward()
+        if clip:
+            time.sleep(0.01 * (RANK == 0))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    for _ in range(steps):
+        strategy.run(step)
+    gradient = model[0].weight.grad.numpy()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [p.detach().clone() for p in model.parameters()], any(
+        int(line.split("-")[0], 16) <= gradient.ctypes.data < int(line.split()[0].split("-")[1], 16)
+        for line in maps
+        if "memfd:mpistrat" in line
+    )
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_lie_in_the_window(monkeypatch, accumulate, clip):
+    """And training is what it is without: also when gradients of several backwards are alive, or are changed."""
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+    through_window, lay_there = trained(strategy, 6, accumulate, clip)
+    assert lay_there
+    monkeypatch.setattr(SharedWindowCommunicator, "window_buffer", lambda self, nbytes: None)
+    monkeypatch.setattr(strategy.extended.communicator.inner, "smallest", 1 << 40)
+    through_mpi, lay_there = trained(strategy, 6, accumulate, clip)
+    assert not lay_there
+    for one, other in zip(through_window, through_mpi, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    for parameter in through_window:  # the same bits on all ranks
+        assert len(set(WORLD.allgather(parameter.numpy().tobytes()))) == 1
