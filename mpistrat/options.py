@@ -123,8 +123,9 @@ class InputOptions:
         experimental_fetch_to_device: move batches to the replica's device; None means True.
         experimental_replication_mode: one input pipeline per worker, or per replica.
         experimental_place_dataset_on_device: accepted with PER_REPLICA, for compatibility.
-        experimental_per_replica_buffer_size: batches read ahead for each replica, where that is done on another thread
-            (files) or copied to a GPU.
+        experimental_per_replica_buffer_size: batches of each replica on their way to a GPU, or read ahead, where
+            another thread reads (files, examples of an object): there are at least 4 of them, and another 5 of files
+            of a rank's own. Memory that the source has pinned must not be used again by it while they are.
         experimental_auto_shard_policy: an `AutoShardPolicy` or its name in any case. (tf.data has it in the dataset's
             own options.)
     """

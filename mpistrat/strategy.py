@@ -109,7 +109,8 @@ class Strategy:
         try:
             return self._extended.call_for_each_replica(fn, args, kwargs)
         except Exception as error:
-            explain_empty_batch(error, (args, kwargs))
+            if self.num_replicas_in_sync > 1:
+                explain_empty_batch(error, (args, kwargs))
             raise
 
     def reduce(

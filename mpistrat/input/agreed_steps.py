@@ -13,8 +13,8 @@ from mpistrat.communicators import Communicator
 from mpistrat.input.batches import spec_of
 from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
 
-# In the place of a number of steps that a rank has.
-_ERROR = 1 << 30
+# In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
+_FAILED = _NEVER = 1 << 30
 
 
 class AgreedSteps(Iterator[Step]):
@@ -105,15 +105,15 @@ class AgreedSteps(Iterator[Step]):
         if isinstance(step, StepAt) and (partial or self._reader.drop_last):
             following, fails = step.following, step.fails
         count = 0 if step is None else 1 + following
-        # With `partial` ranks go by who surely has the most steps, otherwise by who has the fewest.
-        mine = [_ERROR if error is not None else count if partial else -count, -_ERROR]
-        if fails:
-            mine[1] = -count
+        # Ranks go by the largest: with `partial` by who surely has the most steps, otherwise by who has the fewest;
+        # and by who fails first.
+        steps = _FAILED if error is not None else count if partial else -count
+        mine = [steps, -(count if fails else _NEVER)]
         if self._has_asked:
             verdict = np.array(mine, np.int32)
             label = "end of the distributed dataset"
             communicator.all_reduce(verdict, "max", label=label, error=error)
-            most, until_failure = verdict.tolist()
+            largest, failure = verdict.tolist()
         else:
             self._has_asked = True
             batch = None if step is None else next(filter(has_examples, step), None)
@@ -122,15 +122,15 @@ class AgreedSteps(Iterator[Step]):
                 (mine, self._reader.num_steps(), spec),
                 label="first step of the distributed dataset",
             )
-            most, until_failure = (max(told[0][i] for told in told) for i in range(2))
+            largest, failure = (max(mine[i] for mine, _, _ in told) for i in range(2))
             counts = [count for _, count, _ in told if count is not None]
-            if most != _ERROR:
+            if largest != _FAILED:
                 self._learn_from_others([spec for _, _, spec in told])
                 if partial and len(counts) == communicator.size:
                     self._steps_left = max(counts) - self._steps_done - 1
-        if most == _ERROR:
+        if largest == _FAILED:
             communicator.raise_any(error, "could not read its part of the dataset")
-        sure = min(abs(most), -until_failure)
+        sure = min(abs(largest), -failure)
         self._sure = max(0, sure - 1)
         return sure > 0
 

@@ -113,8 +113,8 @@ def explain_empty_batch(error: Exception, arguments: Any) -> None:
     if not any(arrays.is_array(leaf) and leaf.ndim and not leaf.shape[0] for leaf in given):
         return
     note = (
-        "A replica has no examples in this step: the last global batch is short. If the model cannot take an empty "
-        "batch, leave short batches out: drop_last=True, with a global batch that divides by the replicas"
+        "If this is because a replica has no examples in this step, for the last global batch is short: leave short "
+        "batches out, with drop_last=True and a global batch that divides by the replicas"
     )
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)

@@ -102,9 +102,7 @@ class BatchedDataset:
                 slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
             )
             return nest.map_structure(lambda leaf: leaf[where], self._dataset)
-        if hasattr(self._dataset, "__getitems__"):
-            return self._collate(self._dataset.__getitems__(indices))
-        return self._collate([self._dataset[index] for index in indices])
+        return self._collate(fetch(self._dataset, indices))
 
 
 class FileDataset:
@@ -171,6 +169,14 @@ class FileDataset:
         examples = (example for i in self.order(epoch) for example in self.reader(self.files[i]))
         batches = pieces_of_examples(examples, [self.batch_size], drop_last=self.drop_last)
         return map(self.collate, batches)
+
+
+def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
+    """The examples of a map-style dataset, at once if it can give several, as a DataLoader asks for them."""
+    if getattr(dataset, "__getitems__", None):
+        examples: list[Any] = dataset.__getitems__(indices)
+        return examples
+    return [dataset[index] for index in indices]
 
 
 def _positive(name: str, value: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpistrat import arrays, nest
 
 
@@ -18,7 +20,10 @@ class DeviceCopies:
     torch tensors only; NumPy arrays stay on the host, and "cpu:0", "cpu:1" name replicas that share its memory.
 
     Args:
-        devices: of this rank's replicas, in their order.
+        devices: of this rank's replicas, in their order; none when batches stay where they are.
+
+    Attributes:
+        needed: some replica is not on the host.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -28,12 +33,16 @@ class DeviceCopies:
 
     def start(self, batches: list[Any]) -> list[Any]:
         """Begin to copy; what is returned is for `arrived` only."""
+        if not self.needed:
+            return batches
         return [
             self._start(device, batch) for device, batch in zip(self._devices, batches, strict=True)
         ]
 
     def arrived(self, batches: list[Any]) -> list[Any]:
         """The batches on their devices, as the current stream of each sees them; the host does not wait."""
+        if not self.needed:
+            return batches
         return [
             self._arrived(device, batch)
             for device, batch in zip(self._devices, batches, strict=True)
@@ -71,4 +80,6 @@ def _pinned(leaf: Any) -> Any:
 
 
 def _to(device: str, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()  # it waits while the source, which may use its memory again, reads on
     return arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf

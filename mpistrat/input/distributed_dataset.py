@@ -11,6 +11,7 @@ from mpistrat import nest
 from mpistrat.communicators import Communicator
 from mpistrat.input.batches import spec_of
 from mpistrat.input.datasets import BatchedDataset, FileDataset
+from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.input.distributed_iterator import DistributedIterator
 from mpistrat.input.element_spec import PerReplicaSpec
 from mpistrat.input.file_reader import FileReader
@@ -52,6 +53,7 @@ class DistributedDataset(Iterable[Any]):
         # The next, whose first step was read for its spec
         self._peeked: DistributedIterator | None = None
         self._spec: Any = None
+        self._read_ahead: int | None = None
 
     def __iter__(self) -> DistributedIterator:
         epoch, start = self._epoch, self._start
@@ -80,8 +82,10 @@ class DistributedDataset(Iterable[Any]):
 
         Reads the first batch, where none was read yet. Called by: every rank.
         """
+        if self._spec is None and self._last is not None:
+            self._last.peek()
         if self._spec is None:
-            self._peeked = DistributedIterator(self, self._epoch, self._start)
+            self._peeked = self._peeked or DistributedIterator(self, self._epoch, self._start)
             self._peeked.peek()
         return self._spec
 
@@ -114,6 +118,19 @@ class DistributedDataset(Iterable[Any]):
         reader.load_state(self._extended.communicator, state)
         self._epoch, self._start = state["epoch"], state["steps"]
         self._last = self._peeked = None
+
+    def read_ahead(self, copies: DeviceCopies) -> int:
+        """Steps that are on the way to devices while those before them are computed.
+
+        Collective at first: as many on all ranks, for reading has collectives, even if only some ranks have devices.
+        """
+        if self._read_ahead is None:
+            needed = self._extended.communicator.all_gather_object(
+                copies.needed, label="devices of a distributed dataset"
+            )
+            depth = self._options.experimental_per_replica_buffer_size
+            self._read_ahead = depth if any(needed) else 0
+        return self._read_ahead
 
     def _learn_spec(self, batch: Any) -> None:
         """From the first batch of a replica of this rank."""

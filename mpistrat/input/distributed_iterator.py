@@ -46,12 +46,8 @@ class DistributedIterator(Iterator[Any]):
         self._dataset = dataset
         self._extended = dataset._extended
         self._reader = dataset._reader
-        options = dataset._options
-        fetches = options.experimental_fetch_to_device is not False
-        copies = DeviceCopies(self._extended.worker_devices) if fetches else None
-        self._copies = copies if copies is not None and copies.needed else None
-        # On the way to a device while the steps before are computed.
-        self._depth = options.experimental_per_replica_buffer_size if self._copies else 0
+        fetches = dataset._options.experimental_fetch_to_device is not False
+        self._copies = DeviceCopies(self._extended.worker_devices if fetches else ())
         self._begin(epoch, start)
 
     def _begin(self, epoch: int, start: int) -> None:
@@ -60,6 +56,9 @@ class DistributedIterator(Iterator[Any]):
         self._steps_read = start
         self._ahead: collections.deque[tuple[list[Any], Any]] = collections.deque()
         self._failure: Exception | None = None
+        self._unread: dict[str, Any] | None = (
+            None  # the state before a step was read that nobody has yet
+        )
         self._position: Any = None
         self._template: Any = None
         self._structure: str | None = None
@@ -76,31 +75,38 @@ class DistributedIterator(Iterator[Any]):
         ValueError inside `run`; RuntimeError in another strategy's scope.
         """
         require_iteration(self._extended.strategy)
-        self._read_ahead(self._depth)
+        self._read_ahead(self._dataset.read_ahead(self._copies))
         if not self._ahead:
             if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
+                raise self._failure
             self._ended = True
             raise StopIteration
         batches, self._position = self._ahead.popleft()
         self._steps_done += 1
-        if self._copies is not None:
-            batches = self._copies.arrived(batches)
+        self._unread = None
+        batches = self._copies.arrived(batches)
         return batches[0] if len(batches) == 1 else regroup(batches)
 
     def peek(self) -> None:
-        """Read the first step, for what it tells of all."""
-        self._read_ahead(0)
+        """Read the first step, if none was read, for what it tells of all."""
+        if self._steps is None:
+            self._unread = self.state_dict()
+            self._read_ahead(0)
+            if self._failure is not None:
+                raise self._failure
 
     def _read_ahead(self, depth: int) -> None:
-        """Until more than `depth` steps are there. An error comes when those before it have been handed out."""
+        """Until more than `depth` steps are there.
+
+        An error comes when those before it have been handed out, and again at each further `next`: what it took from
+        the source is lost, so nothing may follow as if it had not been.
+        """
+        if self._failure is not None and not self._ahead:
+            self._extended.communicator.raise_together(self._failure)
         try:
             while len(self._ahead) <= depth and self._failure is None and not self._has_read_all:
                 self._read()
         except Exception as failure:
-            if not self._ahead:
-                raise
             self._failure = failure
 
     def _read(self) -> None:
@@ -114,19 +120,20 @@ class DistributedIterator(Iterator[Any]):
             batches = [self._filled(entry) for entry in step]
             for batch in batches:
                 self._check_structure(batch)
-        self._steps_read += 1
-        if self._dataset._spec is None:
-            self._dataset._learn_spec(batches[0])
-        if self._copies is not None:
+            if self._dataset._spec is None:
+                self._dataset._learn_spec(batches[0])
             batches = self._copies.start(batches)
+        self._steps_read += 1
         self._ahead.append((batches, self._steps.position))
 
     def _open(self) -> AgreedSteps:
         extended, reader = self._extended, self._reader
         steps: Iterator[Any] = reader.steps(self._epoch, self._steps_read)
         if reader.reads_ahead:
+            if extended.communicator.size > 1 and not reader.ends_together:
+                steps = knowing_what_follows(steps)
             depth = self._dataset._options.experimental_per_replica_buffer_size
-            steps = Prefetcher(knowing_what_follows(steps), max(depth, _STEPS_READ_AHEAD))
+            steps = Prefetcher(steps, max(depth, _STEPS_READ_AHEAD))
         return AgreedSteps(
             reader,
             steps,
@@ -151,6 +158,8 @@ class DistributedIterator(Iterator[Any]):
 
     @property
     def element_spec(self) -> Any:
+        """As of the dataset. Called by: every rank."""
+        self.peek()
         return self._dataset.element_spec
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,6 +169,8 @@ class DistributedIterator(Iterator[Any]):
         it likes (a dataset function, AutoShardPolicy.OFF).
         """
         communicator = self._extended.communicator
+        if self._unread is not None:
+            return self._unread
         if self._ended:  # it goes on with the next epoch
             return DistributedIterator(self._dataset, self._epoch + 1, 0).state_dict()
         return {

@@ -171,12 +171,12 @@ def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
 
 
 def steps_of_indices(
-    index_batches: Iterable[Any],
+    index_batches: Iterable[list[int]],
     share: Share,
     policy: AutoShardPolicy,
     batch_size: int | None,
-) -> Iterator[list[Any]]:
-    """The indices that each replica of this rank loads, lists or arrays as they are; None where there are no more."""
+) -> Iterator[list[list[int] | None]]:
+    """The indices that each replica of this rank loads; None where there are no more."""
     if splits_each_batch(share, policy, batch_size):
         if not reads_all(share, policy):
             return pieces_of_each(index_batches, Lists(), share.pieces, share.num_replicas)

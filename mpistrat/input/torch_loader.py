@@ -10,15 +10,15 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
-import numpy as np
 import torch
 import torch.utils.data as data
 
 from mpistrat.communicators import Communicator
+from mpistrat.input.datasets import fetch
 from mpistrat.input.random_state import RandomState, samplers_of
 from mpistrat.input.readers import (
     EMPTY,
@@ -37,8 +37,6 @@ from mpistrat.options import AutoShardPolicy
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
 _SAMPLER = "sampler of the distributed dataset"
-
-Indices = list[Any] | np.ndarray
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
@@ -135,25 +133,21 @@ class _Pieces:
     def __init__(self) -> None:
         self.kinds: collections.deque[Any] = collections.deque()
         self.some: list[Any] = []
-        self._steps: Iterator[list[Indices | None]] = iter(())
+        self.steps: Iterator[list[list[Any] | None]] = iter(())
 
-    def begin(self, steps: Iterator[list[Indices | None]]) -> None:
+    def begin(self, steps: Iterator[list[list[Any] | None]]) -> None:
         self.kinds.clear()
-        self._steps = steps
+        self.steps = steps
 
     def draw(self) -> None:
         """Take the first now: samplers draw their seed then."""
-        self._steps = itertools.chain(list(itertools.islice(self._steps, 1)), self._steps)
+        self.steps = itertools.chain(list(itertools.islice(self.steps, 1)), self.steps)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for step in self._steps:
+        for step in self.steps:
             for piece in step:
-                if piece is not None and len(piece):
-                    self.kinds.append(True)
-                    yield piece.tolist() if isinstance(piece, np.ndarray) else piece
-                else:
-                    self.kinds.append(MISSING if piece is None else EMPTY)
-                    yield self.some
+                self.kinds.append(True if piece else EMPTY if piece is not None else MISSING)
+                yield piece or self.some
 
 
 @dataclass(frozen=True)
@@ -188,18 +182,20 @@ class _Plan:
             return None
         return cls(examples, batches.batch_size, batches.drop_last, generator)
 
-    def index_batches(self, own: torch.Generator | None) -> Iterator[np.ndarray]:
+    def index_batches(self, own: torch.Generator | None) -> Iterator[list[int]]:
         """Of an epoch, as torch's samplers give them. A generator of the sampler's `own` goes on as with torch."""
-        order = np.arange(self.examples)
+        order: Sequence[int] = range(self.examples)
         if self.generator is not None:
             generator = own or torch.Generator()
             generator.set_state(self.generator)
-            order = torch.randperm(self.examples, generator=generator).numpy()
-        end = self.examples - (self.examples % self.batch_size if self.drop_last else 0)
-        for first in range(0, end, self.batch_size):
-            yield order[first : first + self.batch_size]
-        if own is not None:
-            torch.randperm(self.examples, generator=own)  # of which a RandomSampler takes none
+            order = torch.randperm(self.examples, generator=generator).tolist()
+        rest = self.examples % self.batch_size
+        for first in range(0, self.examples - rest, self.batch_size):
+            yield list(order[first : first + self.batch_size])
+        if own is not None:  # a RandomSampler ends with an order of which it takes none
+            torch.randperm(self.examples, generator=own)
+        if rest and not self.drop_last:
+            yield list(order[self.examples - rest :])
 
 
 def _generator_of_an_epoch() -> torch.Generator:
@@ -244,27 +240,28 @@ class LoaderReader(Reader):
         with self._random.of_epoch():
             pieces.begin(itertools.islice(indices, start, None))
             with starting_workers(self._user):
-                batches: Iterator[Any] = iter(loader)
+                batches = iter(loader)
             if not loader.num_workers:  # otherwise the workers have their first indices
                 pieces.draw()
-            if not loader.num_workers and not loader.pin_memory:
-                batches = map(self._load, pieces)  # what `batches` does, in less time
         began = self._random.began
+        if not loader.num_workers and not loader.pin_memory:
+            # What `batches` does, in less time.
+            for step in pieces.steps:
+                yield StepAt(began, map(self._loaded, step))
+            return
         k = len(self._share.replicas)
-        while len(step := list(itertools.islice(batches, k))) == k:
-            self._template = step[0]
-            kinds = [pieces.kinds.popleft() for _ in step]
-            entries = zip(step, kinds, strict=True)
+        while len(loaded := list(itertools.islice(batches, k))) == k:
+            self._template = loaded[0]
+            kinds = [pieces.kinds.popleft() for _ in loaded]
+            entries = zip(loaded, kinds, strict=True)
             yield StepAt(began, (batch if kind is True else kind for batch, kind in entries))
 
-    def _load(self, indices: list[int]) -> Any:
-        dataset: Any = self._user.dataset
-        collate = self._user.collate_fn
-        if getattr(dataset, "__getitems__", None):
-            return collate(dataset.__getitems__(indices))
-        return collate([dataset[index] for index in indices])
+    def _loaded(self, piece: list[Any] | None) -> Any:
+        if not piece:
+            return MISSING if piece is None else EMPTY
+        return self._user.collate_fn(fetch(self._user.dataset, piece))
 
-    def _index_batches(self, pieces: _Pieces) -> Iterator[Indices]:
+    def _index_batches(self, pieces: _Pieces) -> Iterator[list[Any]]:
         """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some example."""
         communicator = self._communicator
         if reads_all(self._share, self._policy):
@@ -281,8 +278,9 @@ class LoaderReader(Reader):
             return
         batches = iter(self._batch_sampler)
         if communicator.rank != 0:
-            # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
-            next(batches, None)
+            with communicator.raising_together():
+                # A sampler draws its seed from the rank's generator: the ranks' generators stay in step.
+                next(batches, None)
         length = _BATCHES_OF_FIRST_MESSAGE
         while True:
             block: list[list[int]] = []
@@ -303,6 +301,9 @@ class LoaderReader(Reader):
             return super().cardinality()
 
     def template(self) -> Any:
+        if self._template is None and self._loader is not None:
+            some = cast("_Pieces", self._loader.batch_sampler).some
+            self._template = self._loaded(some) if some else None
         return self._template
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:

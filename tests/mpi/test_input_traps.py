@@ -350,15 +350,135 @@ def test_examples_are_read_off_the_training_thread(strategy):
 
 @pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")])
 def test_a_model_that_cannot_take_an_empty_batch(devices):
-    """Its error says what to do."""
-    strategy = ms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF, devices=devices)
-    with pytest.raises(IndexError) as raised:
-        strategy.run(lambda x: x[0], args=(ms.PerReplica([np.ones((0, 3))] * len(devices)),))
-    told = str(raised.value) + "".join(getattr(raised.value, "__notes__", ()))
-    assert "drop_last=True" in told
-    with pytest.raises(IndexError) as raised:
-        strategy.run(lambda x: x[5], args=(np.ones((2, 3)),))
-    assert not hasattr(raised.value, "__notes__")
+    """Its error says what to do; errors of other kinds, or of one replica, do not."""
+    strategy = ms.MultiWorkerMirroredStrategy(devices=devices)
+
+    def told(fn, value):
+        with pytest.raises(IndexError) as raised:
+            strategy.run(fn, args=(ms.PerReplica([value] * len(devices)),))
+        return str(raised.value) + "".join(getattr(raised.value, "__notes__", ()))
+
+    several = WORLD.size * len(devices) > 1
+    assert ("drop_last=True" in told(lambda x: x[0], np.ones((0, 3)))) is several
+    assert "drop_last" not in told(lambda x: x[5], np.ones((2, 3)))
+
+
+@pytest.mark.parametrize("source", ["loader", "files", "generator"])
+@pytest.mark.filterwarnings("ignore:each of the:UserWarning")
+def test_the_spec_of_an_iterator_reads_nothing_away(strategy, source):
+    iterator = iter(strategy.experimental_distribute_dataset(SOURCES[source]()))
+    assert iterator.element_spec is not None
+    assert read(iterator) == list(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("source", ["loader", "files"])
+@pytest.mark.parametrize("which", ["dataset", "iterator"])
+def test_the_spec_between_two_restarts(strategy, source, which):
+    """Loaded, asked for its spec, and saved again before a step was taken."""
+    torch.manual_seed(1)
+    first = iter(strategy.experimental_distribute_dataset(SOURCES[source]()))
+    head = read([next(first), next(first)])
+    torch.manual_seed(2)
+    second = strategy.experimental_distribute_dataset(SOURCES[source]())
+    it = iter(second) if which == "iterator" else second
+    it.load_state_dict(first.state_dict())
+    assert it.element_spec is not None
+    state = it.state_dict()
+    assert sorted(head + read(it)) == list(range(EXAMPLES))
+    torch.manual_seed(3)
+    third = strategy.experimental_distribute_dataset(SOURCES[source]())
+    third.load_state_dict(state)
+    assert sorted(head + read(third)) == list(range(EXAMPLES))
+
+
+class Strict(torch.utils.data.Dataset):
+    """Of integers, as torch's own samplers give them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        assert type(index) is int
+        return index
+
+
+@pytest.mark.parametrize("policy", ["AUTO", "OFF", "FILE"])
+def test_indices_are_integers(policy):
+    alone = ms.MirroredStrategy(["cpu:0", "cpu:1"], comm=MPI.COMM_SELF)
+    options = ms.InputOptions(experimental_auto_shard_policy=policy)
+    for _ in alone.experimental_distribute_dataset(DataLoader(Strict(), 4, shuffle=True), options):
+        pass
+
+
+@pytest.mark.parametrize("examples", [10, 12])
+def test_a_program_that_counts_its_steps_gets_torchs_orders(examples):
+    """A sampler is exhausted with the last short batch, before a further one is asked for."""
+
+    def epochs(make):
+        data = TensorDataset(torch.arange(examples))
+        generator = torch.Generator().manual_seed(1)
+        batches = make(DataLoader(data, 4, shuffle=True, generator=generator))
+        return [plain(step for _, step in zip(range(3), batches, strict=False)) for _ in range(3)]
+
+    alone = ms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF)
+    assert epochs(alone.experimental_distribute_dataset) == epochs(lambda loader: loader)
+
+
+class Noted(torch.utils.data.Dataset):
+    def __init__(self):
+        self.loaded = []
+
+    def __len__(self):
+        return 4 * WORLD.size + 1
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return index
+
+
+def test_a_replica_without_examples_reads_none(strategy):
+    """Where it knows from earlier batches what one looks like."""
+    data = Noted()
+    read(strategy.experimental_distribute_dataset(DataLoader(data, 4 * WORLD.size)))
+    assert len(data.loaded) == 4 + (WORLD.rank == 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_only_some_ranks_have_devices(monkeypatch):
+    """All read ahead, for reading asks the other ranks."""
+    from mpistrat.input import distributed_iterator
+
+    class Copies:
+        needed = WORLD.rank == 0
+        start = arrived = staticmethod(list)
+
+    monkeypatch.setattr(distributed_iterator, "DeviceCopies", lambda devices: Copies())
+    strategy = ms.MultiWorkerMirroredStrategy()
+    seen = []
+    for step in strategy.distribute_datasets_from_function(
+        lambda context: ([i] for i in map(np.float64, range(5)))
+    ):
+        seen.append(step)
+        strategy.reduce("sum", np.ones(2), axis=None)
+    assert len(seen) == 5
+
+
+class BrokenTable(torch.utils.data.Sampler):
+    def __iter__(self):
+        if WORLD.rank == WORLD.size - 1:
+            raise LookupError("no table on this rank")
+        return iter(range(EXAMPLES))
+
+    def __len__(self):
+        return EXAMPLES
+
+
+def test_a_sampler_that_fails_on_the_last_rank(strategy):
+    from rank_errors import errors_of_ranks
+
+    loader = DataLoader(DATASET, 4, sampler=BrokenTable())
+    errors = errors_of_ranks(lambda: read(strategy.experimental_distribute_dataset(loader)))
+    assert all("no table on this rank" in text for _, text, _ in errors)
 
 
 def test_an_unpicklable_stream_is_named(strategy):

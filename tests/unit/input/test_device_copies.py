@@ -15,11 +15,14 @@ class Logged:
     """In the place of DeviceCopies: notes when copies begin and when they are asked for."""
 
     needed = True
+    fails_at = None
 
     def __init__(self, log):
         self.log = log
 
     def start(self, batches):
+        if self.fails_at == int(batches[0][0]):
+            raise MemoryError("no room on the device")
         self.log.append(("start", int(batches[0][0])))
         return batches
 
@@ -91,8 +94,31 @@ def test_the_end_is_the_end_only_when_it_was_told(log):
 def test_an_error_comes_after_the_steps_before_it(log):
     iterator = iter(distributed(2, error_at=2))
     assert [int(next(iterator)[0]) for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="broken"):
+    for _ in range(2):  # what came after it is not given as if nothing had been lost
+        with pytest.raises(OSError, match="broken"):
+            next(iterator)
+    assert iterator.state_dict()["steps"] == 2
+
+
+def test_a_copy_that_fails_loses_no_step(log, monkeypatch):
+    monkeypatch.setattr(Logged, "fails_at", 2)
+    iterator = iter(distributed(1))
+    assert [int(next(iterator)[0]) for _ in range(2)] == [0, 1]
+    with pytest.raises(MemoryError):
         next(iterator)
+    state = iterator.state_dict()
+    monkeypatch.setattr(Logged, "fails_at", None)
+    again = distributed(1)
+    again.load_state_dict(state)
+    assert [int(step[0]) for step in again] == [2, 3]
+
+
+def test_arrays_are_copied_from_a_source_that_uses_its_memory_again():
+    copies = DeviceCopies(("cuda:0",))
+    buffer = np.zeros(3)
+    sent = copies.start([buffer])
+    buffer[:] = 1
+    assert copies.arrived(sent)[0].tolist() == [0, 0, 0]
 
 
 def test_the_host_copies_nothing():
