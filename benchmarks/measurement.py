@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
+import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 ROUNDS = 9
@@ -42,6 +44,25 @@ def compare(
             seconds = max(comm.allgather(time.perf_counter() - start))
             rounds[name].append(seconds / repeat * 1e6)
     return {name: statistics.median(times) for name, times in rounds.items()}
+
+
+@contextlib.contextmanager
+def gloo() -> Iterator[None]:
+    """torch.distributed's default group over all ranks, its TCP store on a free port of this machine."""
+    import torch.distributed as dist
+
+    comm, port = world(), None
+    if comm.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    port = comm.bcast(port)
+    store = dist.TCPStore("127.0.0.1", port, comm.size, is_master=comm.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def machine() -> dict[str, Any]:

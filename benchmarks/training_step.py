@@ -8,14 +8,12 @@ Batch 64 per rank, SGD, one compute thread per rank; the contestants take turns 
 from __future__ import annotations
 
 import argparse
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from measurement import compare, report
+from measurement import compare, gloo, report
 from mpi4py import MPI
 
 import mpistrat as ms
@@ -114,15 +112,6 @@ def with_mpistrat(check: str = "always") -> Callable[[], object]:
 
 def with_ddp() -> Callable[[], object]:
     """torch DistributedDataParallel on gloo, its TCP store on a free port of this machine."""
-    comm = MPI.COMM_WORLD
-    port = None
-    if comm.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    port = comm.bcast(port)
-    store = dist.TCPStore("127.0.0.1", port, comm.size, is_master=comm.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     model = torch.nn.parallel.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = batch()
@@ -142,22 +131,22 @@ def main() -> None:
     )
     prefix = parser.parse_args().json
     torch.set_num_threads(1)
-    contestants = {
-        "one rank alone": alone(),
-        "raw MPI, flat buffer": raw_mpi(),
-        "raw MPI, .grad in the buffer": raw_mpi_views(),
-        "mpistrat": with_mpistrat(),
-        "mpistrat, check=never": with_mpistrat("never"),
-        "DDP, gloo": with_ddp(),
-    }
-    medians = compare(contestants, repeat=5)
+    with gloo():
+        contestants = {
+            "one rank alone": alone(),
+            "raw MPI, flat buffer": raw_mpi(),
+            "raw MPI, .grad in the buffer": raw_mpi_views(),
+            "mpistrat": with_mpistrat(),
+            "mpistrat, check=never": with_mpistrat("never"),
+            "DDP, gloo": with_ddp(),
+        }
+        medians = compare(contestants, repeat=5)
     ours = medians["mpistrat"]
     rows: list[dict[str, Any]] = [
         {"training step": name, "ms": us / 1000, "mpistrat / this": ours / us}
         for name, us in medians.items()
     ]
     report("training step, MLP of 4.2 M parameters", rows, prefix and f"{prefix}training_step.json")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

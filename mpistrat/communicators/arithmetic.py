@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,12 +33,22 @@ class Arithmetic(abc.ABC):
 
 def arithmetic_of(dtype: str, op: str) -> Arithmetic | None:
     """For a dtype's name and "sum", "max" or "min"; None when there is none."""
-    if dtype.startswith(_SHORT_FLOATS):
-        return _Torch(dtype, op) if "torch" in sys.modules else None
+    if not dtype.startswith(_SHORT_FLOATS):
+        return _numpy(dtype, op)
+    return _torch(dtype, op) if "torch" in sys.modules else None
+
+
+@functools.lru_cache
+def _numpy(dtype: str, op: str) -> Arithmetic | None:
     try:
         return _NumPy(np.dtype(dtype), op)
     except TypeError:
         return None
+
+
+@functools.lru_cache
+def _torch(dtype: str, op: str) -> Arithmetic:
+    return _Torch(dtype, op)
 
 
 class _NumPy(Arithmetic):

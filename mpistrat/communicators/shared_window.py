@@ -10,7 +10,7 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,12 +25,13 @@ from mpistrat.communicators.waiting import wait_until
 from mpistrat.recycled_buffers import RecycledBuffers
 
 PAGE = 4096
-# Of a rank's memory for what does not lie in the window: blocks in flight, and the bytes of one. A block that is larger
-# than the caches goes through main memory once more; a smaller one costs more meetings.
+# Of a rank's memory for what does not lie in the window: blocks in flight, the bytes of one, and what one rank combines
+# of it. What is larger than the caches goes through main memory once more; what is smaller costs more meetings.
 _SLOTS = 3
-_BLOCK = 1 << 19
+_BLOCK = 1 << 20
+_WIDTH = 1 << 18
 # Combined and handed out before the next, while it is in the caches.
-_CHUNK = 1 << 17
+_CHUNK = 1 << 18
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 _SMALLEST = 1 << 15
 _COMPARED = (1 << 20, 1 << 18, 1 << 16, 1 << 15)
@@ -40,7 +41,7 @@ _BUFFERS = 3
 
 # Words of a segment's first page.
 _TICK, _PLACE = 0, 8
-_NOWHERE = -1
+NOWHERE = -1
 
 
 class SharedWindowCommunicator(Communicator):
@@ -114,26 +115,15 @@ class SharedWindowCommunicator(Communicator):
         smallest = 2 * _COMPARED[0]
         for nbytes in _COMPARED:
             buffer = np.zeros(nbytes // 4, np.float32)
+            self.smallest = 0
             seconds = np.array(
-                [
-                    _median_seconds(self._through_window, buffer),
-                    _median_seconds(self._through_mpi, buffer),
-                ]
+                [_median_seconds(who.all_reduce, buffer) for who in (self, self.inner)]
             )
             self.inner.all_reduce(seconds, "max")
             if seconds[0] > seconds[1]:
                 break
             smallest = nbytes
         return smallest
-
-    def _through_window(self, buffer: np.ndarray) -> None:
-        how = arithmetic_of(buffer.dtype.name, "sum")
-        assert how is not None
-        assert self._scratch is not None
-        self._scratch.all_reduce(how, _bytes(buffer), _bytes(buffer), None)
-
-    def _through_mpi(self, buffer: np.ndarray) -> None:
-        self.inner.all_reduce(buffer)
 
     # Collectives
 
@@ -157,13 +147,12 @@ class SharedWindowCommunicator(Communicator):
         source = _bytes(view_of(buffer))
         window = self._window
         if window is not None and nbytes <= window.capacity:
-            places = scratch.tell_places(window.place_of(source) if target is buffer else _NOWHERE)
-            if min(places) != _NOWHERE:
+            place = window.place_of(source) if target is buffer else NOWHERE
+            places = scratch.all_reduce(how, source, _bytes(view_of(target)), scale, place)
+            if places is not None:
                 window.all_reduce(how, places, nbytes, scale)
                 scratch.tick()  # nobody goes on while others read or write its memory
-                return
-        assert self.smallest is not None
-        if nbytes < self.smallest:
+        elif nbytes < (self.smallest or 0):
             self.inner.all_reduce(buffer, op, out=out, scale=scale)
         else:
             scratch.all_reduce(how, source, _bytes(view_of(target)), scale)
@@ -257,19 +246,27 @@ class _Scratch:
                 wait_until(lambda words=words: words[_TICK] >= ticks, self._station)  # type: ignore[misc]
         _before_others_see()
 
-    def tell_places(self, place: int) -> list[int]:
-        """What every rank gave. Between two of its calls ranks meet in something else."""
-        self._mine[_PLACE] = place
-        self.tick()
-        return [words[_PLACE] for words in self._words]
-
     def all_reduce(
-        self, how: Arithmetic, source: np.ndarray, target: np.ndarray | None, scale: float | None
-    ) -> None:
-        """`target` may be `source`; None where nothing is wanted."""
-        width = _width(how, self._size)
+        self,
+        how: Arithmetic,
+        source: np.ndarray,
+        target: np.ndarray | None,
+        scale: float | None,
+        place: int | None = None,
+    ) -> list[int] | None:
+        """Combine all ranks' `source` in `target`, which may be `source`; None where nothing is wanted.
+
+        Args:
+            place: where in the window this rank's source lies, or NOWHERE; None when no rank's does.
+        Returns: where each rank's source lies, if all lie in the window: then nothing has been done.
+        """
+        width = _width(self._size)
 
         def bring(first: int, slot: list[np.ndarray]) -> None:
+            if place is not None and first == 0:
+                self._mine[_PLACE] = place
+                if place != NOWHERE:
+                    return
             for peer in self._others:
                 _copy(source, first + peer * width, slot[self._rank], peer * width, width)
 
@@ -291,11 +288,20 @@ class _Scratch:
                 for peer in self._others:
                     _copy(slot[peer], peer * width, target, first + peer * width, width)
 
-        self._flow(len(source), width * self._size, bring, combine, take)
+        flow = self._flow(len(source), width * self._size, bring, combine, take)
+        if place is not None:
+            next(flow)
+            places = [words[_PLACE] for words in self._words]
+            if NOWHERE not in places:
+                return places
+            if places.count(NOWHERE) < self._size:  # some have brought nothing
+                return self.all_reduce(how, source, target, scale)
+        _exhaust(flow)
+        return None
 
     def reduce_scatter(self, how: Arithmetic, source: np.ndarray, out: np.ndarray) -> None:
         """Rank r's `out` is the r-th of equal parts of `source`."""
-        width = _width(how, self._size)
+        width = _width(self._size)
 
         def bring(first: int, slot: list[np.ndarray]) -> None:
             for peer in self._others:
@@ -310,7 +316,7 @@ class _Scratch:
             pieces[self._rank] = how.view(source[start : start + length])
             how.combine(pieces, how.view(out[first : first + length]), None)
 
-        self._flow(len(out), width, bring, combine, None)
+        _exhaust(self._flow(len(out), width, bring, combine, None))
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         def bring(first: int, slot: list[np.ndarray]) -> None:
@@ -321,7 +327,7 @@ class _Scratch:
             if self._rank != root:
                 _copy(slot[root], 0, buffer, first, min(_BLOCK, len(buffer) - first))
 
-        self._flow(len(buffer), _BLOCK, bring, None, take)
+        _exhaust(self._flow(len(buffer), _BLOCK, bring, None, take))
 
     def all_gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         parts[self._rank][:] = mine
@@ -333,7 +339,7 @@ class _Scratch:
             for peer in self._others:
                 _copy(slot[peer], 0, parts[peer], first, min(_BLOCK, len(parts[peer]) - first))
 
-        self._flow(max(map(len, parts)), _BLOCK, bring, None, take)
+        _exhaust(self._flow(max(map(len, parts)), _BLOCK, bring, None, take))
 
     def _flow(
         self,
@@ -342,8 +348,11 @@ class _Scratch:
         bring: Callable[[int, list[np.ndarray]], None],
         combine: Callable[[int, list[np.ndarray]], None] | None,
         take: Callable[[int, list[np.ndarray]], None] | None,
-    ) -> None:
-        """Block after block of `step` bytes: while one is brought, the one before is combined, then taken."""
+    ) -> Iterator[None]:
+        """Block after block of `step` bytes: when one has been brought, the one before is combined, then taken.
+
+        Yields after each meeting.
+        """
         delay = 0 if combine is None else 1
         blocks = -(-length // step)
         for i in range(blocks + delay):
@@ -352,6 +361,7 @@ class _Scratch:
             if combine is not None and i > 0:
                 combine((i - 1) * step, self._slots[(self._ticks - 1) % _SLOTS])
             self.tick()
+            yield
             if take is not None and i >= delay:
                 take((i - delay) * step, self._slots[(self._ticks - 1 - delay) % _SLOTS])
 
@@ -376,32 +386,35 @@ class _Window:
         return self._buffers.free(nbytes)
 
     def place_of(self, memory: np.ndarray) -> int:
-        """Where `memory` begins in this rank's segment; _NOWHERE for other memory."""
+        """Where `memory` begins in this rank's segment; NOWHERE for other memory."""
         place = int(memory.ctypes.data) - self._address
-        return place if 0 < place < len(self._segments[self._rank]) else _NOWHERE
+        return place if 0 < place < len(self._segments[self._rank]) else NOWHERE
 
     def all_reduce(
         self, how: Arithmetic, places: Sequence[int], nbytes: int, scale: float | None
     ) -> None:
         """Combine this rank's slice of all buffers, into all of them. Ranks meet before and after."""
         buffers = [
-            segment[place : place + nbytes]
+            how.view(segment[place : place + nbytes])
             for segment, place in zip(self._segments, places, strict=True)
         ]
-        elements = nbytes // how.itemsize
-        first, end = (
-            elements * i // self._size * how.itemsize for i in (self._rank, self._rank + 1)
-        )
-        for start in range(first, end, _CHUNK):
-            pieces = [buffer[start : min(start + _CHUNK, end)] for buffer in buffers]
+        elements, chunk = nbytes // how.itemsize, _CHUNK // how.itemsize
+        first, end = (elements * i // self._size for i in (self._rank, self._rank + 1))
+        for start in range(first, end, chunk):
+            pieces = [buffer[start : min(start + chunk, end)] for buffer in buffers]
             mine = pieces[self._rank]
-            how.combine([how.view(piece) for piece in pieces], how.view(mine), scale)
+            how.combine(pieces, mine, scale)
             for peer, piece in enumerate(pieces):
                 if peer != self._rank:
                     piece[:] = mine
 
 
-def _median_seconds(reduce: Callable[[np.ndarray], None], buffer: np.ndarray) -> float:
+def _exhaust(flow: Iterator[None]) -> None:
+    for _ in flow:
+        pass
+
+
+def _median_seconds(reduce: Callable[[Array], None], buffer: np.ndarray) -> float:
     tries = []
     for _ in range(1 + _COMPARED_TIMES):
         started = time.perf_counter()
@@ -422,9 +435,9 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _width(how: Arithmetic, size: int) -> int:
-    """Bytes of a block that one rank combines: whole cache lines, which hold whole elements."""
-    return max(64, _BLOCK // size // 64 * 64)
+def _width(size: int) -> int:
+    """Bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements."""
+    return max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
 
 
 def _copy(source: np.ndarray, start: int, target: np.ndarray, place: int, length: int) -> None:
