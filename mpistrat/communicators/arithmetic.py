@@ -24,6 +24,10 @@ class Arithmetic(abc.ABC):
         """Bytes as elements."""
 
     @abc.abstractmethod
+    def totals(self, elements: int) -> Any:
+        """Memory for what is to be combined further, uninitialized: float32 where the dtype is a shorter float."""
+
+    @abc.abstractmethod
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         """The sum (or what the operation is) of `pieces`, in their order, times `scale`, into `out`.
 
@@ -59,9 +63,14 @@ class _NumPy(Arithmetic):
     def view(self, memory: np.ndarray) -> np.ndarray:
         return memory.view(self._dtype)
 
+    def totals(self, elements: int) -> np.ndarray:
+        return np.empty(elements, self._dtype)
+
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         combine = self._combine
-        if len(pieces) == 2:
+        if len(pieces) == 1:
+            out[:] = pieces[0]
+        elif len(pieces) == 2:
             combine(pieces[0], pieces[1], out=out)
         else:
             # `out` may be a later piece: it is written only with the last.
@@ -85,9 +94,12 @@ class _Torch(Arithmetic):
     def view(self, memory: np.ndarray) -> Any:
         return self._torch.from_numpy(memory).view(self._dtype)
 
+    def totals(self, elements: int) -> Any:
+        return self._torch.empty(elements, dtype=self._torch.float32)
+
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         torch = self._torch
-        total = pieces[0].float()
+        total = pieces[0].to(torch.float32, copy=True)
         for piece in pieces[1:]:
             if self._op == "sum":
                 total.add_(piece)

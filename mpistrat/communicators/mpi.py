@@ -17,10 +17,12 @@ from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import job_end
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.hierarchical import HierarchicalCommunicator
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.node import station_of
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.station import Station
 from mpistrat.errors import CollectiveMismatchError
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
@@ -159,9 +161,31 @@ def communicator_for(
                 )
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
             station = station_of(duplicate, name)
-        inner: Communicator = MpiCommunicator(duplicate)
-        if station.peers is not None:
-            inner = SharedWindowCommunicator(inner, station)
-        cached[check] = CheckedCommunicator(inner, name, station, check)
+        cached[check] = CheckedCommunicator(
+            _by_node(duplicate, name, station), name, station, check
+        )
         job_end.watch(cached[check], duplicate)
     return cached[check]
+
+
+def _by_node(comm: MPI.Intracomm, name: str, station: Station) -> Communicator:
+    """What moves bytes between the ranks of `comm`: by shared memory within nodes, if there is some. Collective."""
+    flat = MpiCommunicator(comm)
+    if station.peers is not None:
+        return SharedWindowCommunicator(flat, station)
+    node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+    sizes = comm.allgather(node.size)
+    if max(sizes) == 1 or node.size == comm.size:
+        return flat
+    own = station_of(node, f"{name}, node of rank {node.bcast(comm.rank)}")
+    if not comm.allreduce(own.peers is not None, MPI.LAND):
+        return flat
+    carriers = min(sizes)
+    color = node.rank if node.rank < carriers else MPI.UNDEFINED
+    across = cast("MPI.Intracomm", comm.Split(color, comm.rank))
+    return HierarchicalCommunicator(
+        flat,
+        SharedWindowCommunicator(MpiCommunicator(node), own),
+        None if across == MPI.COMM_NULL else MpiCommunicator(across),
+        carriers,
+    )

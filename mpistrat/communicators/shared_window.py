@@ -6,42 +6,25 @@ of every rank's buffer. What lies in the window already is combined where it is,
 
 from __future__ import annotations
 
-import platform
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
+from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.host_views import as_buffer_of, view_of
+from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
 from mpistrat.communicators.shared_memory import share
 from mpistrat.communicators.station import Station
-from mpistrat.communicators.waiting import wait_until
-from mpistrat.recycled_buffers import RecycledBuffers
 
-PAGE = 4096
-# Of a rank's memory for what does not lie in the window: blocks in flight, the bytes of one, and what one rank combines
-# of it. What is larger than the caches goes through main memory once more; what is smaller costs more meetings.
-_SLOTS = 3
-_BLOCK = 1 << 20
-_WIDTH = 1 << 18
-# Combined and handed out before the next, while it is in the caches.
-_CHUNK = 1 << 18
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 _SMALLEST = 1 << 15
 _COMPARED = (1 << 20, 1 << 18, 1 << 16, 1 << 15)
 _COMPARED_TIMES = 11
-# Results of different backwards, and of different dtypes, that may be in use at once.
-_BUFFERS = 3
-
-# Words of a segment's first page.
-_TICK, _PLACE = 0, 8
-NOWHERE = -1
 
 
 class SharedWindowCommunicator(Communicator):
@@ -63,8 +46,8 @@ class SharedWindowCommunicator(Communicator):
         self._station = station
         self.why_not = ""
         self.smallest: float | None = None
-        self._scratch: _Scratch | None = None
-        self._window: _Window | None = None
+        self._scratch: Scratch | None = None
+        self._window: Window | None = None
 
     # Memory
 
@@ -77,27 +60,23 @@ class SharedWindowCommunicator(Communicator):
         if not nbytes or self._meeting() is None:
             return None
         if self._window is None or self._window.capacity < nbytes:
-            segments, why = share(
-                PAGE + _BUFFERS * _pages(nbytes),
-                self.rank,
-                self.inner.all_gather_object,
-                populate=False,
-            )
+            size = Window.nbytes_for(nbytes)
+            segments, why = share(size, self.rank, self.inner.all_gather_object, populate=False)
             if segments is None:
                 self._do_without(why)
                 return None
-            self._window = _Window(segments, self.rank, _pages(nbytes))
+            self._window = Window(segments, self.rank)
         return self._window.take(nbytes)
 
-    def _meeting(self) -> _Scratch | None:
+    def _meeting(self) -> Scratch | None:
         """The scratch memory, made when it is first needed. Collective."""
         if self._scratch is None and not self.why_not:
-            nbytes = PAGE + _SLOTS * _BLOCK
-            segments, why = share(nbytes, self.rank, self.inner.all_gather_object, populate=True)
+            gather = self.inner.all_gather_object
+            segments, why = share(Scratch.NBYTES, self.rank, gather, populate=True)
             if segments is None:
                 self._do_without(why)
             else:
-                self._scratch = _Scratch(segments, self.rank, self._station)
+                self._scratch = Scratch(segments, self.rank, self._station)
                 self.smallest = self._compare()
         return self._scratch
 
@@ -157,6 +136,52 @@ class SharedWindowCommunicator(Communicator):
         else:
             scratch.all_reduce(how, source, _bytes(view_of(target)), scale)
 
+    def is_shared(self) -> bool:
+        """Whether the ranks can share memory, which is tried at the first call. Collective."""
+        return self._meeting() is not None
+
+    def all_reduce_across(
+        self,
+        buffer: Array,
+        op: str,
+        out: Array | None,
+        scale: float | None,
+        carriers: int,
+        across: Callable[[Array], None],
+    ) -> None:
+        """Combine `buffer` of this node's ranks and, slice by slice, of others'; where memory is shared.
+
+        Args:
+            carriers: how many ranks, from the first, combine a slice of equal size each.
+            across: given a carrier's combined slice, combines it in place with those of other nodes.
+        """
+        scratch, how = self._meeting(), arithmetic_of(dtype_name(buffer), op)
+        assert scratch is not None
+        assert how is not None
+        nbytes = _size_of(buffer)
+        source, target = _bytes(view_of(buffer)), _bytes(view_of(buffer if out is None else out))
+        bounds = share_of(nbytes, how.itemsize, self.size, carriers)
+        first, end = bounds[self.rank]
+        total = how.totals((end - first) // how.itemsize)
+        window, places = self._window, [NOWHERE]
+        if window is not None and nbytes <= window.capacity:
+            places = scratch.tell(NOWHERE if out is not None else window.place_of(source))
+        if window is not None and NOWHERE not in places:
+            window.combine(how, places, (first, end), total)
+        else:
+            scratch.reduce_scatter(how, source, bounds, total)
+        if first < end:
+            across(total)
+            if scale is not None:
+                total *= scale
+        if window is not None and NOWHERE not in places:
+            window.spread(how, places, (first, end), total)
+            scratch.tick()  # nobody goes on while others read or write its memory
+        else:
+            if first < end:
+                how.view(target[first:end])[:] = total
+            scratch.all_gather(target[first:end], [target[start:stop] for start, stop in bounds])
+
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         return self.inner.start_all_reduce(buffer, op)
 
@@ -169,7 +194,9 @@ class SharedWindowCommunicator(Communicator):
         if how is None or scratch is None or nbytes < (self.smallest or 0):
             self.inner.reduce_scatter(buffer, out, op)
         else:
-            scratch.reduce_scatter(how, _bytes(view_of(buffer)), _bytes(view_of(out)))
+            bounds = share_of(nbytes, nbytes // self.size, self.size)
+            total = how.view(_bytes(view_of(out)))
+            scratch.reduce_scatter(how, _bytes(view_of(buffer)), bounds, total)
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         nbytes = _size_of(buffer)
@@ -216,204 +243,6 @@ class SharedWindowCommunicator(Communicator):
         self.inner.abort(code)
 
 
-class _Scratch:
-    """Where ranks meet, and hand each other blocks of what does not lie in the window.
-
-    The block of tick t is written before it, combined after it, and read after tick t + 1: so its slot may be written
-    again after tick t + 2, which needs three.
-    """
-
-    def __init__(self, segments: list[np.ndarray], rank: int, station: Station) -> None:
-        self._rank, self._size, self._station = rank, len(segments), station
-        words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
-        self._mine = words[rank]
-        self._words = words
-        self._peers = [word for peer, word in enumerate(words) if peer != rank]
-        self._others = [peer for peer in range(self._size) if peer != rank]
-        self._slots = [
-            [segment[PAGE + i * _BLOCK : PAGE + (i + 1) * _BLOCK] for segment in segments]
-            for i in range(_SLOTS)
-        ]
-        self._ticks = 0
-
-    def tick(self) -> None:
-        """Return once every rank has come here as often."""
-        self._ticks = ticks = self._ticks + 1
-        _before_others_see()
-        self._mine[_TICK] = ticks
-        for words in self._peers:
-            if words[_TICK] < ticks:
-                wait_until(lambda words=words: words[_TICK] >= ticks, self._station)  # type: ignore[misc]
-        _before_others_see()
-
-    def all_reduce(
-        self,
-        how: Arithmetic,
-        source: np.ndarray,
-        target: np.ndarray | None,
-        scale: float | None,
-        place: int | None = None,
-    ) -> list[int] | None:
-        """Combine all ranks' `source` in `target`, which may be `source`; None where nothing is wanted.
-
-        Args:
-            place: where in the window this rank's source lies, or NOWHERE; None when no rank's does.
-        Returns: where each rank's source lies, if all lie in the window: then nothing has been done.
-        """
-        width = _width(self._size)
-
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            if place is not None and first == 0:
-                self._mine[_PLACE] = place
-                if place != NOWHERE:
-                    return
-            for peer in self._others:
-                _copy(source, first + peer * width, slot[self._rank], peer * width, width)
-
-        def combine(first: int, slot: list[np.ndarray]) -> None:
-            start = first + self._rank * width
-            length = max(0, min(width, len(source) - start))
-            if not length:
-                return
-            here = slice(self._rank * width, self._rank * width + length)
-            pieces = [how.view(memory[here]) for memory in slot]
-            pieces[self._rank] = how.view(source[start : start + length])
-            result = slot[self._rank][here]
-            how.combine(pieces, how.view(result), scale)
-            if target is not None:
-                target[start : start + length] = result
-
-        def take(first: int, slot: list[np.ndarray]) -> None:
-            if target is not None:
-                for peer in self._others:
-                    _copy(slot[peer], peer * width, target, first + peer * width, width)
-
-        flow = self._flow(len(source), width * self._size, bring, combine, take)
-        if place is not None:
-            next(flow)
-            places = [words[_PLACE] for words in self._words]
-            if NOWHERE not in places:
-                return places
-            if places.count(NOWHERE) < self._size:  # some have brought nothing
-                return self.all_reduce(how, source, target, scale)
-        _exhaust(flow)
-        return None
-
-    def reduce_scatter(self, how: Arithmetic, source: np.ndarray, out: np.ndarray) -> None:
-        """Rank r's `out` is the r-th of equal parts of `source`."""
-        width = _width(self._size)
-
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            for peer in self._others:
-                length = min(width, len(out) - first)
-                _copy(source, peer * len(out) + first, slot[self._rank], peer * width, length)
-
-        def combine(first: int, slot: list[np.ndarray]) -> None:
-            length = min(width, len(out) - first)
-            here = slice(self._rank * width, self._rank * width + length)
-            pieces = [how.view(memory[here]) for memory in slot]
-            start = self._rank * len(out) + first
-            pieces[self._rank] = how.view(source[start : start + length])
-            how.combine(pieces, how.view(out[first : first + length]), None)
-
-        _exhaust(self._flow(len(out), width, bring, combine, None))
-
-    def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            if self._rank == root:
-                _copy(buffer, first, slot[root], 0, _BLOCK)
-
-        def take(first: int, slot: list[np.ndarray]) -> None:
-            if self._rank != root:
-                _copy(slot[root], 0, buffer, first, min(_BLOCK, len(buffer) - first))
-
-        _exhaust(self._flow(len(buffer), _BLOCK, bring, None, take))
-
-    def all_gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        parts[self._rank][:] = mine
-
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            _copy(mine, first, slot[self._rank], 0, _BLOCK)
-
-        def take(first: int, slot: list[np.ndarray]) -> None:
-            for peer in self._others:
-                _copy(slot[peer], 0, parts[peer], first, min(_BLOCK, len(parts[peer]) - first))
-
-        _exhaust(self._flow(max(map(len, parts)), _BLOCK, bring, None, take))
-
-    def _flow(
-        self,
-        length: int,
-        step: int,
-        bring: Callable[[int, list[np.ndarray]], None],
-        combine: Callable[[int, list[np.ndarray]], None] | None,
-        take: Callable[[int, list[np.ndarray]], None] | None,
-    ) -> Iterator[None]:
-        """Block after block of `step` bytes: when one has been brought, the one before is combined, then taken.
-
-        Yields after each meeting.
-        """
-        delay = 0 if combine is None else 1
-        blocks = -(-length // step)
-        for i in range(blocks + delay):
-            if i < blocks:
-                bring(i * step, self._slots[self._ticks % _SLOTS])
-            if combine is not None and i > 0:
-                combine((i - 1) * step, self._slots[(self._ticks - 1) % _SLOTS])
-            self.tick()
-            yield
-            if take is not None and i >= delay:
-                take((i - delay) * step, self._slots[(self._ticks - 1 - delay) % _SLOTS])
-
-
-class _Window:
-    """Buffers that are combined where they lie. Each rank hands out its own; the places need not be the same."""
-
-    def __init__(self, segments: list[np.ndarray], rank: int, capacity: int) -> None:
-        self.capacity = capacity
-        self._segments, self._rank, self._size = segments, rank, len(segments)
-        self._address = segments[rank].ctypes.data
-        # Of memoryviews: a slice of a slice of an array refers to the whole array only, not to the slice.
-        mine = segments[rank].data
-        self._buffers = RecycledBuffers.of(
-            [
-                np.frombuffer(mine[PAGE + i * capacity : PAGE + (i + 1) * capacity], np.uint8)
-                for i in range(_BUFFERS)
-            ]
-        )
-
-    def take(self, nbytes: int) -> np.ndarray | None:
-        return self._buffers.free(nbytes)
-
-    def place_of(self, memory: np.ndarray) -> int:
-        """Where `memory` begins in this rank's segment; NOWHERE for other memory."""
-        place = int(memory.ctypes.data) - self._address
-        return place if 0 < place < len(self._segments[self._rank]) else NOWHERE
-
-    def all_reduce(
-        self, how: Arithmetic, places: Sequence[int], nbytes: int, scale: float | None
-    ) -> None:
-        """Combine this rank's slice of all buffers, into all of them. Ranks meet before and after."""
-        buffers = [
-            how.view(segment[place : place + nbytes])
-            for segment, place in zip(self._segments, places, strict=True)
-        ]
-        elements, chunk = nbytes // how.itemsize, _CHUNK // how.itemsize
-        first, end = (elements * i // self._size for i in (self._rank, self._rank + 1))
-        for start in range(first, end, chunk):
-            pieces = [buffer[start : min(start + chunk, end)] for buffer in buffers]
-            mine = pieces[self._rank]
-            how.combine(pieces, mine, scale)
-            for peer, piece in enumerate(pieces):
-                if peer != self._rank:
-                    piece[:] = mine
-
-
-def _exhaust(flow: Iterator[None]) -> None:
-    for _ in flow:
-        pass
-
-
 def _median_seconds(reduce: Callable[[Array], None], buffer: np.ndarray) -> float:
     tries = []
     for _ in range(1 + _COMPARED_TIMES):
@@ -429,35 +258,3 @@ def _size_of(buffer: Array) -> int:
 
 def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
-def _width(size: int) -> int:
-    """Bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements."""
-    return max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
-
-
-def _copy(source: np.ndarray, start: int, target: np.ndarray, place: int, length: int) -> None:
-    """As many of `length` bytes as there are in both."""
-    length = min(length, len(source) - start, len(target) - place)
-    if length > 0:
-        target[place : place + length] = source[start : start + length]
-
-
-if platform.machine() in ("x86_64", "AMD64"):
-
-    def _before_others_see() -> None:
-        """Nothing: stores become visible in their order."""
-
-else:
-    _fence = threading.Lock()
-
-    def _before_others_see() -> None:
-        """Stores before this become visible before those after it: taking a lock twice is a full barrier."""
-        with _fence:
-            pass
-        with _fence:
-            pass

@@ -1,0 +1,106 @@
+"""Ranks of several nodes: large buffers are combined within each node, then slice by slice between the nodes.
+
+Every rank of a node carries its slice, so that no one of them is the bottleneck, and each byte of a node crosses the
+network as often as if the node were one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.shared_window import SharedWindowCommunicator
+
+# Below, what is saved on the network is less than what the meetings within a node cost.
+SMALLEST = 1 << 16
+
+
+class HierarchicalCommunicator(Communicator):
+    """Wraps the communicator of all ranks, which moves what is small, or not numbers.
+
+    Args:
+        flat: over all ranks.
+        node: over this node's.
+        across: over the ranks that stand where this one stands on their nodes; None where some node has none.
+        carriers: the ranks of the smallest node: as many of each carry a slice.
+    """
+
+    def __init__(
+        self,
+        flat: Communicator,
+        node: SharedWindowCommunicator,
+        across: Communicator | None,
+        carriers: int,
+    ) -> None:
+        self.flat, self.node, self.across, self.carriers = flat, node, across, carriers
+        self.rank, self.size = flat.rank, flat.size
+        self._shared: bool | None = None
+
+    def _goes_by_node(self, buffer: Array, op: str) -> bool:
+        if buffer.nbytes < SMALLEST or arithmetic_of(dtype_name(buffer), op) is None:
+            return False
+        if self._shared is None:
+            everywhere = np.array(self.node.is_shared(), np.int32)
+            self.flat.all_reduce(everywhere, "min")
+            self._shared = bool(everywhere)
+        return self._shared
+
+    def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        return self.node.window_buffer(nbytes) if nbytes >= SMALLEST else None
+
+    def all_reduce(
+        self,
+        buffer: Array,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        label: str = "",
+        error: Exception | None = None,
+        scale: float | None = None,
+    ) -> None:
+        if not self._goes_by_node(buffer, op):
+            self.flat.all_reduce(buffer, op, out=out, scale=scale)
+            return
+
+        def across(slice_: Array) -> None:
+            assert self.across is not None
+            self.across.all_reduce(slice_, op)
+
+        self.node.all_reduce_across(buffer, op, out, scale, self.carriers, across)
+
+    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
+        return self.flat.start_all_reduce(buffer, op)
+
+    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+        self.flat.reduce(buffer, root, op)
+
+    def reduce_scatter(
+        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
+    ) -> None:
+        self.flat.reduce_scatter(buffer, out, op)
+
+    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+        self.flat.broadcast(buffer, root)
+
+    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
+        return self.flat.all_gather(buffer)
+
+    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+        return self.flat.broadcast_object(value, root)
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        return self.flat.all_gather_object(value)
+
+    def barrier(self, *, label: str = "") -> None:
+        self.flat.barrier()
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.flat.split(color, key)
+
+    def abort(self, code: int) -> NoReturn:
+        self.flat.abort(code)

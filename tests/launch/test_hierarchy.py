@@ -1,0 +1,85 @@
+"""Collectives over several nodes, with nodes that MPICH makes up: it deals the ranks out like cards.
+
+Several nodes of Open MPI, and bytes on a wire, need networks of their own.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Launcher
+
+PROGRAM = """
+import numpy as np, torch
+from mpi4py import MPI
+import mpistrat as ms
+from mpistrat.communicators.hierarchical import HierarchicalCommunicator
+
+strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+communicator = strategy.extended.communicator
+inner, rank, size = communicator.inner, communicator.rank, communicator.size
+assert isinstance(inner, HierarchicalCommunicator)
+assert inner.carriers == size // 2
+
+taken = []
+by_node = inner.node.all_reduce_across
+inner.node.all_reduce_across = lambda *args: (taken.append(1), by_node(*args))
+
+def everyone(dtype, length):
+    return [(torch.arange(length) % 7 + r).to(dtype) for r in range(size)]
+
+for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16):
+    for length in (40_000, 1_000_003):
+        operands = everyone(dtype, length)
+        total = sum(operands[1:], start=operands[0])
+        mine = operands[rank]
+        buffer = mine.clone()
+        communicator.all_reduce(buffer)
+        assert torch.equal(buffer, total), (dtype, length)
+        out = torch.empty_like(mine)
+        communicator.all_reduce(mine, "max", out=out)
+        assert torch.equal(out, operands[-1])
+        memory = communicator.window_buffer(mine.nbytes)
+        buffer = torch.from_numpy(memory).view(dtype).copy_(mine)
+        communicator.all_reduce(buffer, scale=0.5 if dtype.is_floating_point else None)
+        assert torch.equal(buffer, total * 0.5 if dtype.is_floating_point else total)
+        buffer = mine.clone() if rank else torch.from_numpy(memory).view(dtype).copy_(mine)
+        communicator.all_reduce(buffer)  # in the window on one rank only
+        assert torch.equal(buffer, total)
+        del buffer, memory
+assert len(taken) == 5 * 2 * 4
+
+# What three numbers in bfloat16 add up to is rounded once, not on each node.
+short = torch.full((40_000,), 1.0 if rank == 0 else 2.0**-8 * 0.75).to(torch.bfloat16)
+exact = (1.0 + (size - 1) * float(short.new_tensor(2.0**-8 * 0.75)))
+communicator.all_reduce(short)
+assert float(short[0]) == float(torch.tensor(exact).to(torch.bfloat16))
+
+with strategy.scope():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(400, 300)
+alone = torch.nn.Linear(400, 300)
+alone.load_state_dict(model.state_dict())
+generator = torch.Generator().manual_seed(5)
+examples = torch.randn(4 * size, 400, generator=generator)
+del taken[:]
+strategy.run(lambda: model(examples[4 * rank : 4 * rank + 4]).square().mean().backward())
+alone(examples).square().mean().backward()
+torch.testing.assert_close(model.weight.grad, alone.weight.grad, rtol=1e-4, atol=1e-6)
+assert taken
+assert len(set(MPI.COMM_WORLD.allgather(model.weight.grad.numpy().tobytes()))) == 1
+if rank == 0:
+    print("all is well", flush=True)
+"""
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_slices_go_between_the_nodes(tmp_path: Path, ranks: int) -> None:
+    """Two nodes; of three ranks, one stands alone on its."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
+    job = Launcher.named("MPICH").run_python(ranks, program, env=environment, seconds=90)
+    assert job.returncode == 0, job.output
+    assert "all is well" in job.output
