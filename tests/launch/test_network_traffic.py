@@ -1,0 +1,59 @@
+"""How many bytes of a collective cross the wire between two nodes, by its counters."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import two_nodes
+from mpi_launcher import MPI_NAMES, Launcher
+
+PROGRAM = """
+import sys
+import numpy as np
+from mpi4py import MPI
+from mpistrat.communicators.mpi import communicator_for
+
+world = MPI.COMM_WORLD
+communicator = communicator_for(world)
+node = world.Split_type(MPI.COMM_TYPE_SHARED)
+assert node.size == 2, node.size
+
+def sent():
+    with open("/proc/net/dev") as devices:
+        return int(next(line for line in devices if "wire:" in line).split()[9])
+
+nbytes = 16 << 20
+ordinary, out = np.ones((2, nbytes // 4), np.float32)
+window = communicator.window_buffer(nbytes).view(np.float32)
+for name, buffer, how in (("ordinary", ordinary, {"out": out}), ("window", window, {})):
+    for turn in range(6):
+        buffer[:] = 1
+        world.Barrier()
+        before = sent()
+        communicator.all_reduce(buffer, **how)
+        world.Barrier()
+        result = how.get("out", buffer)
+        assert result[0] == result[-1] == 4
+        if node.rank == 0 and turn:
+            print(f"{name} {(sent() - before) / nbytes:.4f}", flush=True)
+"""
+# Of N = 2 nodes: 2 (N - 1) / N times the buffer leaves each, and 5 % for headers and acknowledgements.
+MOST = 1.05
+
+
+@pytest.mark.time_limit(150)
+@pytest.mark.parametrize("mpi", MPI_NAMES)
+def test_a_node_sends_each_byte_once(tmp_path: Path, mpi: str) -> None:
+    """With two ranks on each node, as if it were one; medians, for a wire may send a packet twice."""
+    if reason := two_nodes.why_not():
+        pytest.skip(reason)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with two_nodes.two_nodes(tmp_path) as nodes:
+        job = nodes.run_python(Launcher.named(mpi), 2, program, seconds=100)
+    assert job.returncode == 0, job.output
+    for name in ("ordinary", "window"):
+        sent = sorted(map(float, re.findall(rf"{name} (\d\.\d{{4}})", job.stdout)))
+        assert len(sent) == 10, job.output
+        assert 0.95 < sent[5] < MOST, (name, sent)

@@ -1,0 +1,131 @@
+"""Two nodes on one machine: network namespaces, joined by a wire.
+
+Both MPIs start their daemons there through what they take for ssh. What crosses the wire can be read from its counters,
+and it can be made slow.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpi_launcher import Job, Launcher, run_job
+
+WIRE = "wire"  # the interface on each node
+
+_AS_SSH = """#!/bin/sh
+# ssh [options] host command...
+while :; do
+    case "$1" in
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+host=$1
+shift
+case "$host" in
+    node*) exec ip netns exec {name}-${{host##*node}} unshare --uts sh -c "hostname $host; $*" ;;
+    *) exec ip netns exec {name}-${{host##*.}} sh -c "$*" ;;
+esac
+"""
+
+
+def why_not() -> str:
+    """What this machine lacks; empty when it can make nodes."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
+        return f"needs {' and '.join(missing)} (iproute2, util-linux)"
+    probe = f"probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"needs network namespaces: {made.stderr.strip()}"
+    _run("ip", "netns", "del", probe)
+    return ""
+
+
+class TwoNodes:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._agent = folder / "as-ssh"
+        self._agent.write_text(_AS_SSH.format(name=name))
+        self._agent.chmod(0o755)
+
+    def run_python(
+        self,
+        launcher: Launcher,
+        ranks_per_node: int,
+        *arguments: str | Path,
+        seconds: float = 60.0,
+        env: Mapping[str, str] = {},
+    ) -> Job:
+        """As `Launcher.run_python`; ranks are dealt out node by node."""
+        program = [sys.executable, *map(str, arguments)]
+        ranks = 2 * ranks_per_node
+        if launcher.name == "MPICH":  # waits for ever for names of nodes that nobody can look up
+            first = _address(1)
+            hosts = self._folder / "hosts"
+            hosts.write_text("".join(f"{_address(n)}:{ranks_per_node}\n" for n in (1, 2)))
+            options = ["-launcher", "ssh", "-launcher-exec", str(self._agent), "-f", str(hosts)]
+            # Else UCX finds shared memory between namespaces.
+            settings = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": f"{WIRE},lo"}
+        else:
+            first = "node1"
+            options = ["--host", f"node1:{ranks_per_node},node2:{ranks_per_node}"]
+            options += ["--map-by", f"ppr:{ranks_per_node}:node"]
+            options += ["--prtemca", "plm_ssh_agent", str(self._agent)]
+            options += ["--prtemca", "prte_if_include", WIRE]
+            options += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self"]
+            options += ["--mca", "btl_tcp_if_include", WIRE]
+            settings = {}
+        mpiexec, *rest = launcher.command(ranks, program)
+        command = [str(self._agent), first, "exec", mpiexec, *options, *rest]
+        return run_job(command, launcher.environment({**settings, **env}), seconds)
+
+
+@contextmanager
+def two_nodes(folder: Path, rate: str | None = None) -> Iterator[TwoNodes]:
+    """For the length of the block. `rate`: of the wire, as tc has it ("1gbit"); None does not slow it down."""
+    name = f"mpistrat-{os.getpid()}"
+    ends = [f"{name}-{node}" for node in (1, 2)]
+    try:
+        for end in ends:
+            _run("ip", "netns", "add", end)
+        _run(
+            "ip",
+            "link",
+            "add",
+            "name",
+            WIRE,
+            "netns",
+            ends[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            WIRE,
+            "netns",
+            ends[1],
+        )
+        for node, end in enumerate(ends, 1):
+            _run("ip", "-n", end, "addr", "add", f"{_address(node)}/24", "dev", WIRE)
+            for device in (WIRE, "lo"):
+                _run("ip", "-n", end, "link", "set", device, "up")
+            if rate is not None:
+                shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+                _run("tc", "-n", end, "qdisc", "add", "dev", WIRE, "root", *shape)
+        yield TwoNodes(folder, name)
+    finally:
+        for end in ends:
+            subprocess.run(["ip", "netns", "del", end], capture_output=True)
+
+
+def _address(node: int) -> str:
+    return f"10.77.0.{node}"
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
