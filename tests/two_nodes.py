@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from mpi_launcher import Job, Launcher, run_job
 
 WIRE = "wire"  # the interface on each node
+SECONDS_TO_COME_UP = 5.0
 
 _AS_SSH = """#!/bin/sh
 # ssh [options] host command...
@@ -117,6 +119,12 @@ def two_nodes(folder: Path, rate: str | None = None) -> Iterator[TwoNodes]:
             if rate is not None:
                 shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
                 _run("tc", "-n", end, "qdisc", "add", "dev", WIRE, "root", *shape)
+        deadline = time.monotonic() + SECONDS_TO_COME_UP
+        for end in ends:
+            while time.monotonic() < deadline and "state UP" not in _run(
+                "ip", "-n", end, "link", "show", "dev", WIRE
+            ):
+                time.sleep(0.01)
         yield TwoNodes(folder, name)
     finally:
         for end in ends:
@@ -127,5 +135,5 @@ def _address(node: int) -> str:
     return f"10.77.0.{node}"
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -141,7 +141,9 @@ class CheckedCommunicator(Communicator):
         with self._enter(("split",)):
             inner = self.inner.split(color, key)
             name = f"{self.name}/{len(self.splits)}:{color}"
-            station = self.station.of_part(inner, name) if self.station.of_part else None
+            station = None
+            if self.station.of_part is not None:
+                inner, station = self.station.of_part(inner, name)
         part = CheckedCommunicator(inner, name, station, self.check)
         self.splits.append(part)
         return part

@@ -11,9 +11,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name
+from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.host_views import view_of
+from mpistrat.communicators.node_memory import share_of
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 
 # Below, what is saved on the network is less than what the meetings within a node cost.
@@ -40,6 +42,9 @@ class HierarchicalCommunicator(Communicator):
         self.flat, self.node, self.across, self.carriers = flat, node, across, carriers
         self.rank, self.size = flat.rank, flat.size
         self._shared: bool | None = None
+        # By rank: the rank that is the first of its node, and its place there.
+        first = node.all_gather_object(flat.rank)[0]
+        self._places: list[tuple[int, int]] = flat.all_gather_object((first, node.rank))
 
     def _goes_by_node(self, buffer: Array, op: str) -> bool:
         if buffer.nbytes < SMALLEST or arithmetic_of(dtype_name(buffer), op) is None:
@@ -77,7 +82,13 @@ class HierarchicalCommunicator(Communicator):
         return self.flat.start_all_reduce(buffer, op)
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        self.flat.reduce(buffer, root, op)
+        if not self._goes_by_node(buffer, op):
+            self.flat.reduce(buffer, root, op)
+            return
+        total = buffer.clone() if is_torch(buffer) else buffer.copy()
+        self.all_reduce(total, op)
+        if self.rank == root:
+            buffer[...] = total
 
     def reduce_scatter(
         self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
@@ -85,7 +96,26 @@ class HierarchicalCommunicator(Communicator):
         self.flat.reduce_scatter(buffer, out, op)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self.flat.broadcast(buffer, root)
+        """Within the root's node, from each of its carriers to those of the other nodes, and within these."""
+        if not self._goes_by_node(buffer, "max"):
+            self.flat.broadcast(buffer, root)
+            return
+        memory = view_of(buffer).reshape(-1).view(np.uint8)
+        node, place = self._places[root]
+        here = self._places[self.rank][0] == node
+        if here:
+            self.node.broadcast(memory, place)
+        bounds = share_of(len(memory), 1, self.node.size, self.carriers)
+        if self.across is not None:
+            first, end = bounds[self.node.rank]
+            self.across.broadcast(memory[first:end], self._across_rank(node))
+        if not here:
+            self.node.gather_slices(memory, bounds)
+
+    def _across_rank(self, node: int) -> int:
+        """That of the rank of `node` which stands where this one stands on its own."""
+        peers = [first for first, place in self._places if place == self.node.rank]
+        return peers.index(node)
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
         return self.flat.all_gather(buffer)

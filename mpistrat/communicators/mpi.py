@@ -160,32 +160,35 @@ def communicator_for(
                     f"{what} with different check= on the ranks: {checks}, by rank"
                 )
             name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
-            station = station_of(duplicate, name)
-        cached[check] = CheckedCommunicator(
-            _by_node(duplicate, name, station), name, station, check
-        )
+            inner, station = _by_node(MpiCommunicator(duplicate), name)
+        cached[check] = CheckedCommunicator(inner, name, station, check)
         job_end.watch(cached[check], duplicate)
     return cached[check]
 
 
-def _by_node(comm: MPI.Intracomm, name: str, station: Station) -> Communicator:
-    """What moves bytes between the ranks of `comm`: by shared memory within nodes, if there is some. Collective."""
-    flat = MpiCommunicator(comm)
+def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
+    """What moves bytes between the ranks of `flat`, by shared memory within nodes if there is some, and its station.
+
+    Collective.
+    """
+    comm = flat.comm
+    station = station_of(comm, name, _by_node)
     if station.peers is not None:
-        return SharedWindowCommunicator(flat, station)
+        return SharedWindowCommunicator(flat, station), station
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     if max(sizes) == 1 or node.size == comm.size:
-        return flat
+        return flat, station
     own = station_of(node, f"{name}, node of rank {node.bcast(comm.rank)}")
     if not comm.allreduce(own.peers is not None, MPI.LAND):
-        return flat
+        return flat, station
     carriers = min(sizes)
     color = node.rank if node.rank < carriers else MPI.UNDEFINED
     across = cast("MPI.Intracomm", comm.Split(color, comm.rank))
-    return HierarchicalCommunicator(
+    hierarchical = HierarchicalCommunicator(
         flat,
         SharedWindowCommunicator(MpiCommunicator(node), own),
         None if across == MPI.COMM_NULL else MpiCommunicator(across),
         carriers,
     )
+    return hierarchical, station

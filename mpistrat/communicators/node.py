@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -33,9 +34,14 @@ _folder: JobFolder | None = None  # held as long as this process lives
 _peers: dict[str, RankRecord] = {}  # by path
 
 
-def station_of(comm: MPI.Intracomm, name: str) -> Station:
+def station_of(
+    comm: MPI.Intracomm,
+    name: str,
+    of_part: Callable[[Any, str], tuple[Any, Station]] | None = None,
+) -> Station:
     """This rank's station in a new communicator of ours over `comm`; collective over it.
 
+    `of_part` is as of Station.
     At the first call of a process its record is made, and the node's observer is told of it.
     """
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
@@ -59,11 +65,7 @@ def station_of(comm: MPI.Intracomm, name: str) -> Station:
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
-    return Station(record, board, peers, crowded, _of_part)
-
-
-def _of_part(inner: Any, name: str) -> Station:
-    return station_of(inner.comm, name)
+    return Station(record, board, peers, crowded, of_part)
 
 
 def _hash(name: str) -> int:

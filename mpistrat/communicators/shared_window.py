@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -180,7 +180,14 @@ class SharedWindowCommunicator(Communicator):
         else:
             if first < end:
                 how.view(target[first:end])[:] = total
-            scratch.all_gather(target[first:end], [target[start:stop] for start, stop in bounds])
+            self.gather_slices(target, bounds)
+
+    def gather_slices(self, memory: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+        """Fill `memory` with every rank's slice of it, between its bounds in bytes; where memory is shared."""
+        scratch = self._meeting()
+        assert scratch is not None
+        slices = [memory[first:end] for first, end in bounds]
+        scratch.all_gather(slices[self.rank], slices)
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         return self.inner.start_all_reduce(buffer, op)

@@ -23,14 +23,15 @@ class Station:
         peers: the other ranks' words and the board of this communicator in them, if all of them are on this node and
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
-        of_part: the station of a part of this communicator, given what moves its bytes and its name; collective.
+        of_part: given the flat communicator of a part of this one, and its name: what moves the part's bytes best, and
+            its station; collective over the part.
     """
 
     record: RankRecord = field(default_factory=_private)
     board: int = -1
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
-    of_part: Callable[[Any, str], Station] | None = None
+    of_part: Callable[[Any, str], tuple[Any, Station]] | None = None
 
     def __post_init__(self) -> None:
         if self.board < 0:

@@ -46,8 +46,15 @@ for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.f
         buffer = mine.clone() if rank else torch.from_numpy(memory).view(dtype).copy_(mine)
         communicator.all_reduce(buffer)  # in the window on one rank only
         assert torch.equal(buffer, total)
+        for root in range(size):
+            buffer = mine.clone()
+            communicator.broadcast(buffer, root)
+            assert torch.equal(buffer, operands[root]), (dtype, length, root)
+            buffer = mine.clone()
+            communicator.reduce(buffer, root)
+            assert torch.equal(buffer, total if rank == root else mine)
         del buffer, memory
-assert len(taken) == 5 * 2 * 4
+assert len(taken) == 5 * 2 * (4 + size)
 
 # What three numbers in bfloat16 add up to is rounded once, not on each node.
 short = torch.full((40_000,), 1.0 if rank == 0 else 2.0**-8 * 0.75).to(torch.bfloat16)

@@ -162,6 +162,16 @@ def test_a_smaller_window_is_given_back(window):
     assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
 
 
+def test_parts_of_a_communicator_share_memory(window):
+    """Each part with its own ranks."""
+    part = window.split(RANK % 2)
+    if part.size > 1:
+        assert isinstance(part.inner, SharedWindowCommunicator)
+    buffer = np.full(1 << 18, RANK)
+    part.all_reduce(buffer)
+    assert equal(buffer, sum(range(RANK % 2, SIZE, 2)))
+
+
 def test_nobody_leaves_while_others_read(window):
     """A rank that overwrites its buffer at once spoils nothing, however slow another is."""
     everyone = operands("numpy", "float32", 300_000)
