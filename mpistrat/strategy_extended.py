@@ -128,6 +128,10 @@ class StrategyExtended:
         mine = range(first, first + self.num_local_replicas)
         return Share(1, 0, self.num_replicas_in_sync, mine)
 
+    def explain(self) -> str:
+        """By which ways values are combined over ranks, and what memory that takes. Not collective."""
+        return self.communicator.explain()
+
     def seconds_waited(self, last: int = 60) -> list[float]:
         """How long each rank waited for the others to enter collectives; the slowest rank waited least.
 

@@ -148,6 +148,9 @@ class CheckedCommunicator(Communicator):
         self.splits.append(part)
         return part
 
+    def explain(self) -> str:
+        return self.inner.explain()
+
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)
 

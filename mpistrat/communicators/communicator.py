@@ -104,6 +104,10 @@ class Communicator(abc.ABC):
     def abort(self, code: int) -> NoReturn:
         """End the whole job with exit code `code`. Not collective."""
 
+    @abc.abstractmethod
+    def explain(self) -> str:
+        """By which ways bytes move, a line for each. Not collective."""
+
     def seconds_waited(self, last: int = 60) -> float:
         """How long this rank waited for others to enter collectives, of any communicator. Not collective.
 

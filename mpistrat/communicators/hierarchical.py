@@ -120,6 +120,16 @@ class HierarchicalCommunicator(Communicator):
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
         return self.flat.all_gather(buffer)
 
+    def explain(self) -> str:
+        nodes = len({first for first, _ in self._places})
+        by_node = "once something large has been combined" if self._shared is None else "always"
+        if self._shared is False:
+            by_node = "never, for a node has no shared memory"
+        return (
+            f"{self.size} ranks on {nodes} nodes: from {SMALLEST} bytes on by node ({by_node}), in {self.carriers} "
+            f"slices between the nodes\n{self.node.explain()}"
+        )
+
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         return self.flat.broadcast_object(value, root)
 

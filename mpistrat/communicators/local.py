@@ -45,6 +45,9 @@ class LocalCommunicator(Communicator):
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
         return [buffer]
 
+    def explain(self) -> str:
+        return "one rank: nothing moves"
+
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         return value
 

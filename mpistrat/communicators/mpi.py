@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import job_end
 from mpistrat.communicators.checked import CheckedCommunicator
@@ -115,6 +116,10 @@ class MpiCommunicator(Communicator):
             parts.append(as_buffer_of(buffer, part))
         return parts
 
+    def explain(self) -> str:
+        version = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+        return f"{self.size} ranks, through MPI: {version}"
+
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         return self.comm.bcast(value, root)
 
@@ -174,7 +179,7 @@ def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
     comm = flat.comm
     station = station_of(comm, name, _by_node)
     if station.peers is not None:
-        return SharedWindowCommunicator(flat, station), station
+        return SharedWindowCommunicator(flat, station, shared_bytes()), station
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     if max(sizes) == 1 or node.size == comm.size:
@@ -187,7 +192,7 @@ def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
     across = cast("MPI.Intracomm", comm.Split(color, comm.rank))
     hierarchical = HierarchicalCommunicator(
         flat,
-        SharedWindowCommunicator(MpiCommunicator(node), own),
+        SharedWindowCommunicator(MpiCommunicator(node), own, shared_bytes()),
         None if across == MPI.COMM_NULL else MpiCommunicator(across),
         carriers,
     )

@@ -6,6 +6,7 @@ of every rank's buffer. What lies in the window already is combined where it is,
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
+from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.host_views import as_buffer_of, view_of
@@ -33,6 +35,7 @@ class SharedWindowCommunicator(Communicator):
     Args:
         inner: over ranks of one node.
         station: where ranks that wait are watched.
+        limit: the most bytes that this rank may share; all ranks go by the smallest.
 
     Attributes:
         why_not: why there is no shared memory, where there is none: then `inner` does everything.
@@ -40,10 +43,10 @@ class SharedWindowCommunicator(Communicator):
             one.
     """
 
-    def __init__(self, inner: Communicator, station: Station) -> None:
+    def __init__(self, inner: Communicator, station: Station, limit: float = math.inf) -> None:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
-        self._station = station
+        self._station, self._limit = station, limit
         self.why_not = ""
         self.smallest: float | None = None
         self._scratch: Scratch | None = None
@@ -61,9 +64,15 @@ class SharedWindowCommunicator(Communicator):
             return None
         if self._window is None or self._window.capacity < nbytes:
             size = Window.nbytes_for(nbytes)
+            if Scratch.NBYTES + size > self._limit:
+                return None
             segments, why = share(size, self.rank, self.inner.all_gather_object, populate=False)
             if segments is None:
-                self._do_without(why)
+                self._warn(
+                    f"gradients are copied into it and out again, for {size} bytes cannot be had",
+                    why,
+                )
+                self._limit = 0  # asked for no more
                 return None
             self._window = Window(segments, self.rank)
         return self._window.take(nbytes)
@@ -72,21 +81,23 @@ class SharedWindowCommunicator(Communicator):
         """The scratch memory, made when it is first needed. Collective."""
         if self._scratch is None and not self.why_not:
             gather = self.inner.all_gather_object
+            self._limit = min(gather(self._limit))
+            if self._limit < Scratch.NBYTES:
+                self.why_not = f"{SHARED_MB} allows less than {Scratch.NBYTES / 1e6:.1f} MB"
+                return None
             segments, why = share(Scratch.NBYTES, self.rank, gather, populate=True)
             if segments is None:
-                self._do_without(why)
+                self.why_not = why
+                self._warn("all messages go through MPI, which is slower", why)
             else:
                 self._scratch = Scratch(segments, self.rank, self._station)
                 self.smallest = self._compare()
         return self._scratch
 
-    def _do_without(self, why: str) -> None:
-        self.why_not = why
+    def _warn(self, what: str, why: str) -> None:
         if self.rank == 0:
             warnings.warn(
-                f"no shared memory on this node, so all messages go through MPI, which is slower: {why}",
-                RuntimeWarning,
-                stacklevel=2,
+                f"no shared memory on this node, so {what}: {why}", RuntimeWarning, stacklevel=2
             )
 
     def _compare(self) -> float:
@@ -233,6 +244,21 @@ class SharedWindowCommunicator(Communicator):
         parts = [np.empty(shape, view.dtype) for shape, _ in shapes]
         scratch.all_gather(_bytes(view), [_bytes(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
+
+    def explain(self) -> str:
+        if self.why_not:
+            return f"{self.size} ranks of a node, without shared memory: {self.why_not}\n{self.inner.explain()}"
+        if self._scratch is None:
+            return f"{self.size} ranks of a node, which have combined nothing large yet\n{self.inner.explain()}"
+        window = "none"
+        if self._window is not None:
+            window = f"up to {self._window.nbytes_for(self._window.capacity) / 1e6:.1f} MB, as far as it is used"
+        return (
+            f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else from "
+            f"{self.smallest} bytes on, as measured\n"
+            f"    of each rank: {Scratch.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
+            f"{self.inner.explain()}"
+        )
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         return self.inner.broadcast_object(value, root)

@@ -75,6 +75,7 @@ alone(examples).square().mean().backward()
 torch.testing.assert_close(model.weight.grad, alone.weight.grad, rtol=1e-4, atol=1e-6)
 assert taken
 assert len(set(MPI.COMM_WORLD.allgather(model.weight.grad.numpy().tobytes()))) == 1
+assert f"{size} ranks on 2 nodes: from 65536 bytes on by node (always)" in strategy.extended.explain()
 if rank == 0:
     print("all is well", flush=True)
 """

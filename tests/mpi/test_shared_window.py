@@ -216,6 +216,32 @@ def test_without_shared_memory_everything_goes_through_mpi(monkeypatch, what):
     inner.comm.Free()
 
 
+def test_memory_can_be_bounded():
+    """By the rank that allows least."""
+    inner = MpiCommunicator(WORLD.Dup())
+    limit = 10e6 if RANK == SIZE - 1 else 1e9
+    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station, limit)
+    assert shared.window_buffer(4 << 20) is None
+    buffer = shared.window_buffer(1 << 20)
+    assert buffer is not None
+    assert shared.window_buffer(4 << 20) is None
+    told = shared.explain()
+    assert "3.1 MB for blocks in flight" in told
+    assert "window: up to 3.1 MB" in told
+    none = SharedWindowCommunicator(inner, communicator_for(WORLD).station, 0)
+    buffer = np.full(1 << 17, RANK)
+    none.all_reduce(buffer)
+    assert buffer[0] == sum(range(SIZE))
+    assert "MPISTRAT_SHARED_MB allows less than 3.1 MB" in none.explain()
+    assert "through MPI" in none.explain()
+    inner.comm.Free()
+
+
+def test_what_a_strategy_tells(window):
+    told = ms.MultiWorkerMirroredStrategy().extended.explain()
+    assert f"{SIZE} ranks of a node, through shared memory" in told
+
+
 def trained(strategy, steps, accumulate, clip):
     """Parameters after `steps`, and whether gradients lay in the window."""
     torch.manual_seed(0)
