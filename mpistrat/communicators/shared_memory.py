@@ -8,6 +8,8 @@ which a container limits to 64 MB and which a killed job leaves behind.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 _HUGE = 1 << 21
+_MFD_CLOEXEC = 1  # <linux/memfd.h>
 
 
 def share(
@@ -31,11 +34,11 @@ def share(
     segments: list[np.ndarray] = []
     try:
         try:
-            descriptor = os.memfd_create("mpistrat")
+            descriptor = _anonymous_file()
             os.truncate(descriptor, nbytes)
             if populate:
                 os.posix_fallocate(descriptor, 0, nbytes)
-        except (OSError, AttributeError) as error:
+        except OSError as error:
             why = f"rank {rank} could not make {nbytes} bytes of shared memory: {error}"
         everyone = all_gather_object((os.getpid(), descriptor, why))
         if not any(failed for _, _, failed in everyone):
@@ -52,6 +55,20 @@ def share(
         if descriptor >= 0:
             os.close(descriptor)
     return (None, failures[0]) if failures else (segments, "")
+
+
+def _anonymous_file() -> int:
+    """Its descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mpistrat")
+    # conda's Python was built for systems that did not have it yet.
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "memfd_create"):
+        raise OSError(errno.ENOSYS, "the C library has no memfd_create (glibc 2.27)")
+    descriptor: int = library.memfd_create(b"mpistrat", _MFD_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
 
 
 def _mapped(file: int | str, nbytes: int) -> np.ndarray:

@@ -216,6 +216,16 @@ def test_without_shared_memory_everything_goes_through_mpi(monkeypatch, what):
     inner.comm.Free()
 
 
+def test_a_python_without_memfd_create(monkeypatch):
+    """conda's; the C library has it."""
+    monkeypatch.delattr(os, "memfd_create")
+    inner = MpiCommunicator(WORLD.Dup())
+    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
+    assert shared.window_buffer(1 << 20) is not None
+    assert not shared.why_not
+    inner.comm.Free()
+
+
 def test_memory_can_be_bounded():
     """By the rank that allows least."""
     inner = MpiCommunicator(WORLD.Dup())
