@@ -240,9 +240,14 @@ def plain(batches):
         lambda: DataLoader(DATASET, 5, sampler=RandomSampler(DATASET, replacement=True)),
         lambda: DataLoader(DATASET, 5, sampler=RandomSampler(DATASET, num_samples=7)),
         lambda: DataLoader(DATASET, 5, shuffle=True, num_workers=1),
+        lambda: DataLoader(DATASET, 5, shuffle=True, pin_memory=True),
     ],
-    ids=["in order", "shuffled", "drop_last", "generator", "replacement", "samples", "worker"],
+    ids=[
+        *("in order", "shuffled", "drop_last", "generator", "replacement", "samples"),
+        *("worker", "pinned"),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")  # there may be no GPU
 def test_one_replica_reads_what_the_loader_gives(make):
     """The same batches in the same order as without a strategy, in each epoch; random numbers go on alike."""
     alone = ms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF)
@@ -253,6 +258,17 @@ def test_one_replica_reads_what_the_loader_gives(make):
     torch.manual_seed(4)
     read = [plain(distributed) for _ in range(3)], torch.rand(1)
     assert read == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+def test_pinned_batches(strategy, workers):
+    """The loader pins what each rank reads, where there is a GPU to pin it for."""
+    loader = DataLoader(DATASET, 5, pin_memory=True, num_workers=workers)
+    steps = list(strategy.experimental_distribute_dataset(loader))
+    assert read(steps) == list(range(EXAMPLES))
+    if torch.cuda.is_available():
+        assert all(step[0].is_pinned() or step[0].is_cuda for step in steps)
 
 
 class Twice(DataLoader):
