@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[2] / PACKAGE
 
 # From the top down. A line imports from the lines below it; names on one line may import from each other, one way.
 LAYERS = (
+    ("bench",),
     ("compat", "experimental"),
     ("strategies",),
     ("strategy",),

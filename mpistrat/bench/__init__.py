@@ -1,0 +1,1 @@
+"""`mpistrat-bench`: what the machine gives, and what mpistrat makes of it."""
