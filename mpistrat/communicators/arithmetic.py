@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import abc
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-# Summed as float32 and rounded once.
-_SHORT_FLOATS = ("float16", "bfloat16", "float8")
+from mpistrat.arrays import Array, dtype_name, is_torch
+
+# Whether MPI can reduce them: what only memory could would go wrong as soon as a message is needed.
+KNOWN_TO_MPI = frozenset(
+    ["float32", "float64", "complex64", "complex128"]
+    + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+)
+# MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
+# float16: both, and torch's floats of 8 bits, are summed as float32 and rounded once.
+SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
 
 
 class Arithmetic(abc.ABC):
@@ -31,23 +38,31 @@ class Arithmetic(abc.ABC):
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         """The sum (or what the operation is) of `pieces`, in their order, times `scale`, into `out`.
 
-        `out` may be one of the pieces, of which the others are left as they are.
+        `out` may be one of the pieces, of which the others are left as they are. It warns of nothing and raises
+        nothing, as MPI: the program's own settings would let one rank raise where others wait.
         """
 
 
-def arithmetic_of(dtype: str, op: str) -> Arithmetic | None:
-    """For a dtype's name and "sum", "max" or "min"; None when there is none."""
-    if not dtype.startswith(_SHORT_FLOATS):
-        return _numpy(dtype, op)
-    return _torch(dtype, op) if "torch" in sys.modules else None
+def arithmetic_of(buffer: Array, op: str) -> Arithmetic | None:
+    """For the elements of `buffer` and "sum", "max" or "min"; None when there is none."""
+    name = dtype_name(buffer)
+    if not is_torch(buffer) and not buffer.dtype.isnative:
+        return None
+    if name.startswith(SUMMED_AS_FLOAT32):
+        return _torch(name, op) if is_torch(buffer) else _half(op)
+    if name not in KNOWN_TO_MPI or (name.startswith("complex") and op != "sum"):
+        return None
+    return _numpy(name, op)
 
 
 @functools.lru_cache
-def _numpy(dtype: str, op: str) -> Arithmetic | None:
-    try:
-        return _NumPy(np.dtype(dtype), op)
-    except TypeError:
-        return None
+def _numpy(dtype: str, op: str) -> Arithmetic:
+    return _NumPy(np.dtype(dtype), op)
+
+
+@functools.lru_cache
+def _half(op: str) -> Arithmetic:
+    return _Half(np.dtype("float16"), op)
 
 
 @functools.lru_cache
@@ -68,28 +83,45 @@ class _NumPy(Arithmetic):
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
         combine = self._combine
-        if len(pieces) == 1:
-            out[:] = pieces[0]
-        elif len(pieces) == 2:
-            combine(pieces[0], pieces[1], out=out)
-        else:
-            # `out` may be a later piece: it is written only with the last.
-            total = combine(pieces[0], pieces[1])
-            for piece in pieces[2:-1]:
-                combine(total, piece, out=total)
-            combine(total, pieces[-1], out=out)
-        if scale is not None:
-            np.multiply(out, out.dtype.type(scale), out=out)
+        with np.errstate(all="ignore"):
+            if len(pieces) == 1:
+                out[:] = pieces[0]
+            elif len(pieces) == 2:
+                combine(pieces[0], pieces[1], out=out)
+            else:
+                # `out` may be a later piece: it is written only with the last.
+                total = combine(pieces[0], pieces[1])
+                for piece in pieces[2:-1]:
+                    combine(total, piece, out=total)
+                combine(total, pieces[-1], out=out)
+            if scale is not None:
+                np.multiply(out, out.dtype.type(scale), out=out)
+
+
+class _Half(_NumPy):
+    """NumPy's float16."""
+
+    def totals(self, elements: int) -> np.ndarray:
+        return np.empty(elements, np.float32)
+
+    def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
+        with np.errstate(all="ignore"):
+            total = pieces[0].astype(np.float32)
+            for piece in pieces[1:]:
+                self._combine(total, piece, out=total)
+            out[:] = total if scale is None else total * np.float32(scale)
 
 
 class _Torch(Arithmetic):
+    """torch's floats of 16 and 8 bits."""
+
     def __init__(self, dtype: str, op: str) -> None:
         import torch
 
         self._torch = torch
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.itemsize = self._dtype.itemsize
-        self._op = op
+        self._combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
 
     def view(self, memory: np.ndarray) -> Any:
         return self._torch.from_numpy(memory).view(self._dtype)
@@ -98,15 +130,7 @@ class _Torch(Arithmetic):
         return self._torch.empty(elements, dtype=self._torch.float32)
 
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
-        torch = self._torch
-        total = pieces[0].to(torch.float32, copy=True)
+        total = pieces[0].to(self._torch.float32, copy=True)
         for piece in pieces[1:]:
-            if self._op == "sum":
-                total.add_(piece)
-            else:
-                (torch.maximum if self._op == "max" else torch.minimum)(
-                    total, piece.float(), out=total
-                )
-        if scale is not None:
-            total.mul_(scale)
-        out.copy_(total)
+            self._combine(total, piece.float(), out=total)
+        out.copy_(total if scale is None else total.mul_(scale))

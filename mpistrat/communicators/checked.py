@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name
+from mpistrat.arrays import Array, dtype_name, is_floating
 from mpistrat.communicators.agreement import (
     DIGEST_BITS,
     Agreement,
@@ -89,6 +89,19 @@ class CheckedCommunicator(Communicator):
     ) -> None:
         if op not in REDUCTIONS:
             self.raise_together(ValueError(f"op must be one of {REDUCTIONS}, got {op!r}"))
+        if out is not None and (out.shape != buffer.shape or out.dtype != buffer.dtype):
+            self.raise_together(
+                ValueError(
+                    f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
+                    f"of {tuple(out.shape)}"
+                )
+            )
+        if scale is not None and not (
+            is_floating(buffer) or dtype_name(buffer).startswith("complex")
+        ):
+            self.raise_together(
+                ValueError(f"scale is for floating point, got {dtype_name(buffer)}")
+            )
         signature: tuple[Any, ...] = (
             "all_reduce",
             op,
@@ -102,6 +115,8 @@ class CheckedCommunicator(Communicator):
             self.inner.all_reduce(buffer, op, out=out, scale=scale)
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        if not self.inner.has_window:
+            return None
         with self._enter(("window_buffer", nbytes)):
             return self.inner.window_buffer(nbytes)
 

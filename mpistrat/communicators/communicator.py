@@ -24,10 +24,12 @@ class Communicator(abc.ABC):
     Attributes:
         rank: this process's number in the group, 0 <= rank < size.
         size: number of ranks in the group.
+        has_window: `window_buffer` may give something.
     """
 
     rank: int
     size: int
+    has_window = False
 
     @abc.abstractmethod
     def all_reduce(

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.arrays import Array, is_torch
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.host_views import view_of
+from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 
@@ -32,6 +32,8 @@ class HierarchicalCommunicator(Communicator):
         carriers: the ranks of the smallest node: as many of each carry a slice.
     """
 
+    has_window = True
+
     def __init__(
         self,
         flat: Communicator,
@@ -47,7 +49,7 @@ class HierarchicalCommunicator(Communicator):
         self._places: list[tuple[int, int]] = flat.all_gather_object((first, node.rank))
 
     def _goes_by_node(self, buffer: Array, op: str) -> bool:
-        if buffer.nbytes < SMALLEST or arithmetic_of(dtype_name(buffer), op) is None:
+        if buffer.nbytes < SMALLEST or arithmetic_of(buffer, op) is None:
             return False
         if self._shared is None:
             everywhere = np.array(self.node.is_shared(), np.int32)
@@ -97,10 +99,10 @@ class HierarchicalCommunicator(Communicator):
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         """Within the root's node, from each of its carriers to those of the other nodes, and within these."""
-        if not self._goes_by_node(buffer, "max"):
+        memory = bytes_of(buffer)
+        if not self._goes_by_node(memory, "max"):
             self.flat.broadcast(buffer, root)
             return
-        memory = view_of(buffer).reshape(-1).view(np.uint8)
         node, place = self._places[root]
         here = self._places[self.rank][0] == node
         if here:

@@ -27,3 +27,13 @@ def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
 
         return torch.from_numpy(view).view(buffer.dtype)
     return view
+
+
+def bytes_of(buffer: Array) -> np.ndarray:
+    """The memory of `buffer`. Raises: ValueError when it is not C-contiguous."""
+    view = view_of(buffer)
+    if not view.flags.c_contiguous:
+        raise ValueError(
+            f"expected a C-contiguous buffer, got one of shape {view.shape} with strides {view.strides}; copy it first"
+        )
+    return view.reshape(-1).view(np.uint8)

@@ -16,24 +16,18 @@ from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import job_end
+from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, SUMMED_AS_FLOAT32
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.hierarchical import HierarchicalCommunicator
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.node import station_of
+from mpistrat.communicators.node import see_each_other, station_of
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 from mpistrat.communicators.station import Station
 from mpistrat.errors import CollectiveMismatchError
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-# MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
-# float16: both, and torch's floats of 8 bits, are summed as float32 and rounded once.
-_SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
-_KNOWN_TO_MPI = frozenset(
-    ["float32", "float64", "complex64", "complex128"]
-    + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-)
 
 
 class MpiCommunicator(Communicator):
@@ -55,11 +49,11 @@ class MpiCommunicator(Communicator):
         scale: float | None = None,
     ) -> None:
         target = buffer if out is None else out
-        if dtype_name(buffer).startswith(_SUMMED_AS_FLOAT32):
+        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
             self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), _OPS[op])
             target[...] = wide
-        elif is_torch(buffer) and dtype_name(buffer) not in _KNOWN_TO_MPI:
+        elif is_torch(buffer) and dtype_name(buffer) not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {dtype_name(buffer)}; convert it to float32 first")
         elif out is None:
             self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op])
@@ -69,7 +63,7 @@ class MpiCommunicator(Communicator):
             target *= scale
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        if dtype_name(buffer) not in _KNOWN_TO_MPI:
+        if dtype_name(buffer) not in KNOWN_TO_MPI:
             total = buffer.clone() if is_torch(buffer) else buffer.copy()
             self.all_reduce(total, op)
             if self.rank == root:
@@ -82,7 +76,7 @@ class MpiCommunicator(Communicator):
     def reduce_scatter(
         self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
     ) -> None:
-        if dtype_name(buffer) not in _KNOWN_TO_MPI:
+        if dtype_name(buffer) not in KNOWN_TO_MPI:
             total = buffer.clone() if is_torch(buffer) else buffer.copy()
             self.all_reduce(total, op)
             length = out.shape[0]
@@ -91,16 +85,25 @@ class MpiCommunicator(Communicator):
             self.comm.Reduce_scatter_block(view_of(buffer), view_of(out), _OPS[op])
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
-        if dtype_name(buffer) not in _KNOWN_TO_MPI:
+        if dtype_name(buffer) not in KNOWN_TO_MPI:
             return super().start_all_reduce(buffer, op)
         return self.comm.Iallreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op]).Test
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         self.comm.Bcast([view_of(buffer), MPI.BYTE], root)
 
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
+    def shapes_of(self, buffer: Array) -> np.ndarray:
+        """Every rank's, a row each; that of a scalar is (1,)."""
         shapes = np.empty((self.size, max(1, buffer.ndim)), np.int64)
         self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
+        return shapes
+
+    def all_gather(
+        self, buffer: Array, *, label: str = "", shapes: np.ndarray | None = None
+    ) -> list[Array]:
+        """`shapes`: as of `shapes_of`, where they are known."""
+        if shapes is None:
+            shapes = self.shapes_of(buffer)
         view = view_of(buffer)
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
@@ -182,17 +185,16 @@ def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
         return SharedWindowCommunicator(flat, station, shared_bytes()), station
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
-    if max(sizes) == 1 or node.size == comm.size:
-        return flat, station
-    own = station_of(node, f"{name}, node of rank {node.bcast(comm.rank)}")
-    if not comm.allreduce(own.peers is not None, MPI.LAND):
+    several = max(sizes) > 1 and node.size < comm.size
+    if not several or not comm.allreduce(see_each_other(node), MPI.LAND):
+        node.Free()
         return flat, station
     carriers = min(sizes)
     color = node.rank if node.rank < carriers else MPI.UNDEFINED
     across = cast("MPI.Intracomm", comm.Split(color, comm.rank))
     hierarchical = HierarchicalCommunicator(
         flat,
-        SharedWindowCommunicator(MpiCommunicator(node), own, shared_bytes()),
+        SharedWindowCommunicator(MpiCommunicator(node), station, shared_bytes()),
         None if across == MPI.COMM_NULL else MpiCommunicator(across),
         carriers,
     )

@@ -53,19 +53,25 @@ def station_of(
         board = record.new_board(_hash(name), comm.size, first)
     assert board is not None
     peers = None
-    if node.size == comm.size:
+    if node.size == comm.size and see_each_other(node):
         everyone = node.allgather((record.path, board))
         readable = _read_records([path for path, _ in everyone])
-        if node.allreduce(readable is not None, MPI.LAND) and readable is not None:
-            peers = [
-                (theirs.words, board)
-                for rank, (theirs, (_, board)) in enumerate(zip(readable, everyone, strict=True))
-                if rank != node.rank
-            ]
+        assert readable is not None
+        peers = [
+            (theirs.words, board)
+            for rank, (theirs, (_, board)) in enumerate(zip(readable, everyone, strict=True))
+            if rank != node.rank
+        ]
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
     return Station(record, board, peers, crowded, of_part)
+
+
+def see_each_other(node: MPI.Intracomm) -> bool:
+    """Whether all ranks of `node` can read each other's records. Collective, after this rank has a station."""
+    paths = node.allgather(None if _record is None else _record.path)
+    return bool(node.allreduce(_read_records(paths) is not None, MPI.LAND))
 
 
 def _hash(name: str) -> int:

@@ -52,6 +52,21 @@ class Scratch:
             for i in range(_SLOTS)
         ]
         self._ticks = 0
+        self._torn: BaseException | None = None
+
+    def __enter__(self) -> None:
+        """Around a whole collective: one that a rank leaves in its middle cannot be followed by another.
+
+        Raises: RuntimeError after such a one.
+        """
+        if self._torn is not None:
+            raise RuntimeError(
+                "this rank cannot share memory with others any more: it left a collective in its middle, for "
+                f"{type(self._torn).__name__}, and others may wait for its part. Save what you need and end the program"
+            ) from self._torn
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._torn = error
 
     def tick(self) -> None:
         """Return once every rank has come here as often."""
@@ -70,26 +85,12 @@ class Scratch:
         return [words[_PLACE] for words in self._words]
 
     def all_reduce(
-        self,
-        how: Arithmetic,
-        source: np.ndarray,
-        target: np.ndarray | None,
-        scale: float | None,
-        place: int | None = None,
-    ) -> list[int] | None:
-        """Combine all ranks' `source` in `target`, which may be `source`; None where nothing is wanted.
-
-        Args:
-            place: where in the window this rank's source lies, or NOWHERE; None when no rank's does.
-        Returns: where each rank's source lies, if all lie in the window: then nothing has been done.
-        """
+        self, how: Arithmetic, source: np.ndarray, target: np.ndarray | None, scale: float | None
+    ) -> None:
+        """Combine all ranks' `source` in `target`, which may be `source`; None where nothing is wanted."""
         width = _width(self._size)
 
         def bring(first: int, slot: list[np.ndarray]) -> None:
-            if place is not None and first == 0:
-                self._mine[_PLACE] = place
-                if place != NOWHERE:
-                    return
             for peer in self._others:
                 _copy(source, first + peer * width, slot[self._rank], peer * width, width)
 
@@ -111,16 +112,7 @@ class Scratch:
                 for peer in self._others:
                     _copy(slot[peer], peer * width, target, first + peer * width, width)
 
-        flow = self._flow(len(source), width * self._size, bring, combine, take)
-        if place is not None:
-            next(flow)
-            places = [words[_PLACE] for words in self._words]
-            if NOWHERE not in places:
-                return places
-            if places.count(NOWHERE) < self._size:  # some have brought nothing
-                return self.all_reduce(how, source, target, scale)
-        _exhaust(flow)
-        return None
+        self._flow(len(source), width * self._size, bring, combine, take)
 
     def reduce_scatter(
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
@@ -147,7 +139,7 @@ class Scratch:
             how.combine(pieces, out[begin : begin + length // how.itemsize], None)
 
         longest = max(stop - start for start, stop in bounds)
-        _exhaust(self._flow(longest, width, bring, combine, None))
+        self._flow(longest, width, bring, combine, None)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         def bring(first: int, slot: list[np.ndarray]) -> None:
@@ -158,7 +150,7 @@ class Scratch:
             if self._rank != root:
                 _copy(slot[root], 0, buffer, first, min(_BLOCK, len(buffer) - first))
 
-        _exhaust(self._flow(len(buffer), _BLOCK, bring, None, take))
+        self._flow(len(buffer), _BLOCK, bring, None, take)
 
     def all_gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         """Every rank's `mine`, in `parts` by rank. This rank's part may be where `mine` lies already."""
@@ -172,7 +164,7 @@ class Scratch:
             for peer in self._others:
                 _copy(slot[peer], 0, parts[peer], first, min(_BLOCK, len(parts[peer]) - first))
 
-        _exhaust(self._flow(max(map(len, parts)), _BLOCK, bring, None, take))
+        self._flow(max(map(len, parts)), _BLOCK, bring, None, take)
 
     def _flow(
         self,
@@ -181,11 +173,8 @@ class Scratch:
         bring: Callable[[int, list[np.ndarray]], None],
         combine: Callable[[int, list[np.ndarray]], None] | None,
         take: Callable[[int, list[np.ndarray]], None] | None,
-    ) -> Iterator[None]:
-        """Block after block of `step` bytes: when one has been brought, the one before is combined, then taken.
-
-        Yields after each meeting.
-        """
+    ) -> None:
+        """Block after block of `step` bytes: when one has been brought, the one before is combined, then taken."""
         delay = 0 if combine is None else 1
         blocks = -(-length // step)
         for i in range(blocks + delay):
@@ -194,7 +183,6 @@ class Scratch:
             if combine is not None and i > 0:
                 combine((i - 1) * step, self._slots[(self._ticks - 1) % _SLOTS])
             self.tick()
-            yield
             if take is not None and i >= delay:
                 take((i - delay) * step, self._slots[(self._ticks - 1 - delay) % _SLOTS])
 
@@ -213,6 +201,7 @@ class Window:
         capacity = (len(segments[rank]) - PAGE) // _BUFFERS
         self.capacity = capacity
         self._segments, self._rank, self._size = segments, rank, len(segments)
+        self._others = [peer for peer in range(self._size) if peer != rank]
         self._address = segments[rank].ctypes.data
         # Of memoryviews: a slice of a slice of an array refers to the whole array only, not to the slice.
         mine = segments[rank].data
@@ -245,7 +234,8 @@ class Window:
         for pieces in self._chunks(how, places, first, end):
             mine = pieces[self._rank]
             how.combine(pieces, mine, scale)
-            self._hand_out(mine, pieces)
+            for peer in self._others:
+                pieces[peer][:] = mine
 
     def combine(
         self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int], out: Any
@@ -264,8 +254,8 @@ class Window:
         begin = 0
         for pieces in self._chunks(how, places, *bounds):
             end = begin + len(pieces[0])
-            pieces[self._rank][:] = value[begin:end]
-            self._hand_out(pieces[self._rank], pieces)
+            for piece in pieces:
+                piece[:] = value[begin:end]
             begin = end
 
     def _chunks(
@@ -279,11 +269,6 @@ class Window:
         for start in range(0, (end - first) // how.itemsize, chunk):
             yield [buffer[start : start + chunk] for buffer in buffers]
 
-    def _hand_out(self, mine: Any, pieces: Sequence[Any]) -> None:
-        for peer, piece in enumerate(pieces):
-            if peer != self._rank:
-                piece[:] = mine
-
 
 def share_of(
     nbytes: int, itemsize: int, ranks: int, of: int | None = None
@@ -293,11 +278,6 @@ def share_of(
     elements = nbytes // itemsize
     cuts = [elements * min(i, of) // of * itemsize for i in range(ranks + 1)]
     return list(itertools.pairwise(cuts))
-
-
-def _exhaust(flow: Iterator[None]) -> None:
-    for _ in flow:
-        pass
 
 
 def _width(size: int) -> int:

@@ -7,11 +7,11 @@ which a container limits to 64 MB and which a killed job leaves behind.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,18 @@ import numpy as np
 
 _HUGE = 1 << 21
 _MFD_CLOEXEC = 1  # <linux/memfd.h>
+
+_C = ctypes.CDLL(None, use_errno=True)
+_C.mmap.restype = ctypes.c_void_p
+_C.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+]
+_C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_own: dict[int, int] = {}  # bytes of segments that this process made, by their address
 
 
 def share(
@@ -57,28 +69,52 @@ def share(
     return (None, failures[0]) if failures else (segments, "")
 
 
+def own_bytes() -> int:
+    """Of all segments that this process has made and that are in use."""
+    return sum(_own.values())
+
+
 def _anonymous_file() -> int:
     """Its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpistrat")
     # conda's Python was built for systems that did not have it yet.
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "memfd_create"):
+    if not hasattr(_C, "memfd_create"):
         raise OSError(errno.ENOSYS, "the C library has no memfd_create (glibc 2.27)")
-    descriptor: int = library.memfd_create(b"mpistrat", _MFD_CLOEXEC)
+    descriptor: int = _C.memfd_create(b"mpistrat", _MFD_CLOEXEC)
     if descriptor < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        raise _error()
     return descriptor
 
 
 def _mapped(file: int | str, nbytes: int) -> np.ndarray:
+    """Bytes, unmapped once nothing refers to them.
+
+    By the C library: Python's mmap would keep a descriptor for each of them open.
+    """
     descriptor = file if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
     try:
-        mapping = mmap.mmap(descriptor, nbytes)
+        read_write = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _C.mmap(None, nbytes, read_write, mmap.MAP_SHARED, descriptor, 0)
     finally:
         if not isinstance(file, int):
             os.close(descriptor)
+    if address == _MAP_FAILED:
+        raise _error()
     if nbytes >= _HUGE:
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # where the administrator allows it
-    return np.frombuffer(mapping, np.uint8)
+        _C.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # where the administrator allows it
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    unmap = weakref.finalize(memory, _unmap, address, nbytes)
+    unmap.atexit = False  # others may still look at it, and the process is about to end
+    if isinstance(file, int):
+        _own[address] = nbytes
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _own.pop(address, None)
+    _C.munmap(address, nbytes)
+
+
+def _error() -> OSError:
+    return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -6,25 +6,29 @@ of every rank's buffer. What lies in the window already is combined where it is,
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name
+from mpistrat.arrays import Array
 from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.host_views import as_buffer_of, view_of
+from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
-from mpistrat.communicators.shared_memory import share
+from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.station import Station
 
+if TYPE_CHECKING:
+    from mpistrat.communicators.mpi import MpiCommunicator
+
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
-_SMALLEST = 1 << 15
+SMALLEST = 1 << 15
 _COMPARED = (1 << 20, 1 << 18, 1 << 16, 1 << 15)
 _COMPARED_TIMES = 11
 
@@ -35,7 +39,7 @@ class SharedWindowCommunicator(Communicator):
     Args:
         inner: over ranks of one node.
         station: where ranks that wait are watched.
-        limit: the most bytes that this rank may share; all ranks go by the smallest.
+        limit: the most bytes that this process may share, in all; ranks go by who may share the least.
 
     Attributes:
         why_not: why there is no shared memory, where there is none: then `inner` does everything.
@@ -43,12 +47,14 @@ class SharedWindowCommunicator(Communicator):
             one.
     """
 
-    def __init__(self, inner: Communicator, station: Station, limit: float = math.inf) -> None:
+    has_window = True
+
+    def __init__(self, inner: MpiCommunicator, station: Station, limit: float = math.inf) -> None:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
         self._station, self._limit = station, limit
         self.why_not = ""
-        self.smallest: float | None = None
+        self.smallest = 0
         self._scratch: Scratch | None = None
         self._window: Window | None = None
 
@@ -60,39 +66,37 @@ class SharedWindowCommunicator(Communicator):
         Collective, with equal `nbytes`; but each rank may or may not get one. The memory is used again once nothing
         refers to it.
         """
-        if not nbytes or self._meeting() is None:
+        if nbytes < SMALLEST or not self.is_shared():
             return None
         if self._window is None or self._window.capacity < nbytes:
-            size = Window.nbytes_for(nbytes)
-            if Scratch.NBYTES + size > self._limit:
-                return None
-            segments, why = share(size, self.rank, self.inner.all_gather_object, populate=False)
+            segments, why = self._share(Window.nbytes_for(nbytes), populate=False)
             if segments is None:
-                self._warn(
-                    f"gradients are copied into it and out again, for {size} bytes cannot be had",
-                    why,
-                )
-                self._limit = 0  # asked for no more
+                if why:
+                    self._warn(f"gradients are copied into some: {nbytes} bytes cannot be had", why)
+                    self._limit = 0  # asked for no more
                 return None
             self._window = Window(segments, self.rank)
         return self._window.take(nbytes)
 
-    def _meeting(self) -> Scratch | None:
-        """The scratch memory, made when it is first needed. Collective."""
+    def is_shared(self) -> bool:
+        """Whether the ranks can share memory, which is tried at the first call. Collective."""
         if self._scratch is None and not self.why_not:
-            gather = self.inner.all_gather_object
-            self._limit = min(gather(self._limit))
-            if self._limit < Scratch.NBYTES:
-                self.why_not = f"{SHARED_MB} allows less than {Scratch.NBYTES / 1e6:.1f} MB"
-                return None
-            segments, why = share(Scratch.NBYTES, self.rank, gather, populate=True)
+            segments, why = self._share(Scratch.NBYTES, populate=True)
             if segments is None:
-                self.why_not = why
-                self._warn("all messages go through MPI, which is slower", why)
+                self.why_not = why or f"{SHARED_MB} allows no {Scratch.NBYTES / 1e6:.1f} MB more"
+                if why:
+                    self._warn("all messages go through MPI, which is slower", why)
             else:
                 self._scratch = Scratch(segments, self.rank, self._station)
-                self.smallest = self._compare()
-        return self._scratch
+                self.smallest = self._compare(self._scratch)
+        return self._scratch is not None
+
+    def _share(self, nbytes: int, *, populate: bool) -> tuple[list[np.ndarray] | None, str]:
+        """As `share`; None without a reason where a rank may not share as much."""
+        gather = self.inner.all_gather_object
+        if min(gather(self._limit - own_bytes())) < nbytes:
+            return None, ""
+        return share(nbytes, self.rank, gather, populate=populate)
 
     def _warn(self, what: str, why: str) -> None:
         if self.rank == 0:
@@ -100,20 +104,28 @@ class SharedWindowCommunicator(Communicator):
                 f"no shared memory on this node, so {what}: {why}", RuntimeWarning, stacklevel=2
             )
 
-    def _compare(self) -> float:
-        """From which size on the window is faster than MPI, for all ranks."""
+    def _compare(self, scratch: Scratch) -> int:
+        """From which size on memory is faster than MPI, for all ranks."""
         smallest = 2 * _COMPARED[0]
         for nbytes in _COMPARED:
             buffer = np.zeros(nbytes // 4, np.float32)
-            self.smallest = 0
-            seconds = np.array(
-                [_median_seconds(who.all_reduce, buffer) for who in (self, self.inner)]
+            how, memory = arithmetic_of(buffer, "sum"), bytes_of(buffer)
+            assert how is not None
+            ways = (
+                functools.partial(scratch.all_reduce, how, memory, memory, None),
+                functools.partial(self.inner.all_reduce, buffer),
             )
+            seconds = np.array([_median_seconds(way) for way in ways])
             self.inner.all_reduce(seconds, "max")
             if seconds[0] > seconds[1]:
                 break
             smallest = nbytes
         return smallest
+
+    def _through_memory(self, nbytes: int) -> Scratch | None:
+        """What to use for a buffer of so many bytes, or None to use MPI. Collective."""
+        large = nbytes >= SMALLEST and self.is_shared() and nbytes >= self.smallest
+        return self._scratch if large else None
 
     # Collectives
 
@@ -127,29 +139,25 @@ class SharedWindowCommunicator(Communicator):
         error: Exception | None = None,
         scale: float | None = None,
     ) -> None:
-        target = buffer if out is None else out
-        nbytes = _size_of(buffer)
-        how = arithmetic_of(dtype_name(buffer), op) if nbytes >= _SMALLEST else None
-        scratch = None if how is None else self._meeting()
-        if how is None or scratch is None:
+        nbytes = int(buffer.nbytes)
+        how = arithmetic_of(buffer, op)
+        if how is None or nbytes < SMALLEST or not self.is_shared():
             self.inner.all_reduce(buffer, op, out=out, scale=scale)
             return
-        source = _bytes(view_of(buffer))
-        window = self._window
-        if window is not None and nbytes <= window.capacity:
-            place = window.place_of(source) if target is buffer else NOWHERE
-            places = scratch.all_reduce(how, source, _bytes(view_of(target)), scale, place)
-            if places is not None:
-                window.all_reduce(how, places, nbytes, scale)
-                scratch.tick()  # nobody goes on while others read or write its memory
-        elif nbytes < (self.smallest or 0):
-            self.inner.all_reduce(buffer, op, out=out, scale=scale)
-        else:
-            scratch.all_reduce(how, source, _bytes(view_of(target)), scale)
-
-    def is_shared(self) -> bool:
-        """Whether the ranks can share memory, which is tried at the first call. Collective."""
-        return self._meeting() is not None
+        scratch, window = self._scratch, self._window
+        assert scratch is not None
+        source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
+        with scratch:
+            if window is not None and nbytes <= window.capacity:
+                places = scratch.tell(NOWHERE if out is not None else window.place_of(source))
+                if NOWHERE not in places:
+                    window.all_reduce(how, places, nbytes, scale)
+                    scratch.tick()  # nobody goes on while others read or write its memory
+                    return
+            if nbytes >= self.smallest:
+                scratch.all_reduce(how, source, target, scale)
+                return
+        self.inner.all_reduce(buffer, op, out=out, scale=scale)
 
     def all_reduce_across(
         self,
@@ -166,39 +174,44 @@ class SharedWindowCommunicator(Communicator):
             carriers: how many ranks, from the first, combine a slice of equal size each.
             across: given a carrier's combined slice, combines it in place with those of other nodes.
         """
-        scratch, how = self._meeting(), arithmetic_of(dtype_name(buffer), op)
+        scratch, window, how = self._scratch, self._window, arithmetic_of(buffer, op)
         assert scratch is not None
         assert how is not None
-        nbytes = _size_of(buffer)
-        source, target = _bytes(view_of(buffer)), _bytes(view_of(buffer if out is None else out))
+        nbytes = int(buffer.nbytes)
+        source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
         bounds = share_of(nbytes, how.itemsize, self.size, carriers)
         first, end = bounds[self.rank]
         total = how.totals((end - first) // how.itemsize)
-        window, places = self._window, [NOWHERE]
-        if window is not None and nbytes <= window.capacity:
-            places = scratch.tell(NOWHERE if out is not None else window.place_of(source))
-        if window is not None and NOWHERE not in places:
-            window.combine(how, places, (first, end), total)
-        else:
-            scratch.reduce_scatter(how, source, bounds, total)
-        if first < end:
-            across(total)
-            if scale is not None:
-                total *= scale
-        if window is not None and NOWHERE not in places:
-            window.spread(how, places, (first, end), total)
-            scratch.tick()  # nobody goes on while others read or write its memory
-        else:
+        with scratch:
+            places = [NOWHERE]
+            if window is not None and nbytes <= window.capacity:
+                places = scratch.tell(NOWHERE if out is not None else window.place_of(source))
+            in_window = window if NOWHERE not in places else None
+            if in_window is not None:
+                in_window.combine(how, places, (first, end), total)
+            else:
+                scratch.reduce_scatter(how, source, bounds, total)
             if first < end:
-                how.view(target[first:end])[:] = total
-            self.gather_slices(target, bounds)
+                across(total)
+                if scale is not None:
+                    with np.errstate(all="ignore"):
+                        total *= scale
+            if in_window is not None:
+                in_window.spread(how, places, (first, end), total)
+                scratch.tick()  # nobody goes on while others read or write its memory
+            else:
+                if first < end:
+                    how.view(target[first:end])[:] = total
+                scratch.all_gather(
+                    target[first:end], [target[start:stop] for start, stop in bounds]
+                )
 
     def gather_slices(self, memory: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
         """Fill `memory` with every rank's slice of it, between its bounds in bytes; where memory is shared."""
-        scratch = self._meeting()
-        assert scratch is not None
+        assert self._scratch is not None
         slices = [memory[first:end] for first, end in bounds]
-        scratch.all_gather(slices[self.rank], slices)
+        with self._scratch:
+            self._scratch.all_gather(slices[self.rank], slices)
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         return self.inner.start_all_reduce(buffer, op)
@@ -206,43 +219,43 @@ class SharedWindowCommunicator(Communicator):
     def reduce_scatter(
         self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
     ) -> None:
-        nbytes = _size_of(buffer)
-        how = arithmetic_of(dtype_name(buffer), op) if nbytes >= _SMALLEST else None
-        scratch = None if how is None else self._meeting()
-        if how is None or scratch is None or nbytes < (self.smallest or 0):
+        nbytes, how = int(buffer.nbytes), arithmetic_of(buffer, op)
+        scratch = None if how is None else self._through_memory(nbytes)
+        if how is None or scratch is None:
             self.inner.reduce_scatter(buffer, out, op)
-        else:
-            bounds = share_of(nbytes, nbytes // self.size, self.size)
-            total = how.view(_bytes(view_of(out)))
-            scratch.reduce_scatter(how, _bytes(view_of(buffer)), bounds, total)
+            return
+        bounds = share_of(nbytes, nbytes // self.size, self.size)
+        with scratch:
+            scratch.reduce_scatter(how, bytes_of(buffer), bounds, how.view(bytes_of(out)))
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        nbytes = _size_of(buffer)
-        how = arithmetic_of(dtype_name(buffer), op) if nbytes >= _SMALLEST else None
-        scratch = None if how is None else self._meeting()
-        if how is None or scratch is None or nbytes < (self.smallest or 0):
+        how = arithmetic_of(buffer, op)
+        scratch = None if how is None else self._through_memory(int(buffer.nbytes))
+        if how is None or scratch is None:
             self.inner.reduce(buffer, root, op)
-        else:
-            source = _bytes(view_of(buffer))
-            scratch.all_reduce(how, source, source if self.rank == root else None, None)
+            return
+        memory = bytes_of(buffer)
+        with scratch:
+            scratch.all_reduce(how, memory, memory if self.rank == root else None, None)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        nbytes = _size_of(buffer)
-        scratch = self._meeting() if nbytes >= _SMALLEST else None
-        if scratch is None or nbytes < (self.smallest or 0):
+        scratch = self._through_memory(int(buffer.nbytes))
+        if scratch is None:
             self.inner.broadcast(buffer, root)
-        else:
-            scratch.broadcast(_bytes(view_of(buffer)), root)
+            return
+        with scratch:
+            scratch.broadcast(bytes_of(buffer), root)
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        shapes = self.inner.all_gather_object((tuple(buffer.shape), _size_of(buffer)))
-        largest = max(nbytes for _, nbytes in shapes)
-        scratch = self._meeting() if largest >= _SMALLEST else None
-        if scratch is None or largest < (self.smallest or 0):
-            return self.inner.all_gather(buffer)
+        shapes = self.inner.shapes_of(buffer)
         view = view_of(buffer)
-        parts = [np.empty(shape, view.dtype) for shape, _ in shapes]
-        scratch.all_gather(_bytes(view), [_bytes(part) for part in parts])
+        largest = int(shapes.prod(axis=1).max()) * view.itemsize
+        scratch = self._through_memory(largest)
+        if scratch is None:
+            return self.inner.all_gather(buffer, shapes=shapes)
+        parts = [np.empty(tuple(shape) if buffer.ndim else (), view.dtype) for shape in shapes]
+        with scratch:
+            scratch.all_gather(bytes_of(buffer), [bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
 
     def explain(self) -> str:
@@ -276,18 +289,10 @@ class SharedWindowCommunicator(Communicator):
         self.inner.abort(code)
 
 
-def _median_seconds(reduce: Callable[[Array], None], buffer: np.ndarray) -> float:
+def _median_seconds(way: Callable[[], object]) -> float:
     tries = []
     for _ in range(1 + _COMPARED_TIMES):
         started = time.perf_counter()
-        reduce(buffer)
+        way()
         tries.append(time.perf_counter() - started)
     return sorted(tries[1:])[_COMPARED_TIMES // 2]
-
-
-def _size_of(buffer: Array) -> int:
-    return int(buffer.nbytes)
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

@@ -21,7 +21,8 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 
 NUMBERS = ("int8", "uint8", "int32", "int64", "float32", "float64", "float16", "complex64")
-DTYPES = [("numpy", name) for name in NUMBERS] + [("torch", n) for n in (*NUMBERS, "bfloat16")]
+SHORT = ("bfloat16", "float8_e4m3fn")
+DTYPES = [("numpy", name) for name in NUMBERS] + [("torch", n) for n in (*NUMBERS, *SHORT)]
 # Elements: a cache line and some, more than a block of all ranks, and neither a multiple of anything.
 LENGTHS = (40_000, 1_000_003)
 
@@ -49,7 +50,15 @@ def operands(library, dtype, length):
 
 
 def equal(array, expected):
+    if isinstance(array, torch.Tensor) and array.dtype.itemsize == 1 and array.is_floating_point():
+        array, expected = array.float(), expected.to(array.dtype).float()
     return bool((array == expected).all())
+
+
+def added(operands):
+    if isinstance(operands[0], torch.Tensor) and operands[0].dtype == torch.float8_e4m3fn:
+        return sum(one.float() for one in operands)  # which torch does not add
+    return sum(operands[1:], start=operands[0])
 
 
 def copy(array):
@@ -60,7 +69,7 @@ def copy(array):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_collective(window, library, dtype, length):
     everyone = operands(library, dtype, length)
-    mine, total = everyone[RANK], sum(everyone[1:], start=everyone[0])
+    mine, total = everyone[RANK], added(everyone)
     last = SIZE - 1
 
     buffer = copy(mine)
@@ -112,11 +121,11 @@ def test_what_lies_in_the_window(window, library, dtype, length):
     everyone = operands(library, dtype, length)
     buffer = in_window(window, everyone[RANK])
     window.all_reduce(buffer)
-    assert equal(buffer, sum(everyone[1:], start=everyone[0]))
+    assert equal(buffer, added(everyone))
     if "float" in dtype:
         buffer = in_window(window, everyone[RANK])
         window.all_reduce(buffer, scale=0.5)
-        assert equal(buffer, sum(everyone[1:], start=everyone[0]) * 0.5)
+        assert equal(buffer, added(everyone) * 0.5)
 
 
 def test_a_buffer_that_lies_elsewhere_on_one_rank(window):
@@ -160,6 +169,77 @@ def test_a_smaller_window_is_given_back(window):
     before = mappings(), len(os.listdir("/proc/self/fd"))
     window.window_buffer(shared._window.capacity + 1)  # all ranks map a larger one in its place
     assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.parametrize("in_the_window", [False, True])
+def test_the_programs_floating_point_settings_are_its_own(window, in_the_window):
+    """They would let the rank raise whose slice overflows, while the others wait."""
+    given = np.full(200_000, np.finfo(np.float32).max, np.float32)
+    buffer = in_window(window, given) if in_the_window else given
+    with np.errstate(all="raise"):
+        window.all_reduce(buffer)
+        window.all_reduce(buffer, scale=2.0)
+    assert np.isinf(buffer).all()
+
+
+def test_what_is_no_operand(window):
+    """An error on all ranks, whatever the size."""
+    for elements in (8, 200):
+        square = np.ones((elements, elements), np.float32)
+        for wrong in (
+            lambda square=square: window.all_reduce(square, out=np.empty(square.shape)),
+            lambda square=square: window.all_reduce(square, out=np.empty(3, np.float32)),
+            lambda square=square: window.all_reduce(square.astype(np.int64), scale=0.5),
+        ):
+            with pytest.raises(
+                ValueError, match=r"out must be float32|scale is for floating point"
+            ):
+                wrong()
+    with pytest.raises(ValueError, match="expected a C-contiguous buffer"):
+        window.all_reduce(np.asfortranarray(square))
+    with pytest.raises(Exception, match=r"[Bb]yte order|[Ii]nvalid|dtype"):
+        window.all_reduce(np.ones((500, 500), ">f4"))
+    again = np.ones(100_000, np.float32)
+    window.all_reduce(again)
+    assert equal(again, SIZE)
+
+
+def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
+    """Also once there is a window."""
+    window.window_buffer(1 << 20)
+    taken = []
+    through_mpi = window.inner.inner.all_reduce
+    monkeypatch.setattr(
+        window.inner.inner, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
+    )
+    monkeypatch.setattr(window.inner, "smallest", 1 << 22)
+    buffer = np.full(100_000, RANK, np.float32)
+    window.all_reduce(buffer)
+    assert taken
+    assert equal(buffer, sum(range(SIZE)))
+
+
+def test_what_is_left_in_its_middle_is_not_followed_by_another():
+    """Results would be wrong from then on."""
+    inner = MpiCommunicator(WORLD.Dup())
+    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
+    buffer = np.ones(1 << 18)
+    shared.all_reduce(buffer)
+    shared.smallest = 0
+    flow = shared._scratch._flow
+
+    def interrupted(*args):
+        flow(*args)
+        raise TimeoutError("the alarm")
+
+    shared._scratch._flow = interrupted
+    with pytest.raises(TimeoutError):
+        shared.all_reduce(buffer)
+    shared._scratch._flow = flow
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="left a collective in its middle, for TimeoutError"):
+            shared.all_reduce(buffer)
+    inner.comm.Free()
 
 
 def test_parts_of_a_communicator_share_memory(window):
@@ -227,10 +307,11 @@ def test_a_python_without_memfd_create(monkeypatch):
 
 
 def test_memory_can_be_bounded():
-    """By the rank that allows least."""
+    """In all, by the rank that allows least."""
     inner = MpiCommunicator(WORLD.Dup())
-    limit = 10e6 if RANK == SIZE - 1 else 1e9
-    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station, limit)
+    station = communicator_for(WORLD).station
+    limit = shared_memory.own_bytes() + (10e6 if RANK == SIZE - 1 else 1e9)
+    shared = SharedWindowCommunicator(inner, station, limit)
     assert shared.window_buffer(4 << 20) is None
     buffer = shared.window_buffer(1 << 20)
     assert buffer is not None
@@ -238,12 +319,27 @@ def test_memory_can_be_bounded():
     told = shared.explain()
     assert "3.1 MB for blocks in flight" in told
     assert "window: up to 3.1 MB" in told
-    none = SharedWindowCommunicator(inner, communicator_for(WORLD).station, 0)
+    another = SharedWindowCommunicator(inner, station, limit)  # of what is left
+    assert another.window_buffer(1 << 20) is None
+    none = SharedWindowCommunicator(inner, station, 0)
     buffer = np.full(1 << 17, RANK)
     none.all_reduce(buffer)
     assert buffer[0] == sum(range(SIZE))
-    assert "MPISTRAT_SHARED_MB allows less than 3.1 MB" in none.explain()
+    assert "MPISTRAT_SHARED_MB allows no 3.1 MB more" in none.explain()
     assert "through MPI" in none.explain()
+    inner.comm.Free()
+
+
+def test_memory_is_given_back():
+    inner = MpiCommunicator(WORLD.Dup())
+    before = shared_memory.own_bytes()
+    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
+    buffer = shared.window_buffer(1 << 20)
+    assert shared_memory.own_bytes() > before + (3 << 20)
+    del shared
+    assert shared_memory.own_bytes() > before  # the buffer's
+    del buffer
+    assert shared_memory.own_bytes() == before
     inner.comm.Free()
 
 
