@@ -18,7 +18,7 @@ import torch.distributed as dist
 from measurement import compare, gloo, report, world
 from mpi4py import MPI
 
-from mpistrat.communicators.mpi import communicator_for
+from mpistrat.communicators.construction import communicator_for
 
 SIZES = [1 << power for power in range(12, 27, 2)]
 

@@ -14,7 +14,7 @@ from measurement import compare, report
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.mpi import communicator_for
+from mpistrat.communicators.construction import communicator_for
 from mpistrat.flight_recorder.record import RankRecord, text_of
 
 

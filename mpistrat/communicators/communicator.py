@@ -46,7 +46,7 @@ class Communicator(abc.ABC):
 
         Args:
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
-            op: "sum", "max" or "min".
+            op: "sum", "max" or "min"; what the latter make of NaN may be NaN or a number.
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
             scale: multiplied to what comes out; for floating point.
             error: what has kept this rank from what it was doing: told to the others if they do not come here.

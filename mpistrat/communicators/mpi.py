@@ -5,7 +5,6 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
@@ -13,19 +12,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, is_torch
-from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
-from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import job_end
 from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, SUMMED_AS_FLOAT32
-from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.hierarchical import HierarchicalCommunicator
 from mpistrat.communicators.host_views import as_buffer_of, view_of
-from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.node import see_each_other, station_of
-from mpistrat.communicators.shared_window import SharedWindowCommunicator
-from mpistrat.communicators.station import Station
-from mpistrat.errors import CollectiveMismatchError
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
@@ -137,65 +127,3 @@ class MpiCommunicator(Communicator):
 
     def abort(self, code: int) -> NoReturn:
         job_end.abort(code)
-
-
-_CACHED = MPI.Comm.Create_keyval()
-
-
-def communicator_for(
-    comm: MPI.Intracomm, check: str = "always", what: str = "a communicator"
-) -> Communicator:
-    """Our communicator over the ranks of the user's `comm`, for `what`; collective over it.
-
-    There is one duplicate per user communicator and `check`, cached on it as an attribute and never freed: MPICH
-    ends after 2,046 of them, and freeing is collective, which a destructor cannot be.
-    Raises: CollectiveMismatchError on all ranks when `check` differs among them.
-    """
-    if comm.Get_size() == 1:
-        return LocalCommunicator()
-    cached = cast("dict[str, CheckedCommunicator] | None", comm.Get_attr(_CACHED))
-    if cached is None:
-        cached = {}
-        comm.Set_attr(_CACHED, cached)
-    for earlier in list(cached.values())[:1]:  # the same on all ranks: they were made together
-        earlier.barrier(label=f"{what}, check={check!r}")
-    if check not in cached:
-        with start_deadline("the duplication of a communicator"):
-            duplicate = comm.Dup()
-            checks = duplicate.allgather(check)
-            if len(set(checks)) > 1:
-                raise CollectiveMismatchError(
-                    f"{what} with different check= on the ranks: {checks}, by rank"
-                )
-            name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
-            inner, station = _by_node(MpiCommunicator(duplicate), name)
-        cached[check] = CheckedCommunicator(inner, name, station, check)
-        job_end.watch(cached[check], duplicate)
-    return cached[check]
-
-
-def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
-    """What moves bytes between the ranks of `flat`, by shared memory within nodes if there is some, and its station.
-
-    Collective.
-    """
-    comm = flat.comm
-    station = station_of(comm, name, _by_node)
-    if station.peers is not None:
-        return SharedWindowCommunicator(flat, station, shared_bytes()), station
-    node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
-    sizes = comm.allgather(node.size)
-    several = max(sizes) > 1 and node.size < comm.size
-    if not several or not comm.allreduce(see_each_other(node), MPI.LAND):
-        node.Free()
-        return flat, station
-    carriers = min(sizes)
-    color = node.rank if node.rank < carriers else MPI.UNDEFINED
-    across = cast("MPI.Intracomm", comm.Split(color, comm.rank))
-    hierarchical = HierarchicalCommunicator(
-        flat,
-        SharedWindowCommunicator(MpiCommunicator(node), station, shared_bytes()),
-        None if across == MPI.COMM_NULL else MpiCommunicator(across),
-        carriers,
-    )
-    return hierarchical, station

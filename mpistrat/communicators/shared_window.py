@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,12 +20,10 @@ from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
+from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
 from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.station import Station
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.mpi import MpiCommunicator
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15

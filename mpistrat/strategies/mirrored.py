@@ -98,7 +98,7 @@ def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communi
     comm = getattr(resolver, "comm", None)
     if comm is None:
         return LocalCommunicator()
-    from mpistrat.communicators.mpi import communicator_for
+    from mpistrat.communicators.construction import communicator_for
 
     return communicator_for(comm, check, f"constructor of {what}")
 

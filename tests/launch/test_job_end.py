@@ -174,7 +174,7 @@ def test_pytest_ends_normally(launcher: Launcher, tmp_path: Path) -> None:
     """A failing test, and a test that catches an exit, are no failures of a rank."""
     (tmp_path / "test_it.py").write_text(
         "import sys, pytest, time\nfrom mpi4py import MPI\n"
-        "from mpistrat.communicators.mpi import communicator_for\n"
+        "from mpistrat.communicators.construction import communicator_for\n"
         "ours = communicator_for(MPI.COMM_WORLD)\n"
         "def test_one():\n    ours.barrier()\n    assert False\n"
         "def test_two():\n    ours.barrier()\n    with pytest.raises(SystemExit): sys.exit(3)\n"

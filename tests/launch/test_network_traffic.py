@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 import numpy as np
 from mpi4py import MPI
-from mpistrat.communicators.mpi import communicator_for
+from mpistrat.communicators.construction import communicator_for
 
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)

@@ -11,7 +11,8 @@ import mpistrat as ms
 from mpistrat.communicators import waiting
 from mpistrat.communicators.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.checked import CheckedCommunicator
-from mpistrat.communicators.mpi import MpiCommunicator, communicator_for
+from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.errors import StallError
 from mpistrat.flight_recorder.record import ABORT, GROUP, RAISE, STALLED
 from rank_errors import errors_of_ranks

@@ -6,7 +6,8 @@ import torch
 from mpi4py import MPI
 
 from mpistrat.communicators import CheckedCommunicator, LocalCommunicator
-from mpistrat.communicators.mpi import MpiCommunicator, communicator_for
+from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.errors import CollectiveMismatchError
 from rank_errors import errors_of_ranks
 

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.mpi import communicator_for
+from mpistrat.communicators.construction import communicator_for
 from mpistrat.errors import CollectiveMismatchError
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import shared_memory
-from mpistrat.communicators.mpi import MpiCommunicator, communicator_for
+from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]

@@ -21,7 +21,7 @@ if name == "serialized":
 
 from mpi4py import MPI  # noqa: E402
 
-from mpistrat.communicators.mpi import communicator_for  # noqa: E402
+from mpistrat.communicators.construction import communicator_for  # noqa: E402
 
 world = MPI.COMM_WORLD
 rank, last = world.rank, world.size - 1
