@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import weakref
+from types import CodeType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,7 +47,8 @@ class CheckedCommunicator(Communicator):
     Attributes:
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective this rank is inside of, else None. Read by the
-            watcher of `job_end` on another thread.
+            watcher of `job_end` on another thread, as is `called_at`: frames of a thread that runs on cannot be.
+        called_at: where the program called the last collective: "train.py:33 in main".
         splits: the communicators that were made of this one.
     """
 
@@ -72,6 +74,7 @@ class CheckedCommunicator(Communicator):
                 else BoardAgreement(self.station)
             )
         self._inside = _Inside(self)
+        self._called_at: tuple[CodeType, int] | None = None
         self._thread = 0  # the one that is, or was last, inside a collective
         self._forked = False
         self._abandoned: BaseException | None = None  # what this rank left its last call for
@@ -172,6 +175,13 @@ class CheckedCommunicator(Communicator):
     def seconds_waited(self, last: int = 60) -> float:
         return self._record.seconds_waited(last)
 
+    @property
+    def called_at(self) -> str:
+        if self._called_at is None:
+            return "an unknown place"
+        code, line = self._called_at
+        return f"{code.co_filename}:{line} in {code.co_name}"
+
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.
 
@@ -207,6 +217,7 @@ class CheckedCommunicator(Communicator):
         frame = outside(sys._getframe(2))
         code = frame.f_code
         digest, text, call_bytes = _told(signature, code.co_filename, code.co_name, frame.f_lineno)
+        self._called_at = code, frame.f_lineno
         self._record.enter(self._board, calls, text, call_bytes)
         try:
             agreed = self._agreement is None or self._agreement.agree(calls, digest)

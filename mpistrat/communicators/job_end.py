@@ -95,7 +95,7 @@ class _Group:
             elif not stuck.told and now - stuck.since >= SECONDS_UNTIL_STUCK:
                 stuck.told = True
                 _flush()  # what was printed so far may be all that this rank will ever say
-                collective = f"{checked.describe(signature)}\n      at {_site_of_collective()}"
+                collective = f"{checked.describe(signature)}\n      at {communicator.called_at}"
                 self._tell(Waits(who, communicator.name, call, collective))
         self._hear()
 
@@ -207,9 +207,10 @@ class _Watch:
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
         if entered and now - max(entered, self._raises_since) > SECONDS_TO_RAISE * 1e9:
+            waiting = (one for group in self._groups for one in _with_splits(group.communicators))
+            site = next((one.called_at for one in waiting if one.waiting_in), "an unknown place")
             _end_job(
-                f"ending the job: {self._who} cannot raise StallError inside MPI, at {_site_of_collective()}",
-                1,
+                f"ending the job: {self._who} cannot raise StallError inside MPI, at {site}", 1
             )
 
     def _leave(self) -> None:
@@ -271,17 +272,6 @@ def _with_splits(communicators: list[CheckedCommunicator]) -> Iterator[CheckedCo
     for communicator in list(communicators):
         yield communicator
         yield from _with_splits(communicator.splits)
-
-
-def _site_of_collective() -> str:
-    """Where a thread of this process called the collective it is in."""
-    for frame in sys._current_frames().values():
-        inner = frame
-        while inner is not None and inner.f_code.co_filename != checked.__file__:
-            inner = inner.f_back  # type: ignore[assignment]
-        if inner is not None:
-            return call_site(frame)
-    return "an unknown place"
 
 
 def _flush() -> None:
