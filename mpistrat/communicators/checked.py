@@ -47,7 +47,7 @@ class CheckedCommunicator(Communicator):
     Attributes:
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective this rank is inside of, else None. Read by the
-            watcher of `job_end` on another thread, as is `called_at`: frames of a thread that runs on cannot be.
+            watcher of `job_end` on another thread, as is `called_at`: it must not look at frames that run on.
         called_at: where the program called the last collective: "train.py:33 in main".
         splits: the communicators that were made of this one.
     """

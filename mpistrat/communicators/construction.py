@@ -70,7 +70,7 @@ def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     several = max(sizes) > 1 and node.size < comm.size
-    if not several or not comm.allreduce(see_each_other(node), MPI.LAND):
+    if not several or not comm.allreduce(see_each_other(node, station.record), MPI.LAND):
         node.Free()
         return flat, station
     carriers = min(sizes)

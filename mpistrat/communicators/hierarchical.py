@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_torch
+from mpistrat.arrays import Array, copy
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.host_views import bytes_of
@@ -87,7 +87,7 @@ class HierarchicalCommunicator(Communicator):
         if not self._goes_by_node(buffer, op):
             self.flat.reduce(buffer, root, op)
             return
-        total = buffer.clone() if is_torch(buffer) else buffer.copy()
+        total = copy(buffer)
         self.all_reduce(total, op)
         if self.rank == root:
             buffer[...] = total

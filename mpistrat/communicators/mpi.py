@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.arrays import Array, copy, dtype_name, is_torch
 from mpistrat.communicators import job_end
 from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
@@ -42,10 +42,11 @@ class MpiCommunicator(Communicator):
         if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
             self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), _OPS[op])
-            target[...] = wide
-        elif is_torch(buffer) and dtype_name(buffer) not in KNOWN_TO_MPI:
+            target[...] = wide if scale is None else wide * scale  # rounded once
+            return
+        if is_torch(buffer) and dtype_name(buffer) not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {dtype_name(buffer)}; convert it to float32 first")
-        elif out is None:
+        if out is None:
             self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op])
         else:
             self.comm.Allreduce(view_of(buffer), view_of(out), _OPS[op])
@@ -54,7 +55,7 @@ class MpiCommunicator(Communicator):
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            total = buffer.clone() if is_torch(buffer) else buffer.copy()
+            total = copy(buffer)
             self.all_reduce(total, op)
             if self.rank == root:
                 buffer[...] = total
@@ -67,7 +68,7 @@ class MpiCommunicator(Communicator):
         self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
     ) -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            total = buffer.clone() if is_torch(buffer) else buffer.copy()
+            total = copy(buffer)
             self.all_reduce(total, op)
             length = out.shape[0]
             out[...] = total[self.rank * length : (self.rank + 1) * length]

@@ -53,7 +53,7 @@ def station_of(
         board = record.new_board(_hash(name), comm.size, first)
     assert board is not None
     peers = None
-    if node.size == comm.size and see_each_other(node):
+    if node.size == comm.size and see_each_other(node, record):
         everyone = node.allgather((record.path, board))
         readable = _read_records([path for path, _ in everyone])
         assert readable is not None
@@ -68,10 +68,9 @@ def station_of(
     return Station(record, board, peers, crowded, of_part)
 
 
-def see_each_other(node: MPI.Intracomm) -> bool:
-    """Whether all ranks of `node` can read each other's records. Collective, after this rank has a station."""
-    paths = node.allgather(None if _record is None else _record.path)
-    return bool(node.allreduce(_read_records(paths) is not None, MPI.LAND))
+def see_each_other(node: MPI.Intracomm, record: RankRecord) -> bool:
+    """Whether all ranks of `node` can read each other's `record`. Collective."""
+    return bool(node.allreduce(_read_records(node.allgather(record.path)) is not None, MPI.LAND))
 
 
 def _hash(name: str) -> int:

@@ -1,6 +1,7 @@
 """Collectives through memory that the ranks of a node share: results as over MPI, and nobody's memory is spoilt."""
 
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from mpistrat.communicators import shared_memory
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.flight_recorder.record import RankRecord
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
 
@@ -342,6 +344,31 @@ def test_memory_is_given_back():
     del buffer
     assert shared_memory.own_bytes() == before
     inner.comm.Free()
+
+
+def test_more_communicators_than_a_record_has_room_for(monkeypatch):
+    """They go through MPI, unobserved."""
+    node = sys.modules["mpistrat.communicators.node"]
+    record, new_board = node._record, RankRecord.new_board
+
+    def full(self, *args):
+        return None if self is record else new_board(self, *args)
+
+    monkeypatch.setattr(RankRecord, "new_board", full)
+    comm = WORLD.Dup()
+    checked = communicator_for(comm)
+    assert isinstance(checked.inner, MpiCommunicator)
+    buffer = np.full(1 << 17, RANK)
+    checked.all_reduce(buffer)
+    assert equal(buffer, sum(range(SIZE)))
+
+
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_short_floats_are_rounded_once(window, elements):
+    """After they are scaled: the sum alone would be infinite."""
+    for given in (np.full(elements, 60000, np.float16), torch.full((elements,), 60000.0).half()):
+        window.all_reduce(given, scale=1 / SIZE)
+        assert equal(given, np.float16(60000) if isinstance(given, np.ndarray) else 60000)
 
 
 def test_what_a_strategy_tells(window):
