@@ -6,9 +6,6 @@ network as often as if the node were one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
-
 import numpy as np
 
 from mpistrat.arrays import Array, copy
@@ -17,16 +14,17 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, what is saved on the network is less than what the meetings within a node cost.
 SMALLEST = 1 << 16
 
 
-class HierarchicalCommunicator(Communicator):
+class HierarchicalCommunicator(WrappingCommunicator):
     """Wraps the communicator of all ranks, which moves what is small, or not numbers.
 
     Args:
-        flat: over all ranks.
+        inner: over all ranks.
         node: over this node's.
         across: over the ranks that stand where this one stands on their nodes; None where some node has none.
         carriers: the ranks of the smallest node: as many of each carry a slice.
@@ -36,24 +34,24 @@ class HierarchicalCommunicator(Communicator):
 
     def __init__(
         self,
-        flat: Communicator,
+        inner: Communicator,
         node: SharedWindowCommunicator,
         across: Communicator | None,
         carriers: int,
     ) -> None:
-        self.flat, self.node, self.across, self.carriers = flat, node, across, carriers
-        self.rank, self.size = flat.rank, flat.size
+        super().__init__(inner)
+        self.node, self.across, self.carriers = node, across, carriers
         self._shared: bool | None = None
         # By rank: the rank that is the first of its node, and its place there.
-        first = node.all_gather_object(flat.rank)[0]
-        self._places: list[tuple[int, int]] = flat.all_gather_object((first, node.rank))
+        first = node.all_gather_object(self.rank)[0]
+        self._places: list[tuple[int, int]] = inner.all_gather_object((first, node.rank))
 
     def _goes_by_node(self, buffer: Array, op: str) -> bool:
         if buffer.nbytes < SMALLEST or arithmetic_of(buffer, op) is None:
             return False
         if self._shared is None:
             everywhere = np.array(self.node.is_shared(), np.int32)
-            self.flat.all_reduce(everywhere, "min")
+            self.inner.all_reduce(everywhere, "min")
             self._shared = bool(everywhere)
         return self._shared
 
@@ -71,7 +69,7 @@ class HierarchicalCommunicator(Communicator):
         scale: float | None = None,
     ) -> None:
         if not self._goes_by_node(buffer, op):
-            self.flat.all_reduce(buffer, op, out=out, scale=scale)
+            self.inner.all_reduce(buffer, op, out=out, scale=scale)
             return
 
         def across(slice_: Array) -> None:
@@ -80,12 +78,9 @@ class HierarchicalCommunicator(Communicator):
 
         self.node.all_reduce_across(buffer, op, out, scale, self.carriers, across)
 
-    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
-        return self.flat.start_all_reduce(buffer, op)
-
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         if not self._goes_by_node(buffer, op):
-            self.flat.reduce(buffer, root, op)
+            self.inner.reduce(buffer, root, op)
             return
         total = copy(buffer)
         self.all_reduce(total, op)
@@ -95,13 +90,13 @@ class HierarchicalCommunicator(Communicator):
     def reduce_scatter(
         self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
     ) -> None:
-        self.flat.reduce_scatter(buffer, out, op)
+        self.inner.reduce_scatter(buffer, out, op)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         """Within the root's node, from each of its carriers to those of the other nodes, and within these."""
         memory = bytes_of(buffer)
         if not self._goes_by_node(memory, "max"):
-            self.flat.broadcast(buffer, root)
+            self.inner.broadcast(buffer, root)
             return
         node, place = self._places[root]
         here = self._places[self.rank][0] == node
@@ -120,7 +115,7 @@ class HierarchicalCommunicator(Communicator):
         return peers.index(node)
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        return self.flat.all_gather(buffer)
+        return self.inner.all_gather(buffer)
 
     def explain(self) -> str:
         nodes = len({first for first, _ in self._places})
@@ -131,18 +126,3 @@ class HierarchicalCommunicator(Communicator):
             f"{self.size} ranks on {nodes} nodes: from {SMALLEST} bytes on by node ({by_node}), in {self.carriers} "
             f"slices between the nodes\n{self.node.explain()}"
         )
-
-    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
-        return self.flat.broadcast_object(value, root)
-
-    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        return self.flat.all_gather_object(value)
-
-    def barrier(self, *, label: str = "") -> None:
-        self.flat.barrier()
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self.flat.split(color, key)
-
-    def abort(self, code: int) -> NoReturn:
-        self.flat.abort(code)

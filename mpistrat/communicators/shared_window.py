@@ -11,19 +11,18 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
 from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15
@@ -31,7 +30,7 @@ _COMPARED = (1 << 20, 1 << 18, 1 << 16, 1 << 15)
 _COMPARED_TIMES = 11
 
 
-class SharedWindowCommunicator(Communicator):
+class SharedWindowCommunicator(WrappingCommunicator):
     """Wraps the communicator of a node's ranks, which moves what is small, or not numbers.
 
     Args:
@@ -45,11 +44,11 @@ class SharedWindowCommunicator(Communicator):
             one.
     """
 
+    inner: MpiCommunicator
     has_window = True
 
     def __init__(self, inner: MpiCommunicator, station: Station, limit: float = math.inf) -> None:
-        self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        super().__init__(inner)
         self._station, self._limit = station, limit
         self.why_not = ""
         self.smallest = 0
@@ -211,9 +210,6 @@ class SharedWindowCommunicator(Communicator):
         with self._scratch:
             self._scratch.all_gather(slices[self.rank], slices)
 
-    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
-        return self.inner.start_all_reduce(buffer, op)
-
     def reduce_scatter(
         self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
     ) -> None:
@@ -270,21 +266,6 @@ class SharedWindowCommunicator(Communicator):
             f"    of each rank: {Scratch.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{self.inner.explain()}"
         )
-
-    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
-        return self.inner.broadcast_object(value, root)
-
-    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        return self.inner.all_gather_object(value)
-
-    def barrier(self, *, label: str = "") -> None:
-        self.inner.barrier()
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self.inner.split(color, key)
-
-    def abort(self, code: int) -> NoReturn:
-        self.inner.abort(code)
 
 
 def _median_seconds(way: Callable[[], object]) -> float:

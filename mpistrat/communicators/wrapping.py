@@ -1,0 +1,35 @@
+"""Communicators that move large buffers in a way of their own, and leave the rest to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from mpistrat.arrays import Array
+from mpistrat.communicators.communicator import Communicator
+
+
+class WrappingCommunicator(Communicator):
+    """What is not a buffer goes through `inner`, a communicator over the same ranks."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
+        return self.inner.start_all_reduce(buffer, op)
+
+    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+        return self.inner.broadcast_object(value, root)
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        return self.inner.all_gather_object(value)
+
+    def barrier(self, *, label: str = "") -> None:
+        self.inner.barrier()
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.inner.split(color, key)
+
+    def abort(self, code: int) -> NoReturn:
+        self.inner.abort(code)
