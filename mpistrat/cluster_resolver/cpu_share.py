@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 # What torch and the libraries that it calls read; TORCH_NUM_THREADS does not exist
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # "8"
@@ -16,6 +19,8 @@ def cpu_share(my_cpus: Collection[int], cpus_of_local_ranks: Sequence[Collection
     Args: my_cpus: this rank's affinity mask.
         cpus_of_local_ranks: the masks of all ranks of the node, this one's included.
     """
+    from fractions import Fraction  # here, because it makes importing mpistrat slower
+
     masks = [frozenset(cpus) for cpus in cpus_of_local_ranks]
     # fractions, because 3 * (1/3) in floats may be less than 1
     shares = (Fraction(1, max(1, sum(cpu in mask for mask in masks))) for cpu in set(my_cpus))

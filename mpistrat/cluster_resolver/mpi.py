@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import sys
 import warnings
@@ -118,6 +117,9 @@ def start_mpi() -> Any:
 
 def _refuse_in_worker() -> None:
     """In a child of multiprocessing, such as a DataLoader's worker: it is no rank, and would wait for ranks."""
+    multiprocessing = sys.modules.get("multiprocessing")  # loaded in each of its children
+    if multiprocessing is None:
+        return
     process = multiprocessing.current_process()
     # While it imports the main program, it does not know its parent yet.
     child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)

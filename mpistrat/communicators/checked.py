@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import sys
 import threading
@@ -283,6 +282,8 @@ def _told(
     signature: tuple[Any, ...], file: str, function: str, line: int
 ) -> tuple[int, bytes, int]:
     """The digest of a signature, and what is recorded of the call."""
+    import hashlib  # here, because it makes importing mpistrat slower
+
     hashed = hashlib.blake2b(repr(signature).encode(), digest_size=DIGEST_BITS // 8).digest()
     site = f"{file}:{line} in {function}"
     return int.from_bytes(hashed, "little"), *text_of(describe(signature), site)

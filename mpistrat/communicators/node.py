@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import socket
 import time
@@ -74,6 +73,8 @@ def see_each_other(node: MPI.Intracomm, record: RankRecord) -> bool:
 
 
 def _hash(name: str) -> int:
+    import hashlib  # here, because it makes importing mpistrat slower
+
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

@@ -10,9 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 import stat
-import tempfile
 import time
 
 _LOCK = ".lock"
@@ -58,6 +56,8 @@ _OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
 
 
 def _roots() -> list[str]:
+    import tempfile  # here, because it makes importing mpistrat slower
+
     return [
         os.path.join(place, f"mpistrat-{os.getuid()}")
         for place in ("/dev/shm", tempfile.gettempdir())
@@ -215,6 +215,8 @@ def _remove(path: str) -> None:
         for name in os.listdir(path):
             if name.startswith(_MAPPINGS):
                 _remove_mappings(os.path.join(path, name))
+    import shutil  # here, because it makes importing mpistrat slower
+
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.unlink(path + _LOCK)

@@ -7,11 +7,13 @@ import faulthandler
 import os
 import select
 import signal
-import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.flight_recorder.interpreter import python_of_helpers
 from mpistrat.flight_recorder.record import STACK_SIGNAL, RankRecord
+
+if TYPE_CHECKING:
+    import subprocess
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # mpistrat's own __init__ would load NumPy: the observer gets an empty package with the same folder.
@@ -39,6 +41,8 @@ def prepare(environ: dict[str, str] | None = None) -> None:
     It is started before MPI where that is possible: forking with MPI's network open is undefined on some.
     """
     global _prepared
+    import subprocess  # here, because it makes importing mpistrat slower
+
     python = python_of_helpers()
     if _prepared is None and python is not None:
         with contextlib.suppress(OSError):  # no memory, no process: the ranks run unobserved

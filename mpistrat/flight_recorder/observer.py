@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -350,6 +349,8 @@ def _say(text: str) -> None:
 
 def _write_file(text: str) -> str:
     """The path of a new file in the working directory, else among the temporary ones; "" if neither can be written."""
+    import tempfile  # here, because it makes importing mpistrat slower
+
     name = f"mpistrat-report-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for place in (".", tempfile.gettempdir()):
         with contextlib.suppress(OSError):  # the working directory may be gone
