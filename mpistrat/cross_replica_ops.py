@@ -61,7 +61,7 @@ class CrossReplicaOps:
         self.num_local_replicas = num_local_replicas
         self.num_replicas = communicator.size * num_local_replicas
         self._custom = cross_device_ops
-        self._options = options
+        self.options = options
         self._over_ranks = MpiAllReduce(communicator)
 
     @property
@@ -100,7 +100,7 @@ class CrossReplicaOps:
                 ]
                 for cs in values
             ]
-            merged = self._options.merge(options) if options is not None else self._options
+            merged = self.options.merge(options) if options is not None else self.options
         except Exception as error:
             self.communicator.raise_together(error)
         reduced = self._over_ranks.all_reduce(op, operands, merged, label)
@@ -241,7 +241,7 @@ class CrossReplicaOps:
             local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
         firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
         totals = self._over_ranks.all_reduce(
-            ReduceOp.SUM, [(value,) for value in firsts], self._options.merge(options)
+            ReduceOp.SUM, [(value,) for value in firsts], self.options.merge(options)
         )
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]

@@ -130,7 +130,9 @@ class StrategyExtended:
 
     def explain(self) -> str:
         """By which ways values are combined over ranks, and what memory that takes. Not collective."""
-        return self.communicator.explain()
+        mirroring = self.strategy._mirroring
+        told = [self.communicator.explain(), "" if mirroring is None else mirroring.explain()]
+        return "\n".join(filter(None, told))
 
     def seconds_waited(self, last: int = 60) -> list[float]:
         """How long each rank waited for the others to enter collectives; the slowest rank waited least.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -12,11 +14,29 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _between: dict[str, bool] = {}  # by file name
 
 
+class _StandingFor(threading.local):
+    frame: FrameType | None = None
+
+
+_standing_for = _StandingFor()
+
+
+@contextlib.contextmanager
+def standing_for(frame: FrameType) -> Iterator[None]:
+    """What this thread calls in the block, a thread of our own, counts as called at `frame`."""
+    _standing_for.frame = frame
+    try:
+        yield
+    finally:
+        _standing_for.frame = None
+
+
 def outside(frame: FrameType) -> FrameType:
     """The innermost frame of the user's, counted from `frame`; the outermost if there is none.
 
     Not this package's, nor those of what may stand between: torch, whose `backward` reduces, and contextlib.
     """
+    frame = _standing_for.frame or frame
     while True:
         file = frame.f_code.co_filename
         between = _between.get(file)

@@ -57,8 +57,10 @@ class CheckedCommunicator(Communicator):
         self.inner = inner
         self.rank = inner.rank
         self.size = inner.size
+        self.thread_multiple = inner.thread_multiple
         self.name = name
         self.station = station or Station()
+        self.on_one_node = self.station.peers is not None
         self.check = check
         self.calls = 0
         self.waiting_in: tuple[Any, ...] | None = None

@@ -25,11 +25,15 @@ class Communicator(abc.ABC):
         rank: this process's number in the group, 0 <= rank < size.
         size: number of ranks in the group.
         has_window: `window_buffer` may give something.
+        on_one_node: all ranks share a node's memory, as far as is known.
+        thread_multiple: threads may be in collectives of different communicators at the same time.
     """
 
     rank: int
     size: int
     has_window = False
+    on_one_node = True
+    thread_multiple = False
 
     @abc.abstractmethod
     def all_reduce(

@@ -27,6 +27,7 @@ class MpiCommunicator(Communicator):
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        self.thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def all_reduce(
         self,

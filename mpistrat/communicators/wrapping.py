@@ -15,6 +15,7 @@ class WrappingCommunicator(Communicator):
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
+        self.thread_multiple = inner.thread_multiple
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         return self.inner.start_all_reduce(buffer, op)

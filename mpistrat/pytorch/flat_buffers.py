@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,16 @@ import torch
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
 from mpistrat.recycled_buffers import RecycledBuffers
+
+
+@dataclasses.dataclass
+class Group:
+    """Slots whose gradients share a flat buffer: `pieces` are views of `flat`, one for each of `parameters`."""
+
+    flat: torch.Tensor
+    slots: list[int]
+    parameters: list[torch.Tensor]
+    pieces: list[torch.Tensor]
 
 
 class FlatBuffers:
@@ -19,6 +31,23 @@ class FlatBuffers:
 
     def __init__(self) -> None:
         self._recycled = RecycledBuffers()
+
+    def groups(
+        self,
+        communicator: Communicator,
+        slots: Sequence[int],
+        parameters: Sequence[torch.Tensor | None],
+    ) -> Iterator[Group]:
+        """One for each dtype and device, with the slots in their order; uninitialized."""
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for slot in slots:
+            parameter = parameters[slot]
+            assert parameter is not None, "a dropped parameter cannot have a gradient"
+            found.setdefault((parameter.dtype, parameter.device), []).append(slot)
+        for group in found.values():
+            like: list[Any] = [parameters[slot] for slot in group]
+            flat = self._buffer(communicator, like)
+            yield Group(flat, group, like, _pieces(flat, like))
 
     def reduce(
         self,
@@ -35,22 +64,14 @@ class FlatBuffers:
             scale: multiplied to the sums, or None.
         """
         views: dict[int, torch.Tensor] = {}
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for slot in slots:
-            parameter = parameters[slot]
-            assert parameter is not None, "a dropped parameter cannot have a gradient"
-            groups.setdefault((parameter.dtype, parameter.device), []).append(slot)
-        for group in groups.values():
-            like = [parameters[slot] for slot in group]
-            flat = self._buffer(communicator, like)
-            pieces = _pieces(flat, like)
-            _fill(pieces, [contributions[0][slot] for slot in group])
+        for group in self.groups(communicator, slots, parameters):
+            _fill(group.pieces, [contributions[0][slot] for slot in group.slots])
             for others in contributions[1:]:
-                for piece, slot in zip(pieces, group, strict=True):
+                for piece, slot in zip(group.pieces, group.slots, strict=True):
                     if others[slot] is not None:
                         piece.add_(others[slot])
-            _all_reduce(communicator, flat, len(group), scale)
-            views.update(zip(group, pieces, strict=True))
+            _all_reduce(communicator, group.flat, len(group.slots), scale)
+            views.update(zip(group.slots, group.pieces, strict=True))
         return [views[slot] for slot in slots]
 
     def _buffer(self, communicator: Communicator, like: list[Any]) -> torch.Tensor:

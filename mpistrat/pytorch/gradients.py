@@ -3,7 +3,8 @@
 Before the backward, every `.grad` that is already reduced is set aside; so what is in `.grad` afterwards
 is this replica's contribution. The ranks agree on which parameters were used anywhere, the
 contributions of those are packed into one flat buffer per dtype, all-reduced, and added to what was set
-aside. `.grad` then is a view of the flat buffer: nothing is copied out.
+aside. `.grad` then is a view of the flat buffer: nothing is copied out. With overlap, contributions leave in buckets
+while the backward runs; what the ranks agree on afterwards says what of it counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from mpistrat.context import get_replica_context
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import buffers
+from mpistrat.pytorch.buckets import Buckets
 from mpistrat.pytorch.flat_buffers import FlatBuffers
+from mpistrat.pytorch.overlap import Overlap
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.unsynchronized import Unsynchronized
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 # How a gradient is laid out; the greatest of all replicas wins: what is dense anywhere is dense.
 _SPARSE, _DENSE = 1, 2
+# Dense, and accumulated once more after its bucket had left.
+_AGAIN = 3
 _HEADER = 4
 
 # Ids of the reducers inside whose `no_sync()` this replica is; its thread inherits the program's.
@@ -50,6 +55,8 @@ class GradientReducer:
         self.registry = registry
         self._rule = rule
         self._flat = FlatBuffers()
+        self.overlap = Overlap(strategy.extended)
+        self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [
             Unsynchronized(registry) for _ in range(strategy.extended.num_local_replicas)
         ]
@@ -81,19 +88,26 @@ class GradientReducer:
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
+        alone = self._extended.num_local_replicas == 1
+        buckets = None
+        if rule is not None and alone:
+            buckets = self.overlap.begin(self._flat, parameters, self._scale(rule))
         try:
             self._active.add(replica)
+            self._buckets = buckets
             try:
                 yield
             finally:
+                self._buckets = None
                 self._active.discard(replica)
             if rule is None:
                 unsynchronized.keep(parameters, aside)
                 return
+            sent = frozenset() if buckets is None else buckets.finish()
             contributions = [None if p is None else p.grad for p in parameters]
             operands = (contributions, buffers.snapshot(self.registry))
-            if self._extended.num_local_replicas == 1:
-                reduced = self._reduce([operands], rule)
+            if alone:
+                reduced = self._reduce([operands], rule, buckets, sent)
             else:
                 reduced = self._extended.replicas.meet(
                     replica, lambda everyone: self._reduce(everyone, rule), operands
@@ -117,6 +131,9 @@ class GradientReducer:
             'gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
         )
 
+    def _scale(self, rule: str) -> float | None:
+        return 1.0 / self._extended.num_replicas_in_sync if rule == "mean" else None
+
     def guard(self, parameter: torch.Tensor) -> None:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -128,7 +145,7 @@ class GradientReducer:
         parameter.register_post_accumulate_grad_hook(_Guard(self))
         parameter.requires_grad_(required)
 
-    def check_accumulation(self) -> None:
+    def accumulated(self, parameter: torch.Tensor) -> None:
         """Called whenever a mirrored parameter's gradient has grown."""
         if not self._active:
             raise RuntimeError(
@@ -136,9 +153,20 @@ class GradientReducer:
                 "over replicas; call loss.backward() inside strategy.run(step), or use "
                 "torch.autograd.grad, which leaves .grad alone"
             )
+        if self._buckets is not None:
+            self._buckets.arrived(parameter)
 
-    def _reduce(self, everyone: list[tuple[Any, ...]], rule: str) -> list[list[Any]]:
-        """For each local replica the list of reduced gradients by slot; None where unused everywhere."""
+    def _reduce(
+        self,
+        everyone: list[tuple[Any, ...]],
+        rule: str,
+        buckets: Buckets | None = None,
+        sent: frozenset[int] = frozenset(),
+    ) -> list[list[Any]]:
+        """For each local replica the list of reduced gradients by slot; None where unused everywhere.
+
+        `buckets` have left, with something in the slots `sent`: contributions are what came later.
+        """
         contributions = [operands[0] for operands in everyone]
         snapshots = [operands[1] for operands in everyone]
         communicator = self._extended.communicator
@@ -152,6 +180,8 @@ class GradientReducer:
                 if gradient is not None:
                     kind = _SPARSE if gradient.is_sparse else _DENSE
                     flags[_HEADER + slot] = max(kind, flags[_HEADER + slot])
+        for slot in sent:
+            flags[_HEADER + slot] = _AGAIN if flags[_HEADER + slot] else _DENSE
         buffers.flag_written(snapshots, flags[_HEADER + slots :])
         communicator.all_reduce(flags, "max", label="gradients of mirrored parameters")
         if flags[0] != -flags[1] or flags[2] != -flags[3]:
@@ -166,14 +196,21 @@ class GradientReducer:
                 "nothing"
             )
         used = flags[_HEADER : _HEADER + slots]
-        total = self._extended.num_replicas_in_sync
-        scale = 1.0 / total if rule == "mean" else None
+        scale = self._scale(rule)
         reduced: list[Any] = [None] * slots
-        dense = [int(slot) for slot in np.flatnonzero(used == _DENSE)]
+        dense = [int(slot) for slot in np.flatnonzero(used >= _DENSE)]
         parameters = self.registry.parameters()
-        views = self._flat.reduce(communicator, dense, parameters, contributions, scale)
-        for slot, view in zip(dense, views, strict=True):
+        in_buckets = {} if buckets is None else buckets.wait()
+        rest = [slot for slot in dense if slot not in in_buckets or used[slot] == _AGAIN]
+        views = self._flat.reduce(communicator, rest, parameters, contributions, scale)
+        for slot, view in zip(rest, views, strict=True):
             reduced[slot] = view
+        for slot in dense:
+            if slot in in_buckets:
+                early, late = in_buckets[slot], reduced[slot]
+                reduced[slot] = early if late is None else early.add_(late)
+        if len(everyone) == 1:
+            self.overlap.end(dense, buckets)
         for slot in map(int, np.flatnonzero(used == _SPARSE)):
             reduced[slot] = self._reduce_sparse(
                 parameters[slot], [gradients[slot] for gradients in contributions], scale
@@ -249,4 +286,4 @@ class _Guard:
     def __call__(self, parameter: torch.Tensor) -> None:
         reducer = self._reducer()
         if reducer is not None:
-            reducer.check_accumulation()
+            reducer.accumulated(parameter)

@@ -73,6 +73,10 @@ class Mirroring:
         """The work of `Strategy.no_sync`."""
         return self.reducer.no_sync()
 
+    def explain(self) -> str:
+        """How gradients are reduced, for people."""
+        return self.reducer.overlap.explain()
+
     def _collect(
         self, roots: Iterable[torch.nn.Module], again: bool = False
     ) -> tuple[list[_Parameter], list[_Buffer]]:

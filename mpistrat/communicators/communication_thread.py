@@ -1,0 +1,68 @@
+"""One more thread per rank, for collectives beside the program's own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import FrameType
+
+from mpistrat.communicators.call_site import standing_for
+from mpistrat.communicators.communicator import Communicator
+
+
+class CommunicationThread:
+    """Runs what it is given, one after the other, in collectives of a communicator that nobody else uses.
+
+    Blocking collectives on a thread move on by themselves; MPI's nonblocking ones only while somebody asks.
+
+    Args:
+        communicator: of this thread only. MPI must have been started with MPI_THREAD_MULTIPLE.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], FrameType, Future[None]]] = (
+            queue.SimpleQueue()
+        )
+        self._pid = os.getpid()
+        self._unfinished: Future[None] | None = None
+        # A daemon: a program that ends by an error must not wait for ranks that will never come.
+        threading.Thread(target=self._run, name="mpistrat communication", daemon=True).start()
+        atexit.register(self._check_idle)
+
+    def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
+        """Have `work` done after what was given before. `frame`: where the program asked for it, told in reports.
+
+        What it raises is in the result; a rank that got an error must not submit anything further.
+        """
+        done: Future[None] = Future()
+        self._unfinished = done
+        self._work.put((work, frame, done))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            work, frame, done = self._work.get()
+            try:
+                with standing_for(frame):
+                    work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del work, frame, done  # which may hold the memory of gradients
+
+    def _check_idle(self) -> None:
+        """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
+        last = self._unfinished
+        if os.getpid() == self._pid and last is not None and not last.done():
+            sys.stderr.write(
+                f"\nmpistrat: ending the job: rank {self.communicator.rank} came to its end while a reduction of "
+                "gradients, which other ranks did not take part in, was under way\n"
+            )
+            self.communicator.abort(1)

@@ -1,0 +1,163 @@
+"""Whether gradients leave while `backward()` runs: as asked for, else as measured.
+
+Overlap gains where a message waits (a network, a device), and may lose where a reduction is work for the cores that
+backward needs. So both ways are timed over the first steps, and the faster one stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mpistrat.cluster_resolver.cpu_share import cpu_share
+from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.pytorch.buckets import Buckets
+from mpistrat.pytorch.flat_buffers import FlatBuffers
+
+if TYPE_CHECKING:
+    from mpistrat.strategy_extended import StrategyExtended
+
+# Below, in bytes of all gradients, there is nothing to hide.
+SMALLEST = 1 << 20
+# Backwards of each way that are timed; before each as many that are not.
+_TIMED, _UNTIMED = 5, 2
+# Overlap stays if it takes less than this part of the time of reducing afterwards.
+_GAIN = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What a rank knows of itself."""
+
+    asked: bool | None
+    thread_multiple: bool
+    replicas: int
+    on_cpu: bool
+    nbytes: int
+    cpus: frozenset[int]
+    threads: int
+
+
+class Overlap:
+    """Decides for each backward, the same on all ranks.
+
+    Called by: one replica per rank, equally often on all.
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+        options = extended.cross_replica_ops.options
+        self._asked, self._nbytes = options.overlap, options.bytes_per_pack
+        self._thread: CommunicationThread | None = None
+        self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
+        self._last: tuple[int, ...] = ()
+        self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
+        self._started = 0.0
+        self._overlaps: bool | None = None
+        self._why = "not measured yet"
+
+    def begin(
+        self, flat: FlatBuffers, parameters: Sequence[torch.Tensor | None], scale: float | None
+    ) -> Buckets | None:
+        """The buckets of the backward that begins; None if its gradients are reduced afterwards. Collective."""
+        slots = self._expected
+        if self._overlaps is False or not slots:
+            return None
+        if self._thread is None and not self._can_overlap(slots, parameters):
+            return None
+        if self._overlaps is None:
+            self._decide()
+        buckets = None
+        if self._overlaps or (
+            self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
+        ):
+            assert self._thread is not None
+            buckets = Buckets(self._thread, flat, parameters, slots, scale, self._nbytes)
+        self._started = time.perf_counter()
+        return buckets
+
+    def end(self, slots: Sequence[int], buckets: Buckets | None) -> None:
+        """A backward has ended, in which `slots` got dense gradients on some rank."""
+        if self._overlaps is None and self._started:
+            self._seconds[buckets is not None].append(time.perf_counter() - self._started)
+        self._started = 0.0
+        last, self._last = self._last, tuple(slots)
+        # Where parameters take turns, those of the other turn would be sent for nothing.
+        self._expected = last if last == self._last else None
+
+    def explain(self) -> str:
+        how = "while backward() runs" if self._overlaps else "when backward() has ended"
+        return f"gradients are reduced {how}: {self._why}"
+
+    def _can_overlap(self, slots: Sequence[int], parameters: Sequence[torch.Tensor | None]) -> bool:
+        """Decided once, before the first. Collective."""
+        communicator = self._extended.communicator
+        facts = self._facts([p for s in slots if (p := parameters[s]) is not None])
+        everyone = communicator.all_gather_object(
+            facts, label="overlap of gradients with backward()"
+        )
+        why_not = _why_not(everyone, communicator.on_one_node)
+        if not why_not:
+            self._thread = CommunicationThread(communicator.split(0))
+            if self._asked:
+                self._overlaps, self._why = True, "as asked for"
+            return True
+        self._overlaps, self._why = False, why_not
+        if self._asked and communicator.rank == 0:
+            warnings.warn(
+                f"overlap=True, but gradients are reduced when backward() has ended: {why_not}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+
+    def _facts(self, parameters: Sequence[torch.Tensor]) -> _Facts:
+        return _Facts(
+            self._asked,
+            self._extended.communicator.thread_multiple,
+            self._extended.num_local_replicas,
+            all(parameter.device.type == "cpu" for parameter in parameters),
+            sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            frozenset(os.sched_getaffinity(0)),
+            torch.get_num_threads(),
+        )
+
+    def _decide(self) -> None:
+        sequential, overlapped = self._seconds
+        if len(overlapped) < _UNTIMED + _TIMED:
+            return
+        medians = np.array([statistics.median(one[_UNTIMED:]) for one in (sequential, overlapped)])
+        self._extended.communicator.all_reduce(medians, "max", label="times of backward()")
+        self._overlaps = bool(medians[1] < _GAIN * medians[0])
+        self._why = (
+            f"measured {medians[1] * 1e3:.3g} ms with overlap, {medians[0] * 1e3:.3g} ms without"
+        )
+
+
+def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
+    """Why gradients cannot leave, or had better not leave, while backward runs; empty if they may."""
+    asked = [facts.asked for facts in everyone]
+    if False in asked:
+        return "as asked for"
+    if not all(facts.thread_multiple for facts in everyone):
+        return "MPI was started without MPI_THREAD_MULTIPLE"
+    if max(facts.replicas for facts in everyone) > 1:
+        return "several replicas of a rank take turns"
+    if not all(facts.on_cpu for facts in everyone):
+        return "parameters are on a device"
+    if None not in asked:
+        return ""
+    if everyone[0].nbytes < SMALLEST:
+        return f"{everyone[0].nbytes} bytes are too few"
+    masks = [facts.cpus for facts in everyone]
+    if on_one_node and any(cpu_share(f.cpus, masks) < f.threads + 1 for f in everyone):
+        return "no core of the node is free, and memory does not wait"
+    return ""
