@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
+
+WIRE_DTYPES = ("bfloat16", "float16")
 
 
 def _is_integer(value: object) -> bool:
@@ -31,12 +34,17 @@ class CommunicationOptions:
             compatibility: bytes move over MPI.
         overlap: of a strategy, whether gradients leave, in buckets of `bytes_per_pack` (0: 4 MiB), while `backward()`
             runs. None times both ways over the first steps and keeps the faster one.
+        wire_dtype: of a strategy, "bfloat16" or "float16" (or torch's, NumPy's): sums of gradients cross the network in
+            it, with error feedback; between ranks that share memory nothing changes.
+        wire_format: instead, a `mpistrat.wire_formats.WireFormat`, such as `TopK(0.01)`.
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     overlap: bool | None = None
+    wire_dtype: Any = None
+    wire_format: Any = None
 
     def __post_init__(self) -> None:
         if not _is_integer(self.bytes_per_pack):
@@ -60,6 +68,21 @@ class CommunicationOptions:
 
         if not isinstance(self.overlap, (bool, type(None))):
             raise TypeError(f"overlap must be True, False or None, got {self.overlap!r:.60}")
+        if self.wire_dtype is not None:
+            name = getattr(self.wire_dtype, "__name__", str(self.wire_dtype)).split(".")[-1]
+            if name not in WIRE_DTYPES:
+                raise ValueError(
+                    f"wire_dtype must be one of {WIRE_DTYPES}, got {self.wire_dtype!r:.60}"
+                )
+            if self.wire_format is not None:
+                raise ValueError("wire_dtype is a wire format: give it or wire_format, not both")
+            object.__setattr__(self, "wire_dtype", name)
+        if self.wire_format is not None and not callable(
+            getattr(self.wire_format, "combine", None)
+        ):
+            raise TypeError(
+                f"wire_format must have a method combine(communicator, values, residual), got {self.wire_format!r:.60}"
+            )
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """These options, overridden by every field of `other` that is not at its default."""
@@ -73,6 +96,10 @@ class CommunicationOptions:
             merged = dataclasses.replace(merged, implementation=other.implementation)
         if other.overlap is not None:
             merged = dataclasses.replace(merged, overlap=other.overlap)
+        if other.wire_dtype is not None or other.wire_format is not None:
+            merged = dataclasses.replace(
+                merged, wire_dtype=other.wire_dtype, wire_format=other.wire_format
+            )
         return merged
 
 

@@ -23,6 +23,7 @@ from mpistrat.communicators.call_site import call_site, outside
 from mpistrat.communicators.communicator import (
     REDUCTIONS,
     Communicator,
+    Wire,
     mark_raised_by_all,
 )
 from mpistrat.communicators.station import Station
@@ -90,6 +91,7 @@ class CheckedCommunicator(Communicator):
         label: str = "",
         error: Exception | None = None,
         scale: float | None = None,
+        wire: Wire | None = None,
     ) -> None:
         if op not in REDUCTIONS:
             self.raise_together(ValueError(f"op must be one of {REDUCTIONS}, got {op!r}"))
@@ -116,7 +118,7 @@ class CheckedCommunicator(Communicator):
         if scale is not None:
             signature += (f"times {scale!r}",)
         with self._enter(signature, cause=error):
-            self.inner.all_reduce(buffer, op, out=out, scale=scale)
+            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         if not self.inner.has_window:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveMismatchError, StallError
 
 REDUCTIONS = ("sum", "max", "min")
+
+# Given a communicator of those between whom messages go, and float32 values, 1-D: adds them up in place.
+Wire: TypeAlias = "Callable[[Communicator, Array], None]"
 
 
 class Communicator(abc.ABC):
@@ -45,6 +48,7 @@ class Communicator(abc.ABC):
         label: str = "",
         error: Exception | None = None,
         scale: float | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """Combine `buffer` of all ranks element by element, into `out` or in place.
 
@@ -53,6 +57,7 @@ class Communicator(abc.ABC):
             op: "sum", "max" or "min"; what the latter make of NaN may be NaN or a number.
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
             scale: multiplied to what comes out; for floating point.
+            wire: for sums of floats of 32 bits or fewer: what combines, in place, slices that messages must carry.
             error: what has kept this rank from what it was doing: told to the others if they do not come here.
         """
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, copy
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
@@ -67,14 +67,16 @@ class HierarchicalCommunicator(WrappingCommunicator):
         label: str = "",
         error: Exception | None = None,
         scale: float | None = None,
+        wire: Wire | None = None,
     ) -> None:
         if not self._goes_by_node(buffer, op):
-            self.inner.all_reduce(buffer, op, out=out, scale=scale)
+            small = buffer.nbytes < SMALLEST
+            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=None if small else wire)
             return
 
         def across(slice_: Array) -> None:
             assert self.across is not None
-            self.across.all_reduce(slice_, op)
+            self.across.all_reduce(slice_, op, wire=wire)
 
         self.node.all_reduce_across(buffer, op, out, scale, self.carriers, across)
 

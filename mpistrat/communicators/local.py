@@ -6,7 +6,7 @@ import os
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.communicator import Communicator, Wire
 
 
 class LocalCommunicator(Communicator):
@@ -24,6 +24,7 @@ class LocalCommunicator(Communicator):
         label: str = "",
         error: Exception | None = None,
         scale: float | None = None,
+        wire: Wire | None = None,
     ) -> None:
         target = buffer if out is None else out
         if out is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.communicator import Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
@@ -135,11 +136,14 @@ class SharedWindowCommunicator(WrappingCommunicator):
         label: str = "",
         error: Exception | None = None,
         scale: float | None = None,
+        wire: Wire | None = None,
     ) -> None:
         nbytes = int(buffer.nbytes)
         how = arithmetic_of(buffer, op)
+        if nbytes < SMALLEST:
+            wire = None  # a message as short costs what an empty one does
         if how is None or nbytes < SMALLEST or not self.is_shared():
-            self.inner.all_reduce(buffer, op, out=out, scale=scale)
+            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
             return
         scratch, window = self._scratch, self._window
         assert scratch is not None

@@ -44,7 +44,7 @@ class Buckets:
         scale: float | None,
         nbytes: int,
     ) -> None:
-        self._thread, self._scale = thread, scale
+        self._thread, self._scale, self._wires = thread, scale, flat.wires
         self._frame: FrameType = outside(sys._getframe())
         self._bucket_of: dict[int, _Bucket] = {}  # by the id of a parameter
         self._slots: dict[int, int] = {}
@@ -109,8 +109,9 @@ class Buckets:
         work = functools.partial(
             self._thread.communicator.all_reduce,
             bucket.flat,
-            label=f"gradients, bucket {number + 1} of {len(self._buckets)}",
+            label=f"gradients, bucket {number + 1} of {len(self._buckets)}{self._wires}",
             scale=self._scale,
+            wire=self._wires.of(bucket.slots),
         )
         self._sent.append(self._thread.submit(work, self._frame))
 

@@ -10,7 +10,9 @@ import torch
 
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
+from mpistrat.pytorch.wires import Wire, Wires
 from mpistrat.recycled_buffers import RecycledBuffers
+from mpistrat.wire_formats import WireFormat
 
 
 @dataclasses.dataclass
@@ -26,10 +28,14 @@ class Group:
 class FlatBuffers:
     """Packs contributions, reduces them, and hands out views of the sums as gradients.
 
+    Args:
+        wire_format: in which sums cross the network; None sends them as they are.
+
     A buffer on the host is used again once no gradient, and nothing the program made of one, refers to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wire_format: WireFormat | None = None) -> None:
+        self.wires = Wires(wire_format)
         self._recycled = RecycledBuffers()
 
     def groups(
@@ -38,15 +44,19 @@ class FlatBuffers:
         slots: Sequence[int],
         parameters: Sequence[torch.Tensor | None],
     ) -> Iterator[Group]:
-        """One for each dtype and device, with the slots in their order; uninitialized."""
+        """One for each dtype and device, with the slots in their order; uninitialized.
+
+        A parameter on the device "meta" stands for one of the host.
+        """
         found: dict[tuple[Any, ...], list[int]] = {}
         for slot in slots:
             parameter = parameters[slot]
             assert parameter is not None, "a dropped parameter cannot have a gradient"
-            found.setdefault((parameter.dtype, parameter.device), []).append(slot)
-        for group in found.values():
+            device = torch.device("cpu") if parameter.is_meta else parameter.device
+            found.setdefault((parameter.dtype, device), []).append(slot)
+        for (dtype, device), group in found.items():
             like: list[Any] = [parameters[slot] for slot in group]
-            flat = self._buffer(communicator, like)
+            flat = self._buffer(communicator, sum(p.numel() for p in like), dtype, device)
             yield Group(flat, group, like, _pieces(flat, like))
 
     def reduce(
@@ -70,13 +80,15 @@ class FlatBuffers:
                 for piece, slot in zip(group.pieces, group.slots, strict=True):
                     if others[slot] is not None:
                         piece.add_(others[slot])
-            _all_reduce(communicator, group.flat, len(group.slots), scale)
+            wire = self.wires.of(group.slots)
+            label = f"gradients of {len(group.slots)} parameters{self.wires}"
+            _all_reduce(communicator, group.flat, label, scale, wire)
             views.update(zip(group.slots, group.pieces, strict=True))
         return [views[slot] for slot in slots]
 
-    def _buffer(self, communicator: Communicator, like: list[Any]) -> torch.Tensor:
-        length = sum(parameter.numel() for parameter in like)
-        dtype, device = like[0].dtype, like[0].device
+    def _buffer(
+        self, communicator: Communicator, length: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty(
                 length, dtype=dtype, device=device
@@ -123,14 +135,17 @@ def _fill(pieces: list[torch.Tensor], gradients: list[Any]) -> None:
 
 
 def _all_reduce(
-    communicator: Communicator, flat: torch.Tensor, parameters: int, scale: float | None
+    communicator: Communicator,
+    flat: torch.Tensor,
+    label: str,
+    scale: float | None,
+    wire: Wire | None,
 ) -> None:
-    label = f"gradients of {parameters} parameters"
     if flat.device.type == "cpu":
-        communicator.all_reduce(flat, label=label, scale=scale)
+        communicator.all_reduce(flat, label=label, scale=scale, wire=wire)
     elif communicator.size > 1:
         host = arrays.to_host(flat)
-        communicator.all_reduce(host, label=label, scale=scale)
+        communicator.all_reduce(host, label=label, scale=scale, wire=wire)
         flat.copy_(host)
     elif scale is not None:
         flat.mul_(scale)

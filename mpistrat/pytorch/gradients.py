@@ -26,6 +26,7 @@ from mpistrat.pytorch.flat_buffers import FlatBuffers
 from mpistrat.pytorch.overlap import Overlap
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.unsynchronized import Unsynchronized
+from mpistrat.wire_formats import ShortFloats
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -54,7 +55,9 @@ class GradientReducer:
         self._extended = strategy.extended
         self.registry = registry
         self._rule = rule
-        self._flat = FlatBuffers()
+        options = strategy.extended.cross_replica_ops.options
+        short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
+        self._flat = FlatBuffers(options.wire_format or short)
         self.overlap = Overlap(strategy.extended)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [
@@ -210,7 +213,7 @@ class GradientReducer:
                 early, late = in_buckets[slot], reduced[slot]
                 reduced[slot] = early if late is None else early.add_(late)
         if len(everyone) == 1:
-            self.overlap.end(dense, buckets)
+            self.overlap.end(dense, parameters, buckets)
         for slot in map(int, np.flatnonzero(used == _SPARSE)):
             reduced[slot] = self._reduce_sparse(
                 parameters[slot], [gradients[slot] for gradients in contributions], scale

@@ -39,7 +39,6 @@ class _Facts:
 
     asked: bool | None
     thread_multiple: bool
-    replicas: int
     on_cpu: bool
     nbytes: int
     cpus: frozenset[int]
@@ -59,10 +58,13 @@ class Overlap:
         self._thread: CommunicationThread | None = None
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
         self._last: tuple[int, ...] = ()
+        self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
         self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
         self._started = 0.0
         self._overlaps: bool | None = None
         self._why = "not measured yet"
+        if extended.num_local_replicas > 1:
+            self._overlaps, self._why = False, "several replicas of a rank take turns"
 
     def begin(
         self, flat: FlatBuffers, parameters: Sequence[torch.Tensor | None], scale: float | None
@@ -80,11 +82,18 @@ class Overlap:
             self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         ):
             assert self._thread is not None
-            buckets = Buckets(self._thread, flat, parameters, slots, scale, self._nbytes)
+            # A model that the program has dropped goes when Python collects it, on each rank at another time.
+            like = [self._like.get(s) if p is None else p for s, p in enumerate(parameters)]
+            buckets = Buckets(self._thread, flat, like, slots, scale, self._nbytes)
         self._started = time.perf_counter()
         return buckets
 
-    def end(self, slots: Sequence[int], buckets: Buckets | None) -> None:
+    def end(
+        self,
+        slots: Sequence[int],
+        parameters: Sequence[torch.Tensor | None],
+        buckets: Buckets | None,
+    ) -> None:
         """A backward has ended, in which `slots` got dense gradients on some rank."""
         if self._overlaps is None and self._started:
             self._seconds[buckets is not None].append(time.perf_counter() - self._started)
@@ -92,6 +101,10 @@ class Overlap:
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expected = last if last == self._last else None
+        if self._expected and self._like.keys() != set(self._expected):
+            self._like = {
+                s: p.detach().to("meta") for s in last if (p := parameters[s]) is not None
+            }
 
     def explain(self) -> str:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
@@ -123,7 +136,6 @@ class Overlap:
         return _Facts(
             self._asked,
             self._extended.communicator.thread_multiple,
-            self._extended.num_local_replicas,
             all(parameter.device.type == "cpu" for parameter in parameters),
             sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             frozenset(os.sched_getaffinity(0)),
@@ -149,8 +161,6 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
         return "as asked for"
     if not all(facts.thread_multiple for facts in everyone):
         return "MPI was started without MPI_THREAD_MULTIPLE"
-    if max(facts.replicas for facts in everyone) > 1:
-        return "several replicas of a rank take turns"
     if not all(facts.on_cpu for facts in everyone):
         return "parameters are on a device"
     if None not in asked:

@@ -24,7 +24,7 @@ LAYERS = (
     ("pytorch",),
     ("variables",),
     ("values", "local_replicas"),
-    ("context",),
+    ("context", "wire_formats"),
     ("communicators",),
     ("cluster_resolver",),
     (

@@ -1,4 +1,7 @@
-"""A strategy over all ranks, once with one replica per rank and once with two."""
+"""A strategy over all ranks: with one replica per rank, with two, and with gradients that leave one by one.
+
+Gradients leave while `backward()` runs from the third step on, when it is known which parameters are used.
+"""
 
 import pytest
 import torch
@@ -11,8 +14,11 @@ def _one_thread_per_rank() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=[1, 2], ids=["k1", "k2"])
+@pytest.fixture(params=[1, 2, "overlap"], ids=["k1", "k2", "overlap"])
 def strategy(request: pytest.FixtureRequest) -> ms.Strategy:
+    if request.param == "overlap":
+        one_by_one = ms.CommunicationOptions(overlap=True, bytes_per_pack=1)
+        return ms.MultiWorkerMirroredStrategy(communication_options=one_by_one, gradients="sum")
     devices = [f"cpu:{i}" for i in range(request.param)]
     return ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")
 

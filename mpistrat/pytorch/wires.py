@@ -1,0 +1,46 @@
+"""What the wire format has held back of each buffer of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpistrat.communicators import Communicator
+from mpistrat.wire_formats import WireFormat
+
+
+class Wire:
+    """A format and what it has held back of one buffer; called by communicators where messages go."""
+
+    def __init__(self, wire_format: WireFormat) -> None:
+        self._format = wire_format
+        self._residual = torch.zeros(0)
+
+    def __call__(self, communicator: Communicator, values: Any) -> None:
+        """`values`: a NumPy array or tensor, float32, of this rank."""
+        tensor = torch.as_tensor(values)
+        if len(self._residual) != len(tensor):
+            self._residual = torch.zeros_like(tensor)
+        self._format.combine(communicator, tensor, self._residual)
+
+
+class Wires:
+    """Those of a strategy's buffers of gradients.
+
+    Args:
+        wire_format: None leaves everything as it is.
+    """
+
+    def __init__(self, wire_format: WireFormat | None) -> None:
+        self._format = wire_format
+        self._wires: dict[tuple[int, ...], Wire] = {}
+
+    def of(self, slots: list[int]) -> Wire | None:
+        """That of the buffer of the gradients of `slots`, whose residual it keeps."""
+        if self._format is None:
+            return None
+        return self._wires.setdefault(tuple(slots), Wire(self._format))
+
+    def __str__(self) -> str:
+        return "" if self._format is None else f", as {self._format}"

@@ -1,0 +1,189 @@
+"""Gradients that leave while `backward()` runs: early, right whatever each rank uses, None where nobody does."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import mpistrat as ms
+from whole_batch import BATCH, Pair, equal_on_all_ranks, loss_of, plain_step
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+SECONDS_TO_ARRIVE = 30.0
+KNOWN = 3  # steps after which gradients leave early
+
+
+@pytest.fixture
+def overlapping() -> ms.Strategy:
+    """One that sends every parameter's gradient by itself."""
+    one_by_one = ms.CommunicationOptions(overlap=True, bytes_per_pack=1)
+    return ms.MultiWorkerMirroredStrategy(communication_options=one_by_one, gradients="sum")
+
+
+def reducer_of(strategy: ms.Strategy) -> Any:
+    assert strategy._mirroring is not None
+    return strategy._mirroring.reducer
+
+
+class Until(torch.autograd.Function):
+    """The identity; its backward returns once `arrived()`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, arrived: Callable[[], bool]) -> torch.Tensor:
+        ctx.arrived = arrived
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        deadline = time.monotonic() + SECONDS_TO_ARRIVE
+        while not ctx.arrived():
+            assert time.monotonic() < deadline, "nothing was sent before backward() ended"
+            time.sleep(0.001)
+        return gradient, None
+
+
+def test_the_last_layer_arrives_before_the_first_has_a_gradient(overlapping: ms.Strategy) -> None:
+    with overlapping.scope():
+        first, last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    reducer = reducer_of(overlapping)
+    early = []
+
+    def arrived() -> bool:
+        if reducer._buckets is None:
+            return True  # not known yet which parameters are used
+        done = [sent.done() for sent in reducer._buckets._sent]
+        if done == [True, True]:
+            early.append(first.weight.grad)
+        return done == [True, True]
+
+    def step() -> None:
+        first.zero_grad()
+        last.zero_grad()
+        last(Until.apply(first(torch.ones(2, 3)), arrived)).sum().backward()
+
+    for _ in range(KNOWN + 2):
+        overlapping.run(step)
+    assert early[-2:] == [None, None]
+    assert equal_on_all_ranks(overlapping, first.weight.grad)
+
+
+def test_ranks_use_different_parameters(overlapping: ms.Strategy) -> None:
+    """Parameter i gets the sum of rank + 1 over the ranks that use it; nothing where none does."""
+    count = 3
+    with overlapping.scope():
+        model = torch.nn.ParameterList([torch.zeros(5) for _ in range(count)])
+    communicator = overlapping.extended.communicator
+
+    def used(step: int, rank: int) -> list[int]:
+        if step < KNOWN:
+            return list(range(count))
+        return [i for i in range(count) if i < 2 and (step + i + rank) % 3]
+
+    def step_of(number: int) -> Callable[[], None]:
+        def step() -> None:
+            for parameter in model:
+                parameter.grad = None
+            loss = torch.zeros((), requires_grad=True) * 1
+            for i in used(number, communicator.rank):
+                loss = loss + model[i].sum() * (communicator.rank + 1)
+            loss.backward()
+
+        return step
+
+    for number in range(KNOWN + 6):
+        overlapping.run(step_of(number))
+        for i, parameter in enumerate(model):
+            users = [rank for rank in range(communicator.size) if i in used(number, rank)]
+            if not users:
+                assert parameter.grad is None, (number, i)
+            else:
+                expected = torch.full((5,), float(sum(rank + 1 for rank in users)))
+                assert torch.equal(parameter.grad, expected), (number, i)
+
+
+class Recurring(torch.nn.Module):
+    """One layer three times, each recomputed in a backward of its own: its gradient comes in three parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.out = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(3):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.out(x)
+
+
+def test_a_gradient_that_grows_after_it_was_sent(overlapping: ms.Strategy) -> None:
+    Pair(overlapping, Recurring).train(plain_step, steps=KNOWN + 3)
+
+
+def test_means_and_accumulation(overlapping: ms.Strategy) -> None:
+    """Without zero_grad, and with no_sync() before: what waits there leaves with the rest."""
+    pair = Pair(overlapping)
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        loss_of(model(x * 2), y).backward()
+        if model is pair.model:
+            with overlapping.no_sync():
+                loss_of(model(x * 3), y).backward()
+        else:
+            loss_of(model(x * 3), y).backward()
+        loss_of(model(x * 4), y).backward()
+        optimizer.step()
+
+    pair.train(step, steps=KNOWN + 3)
+
+
+@pytest.mark.parametrize("bytes_per_pack", [1, 200, 0])
+def test_the_same_bits_with_and_without(bytes_per_pack: int) -> None:
+    """Through memory, where every element is the sum in rank order, however gradients are packed."""
+    found = []
+    for overlap in (True, False):
+        options = ms.CommunicationOptions(overlap=overlap, bytes_per_pack=bytes_per_pack)
+        strategy = ms.MultiWorkerMirroredStrategy(communication_options=options, gradients="mean")
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rank = strategy.extended.communicator.rank
+        x = torch.randn(BATCH, 200, generator=torch.Generator().manual_seed(rank))
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: Any = x) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(KNOWN + 3):
+            strategy.run(step)
+        reason = "as asked for"
+        how = "while backward() runs" if overlap else "when backward() has ended"
+        assert f"gradients are reduced {how}: {reason}" in strategy.extended.explain()
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    if strategy.extended.communicator.size == 2:  # two summands have one order through MPI, too
+        assert torch.equal(*found)
+    else:
+        torch.testing.assert_close(*found)
+
+
+def test_few_bytes_are_not_worth_it(one_per_rank: ms.Strategy) -> None:
+    Pair(one_per_rank).train(plain_step, steps=KNOWN)
+    assert "gradients are reduced when backward() has ended" in one_per_rank.extended.explain()
+    assert "bytes are too few" in one_per_rank.extended.explain()
+
+
+def test_virtual_replicas_take_turns() -> None:
+    options = ms.CommunicationOptions(overlap=True)
+    strategy = ms.MultiWorkerMirroredStrategy(
+        devices=["cpu:0", "cpu:1"], communication_options=options, gradients="sum"
+    )
+    Pair(strategy).train(plain_step, steps=KNOWN)
+    assert "several replicas of a rank take turns" in strategy.extended.explain()
