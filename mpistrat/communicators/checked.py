@@ -123,6 +123,8 @@ class CheckedCommunicator(Communicator):
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         if not self.inner.has_window:
             return None
+        if nbytes <= self.inner.window_capacity:
+            return self.inner.window_buffer(nbytes)
         with self._enter(("window_buffer", nbytes)):
             return self.inner.window_buffer(nbytes)
 

@@ -28,6 +28,7 @@ class Communicator(abc.ABC):
         rank: this process's number in the group, 0 <= rank < size.
         size: number of ranks in the group.
         has_window: `window_buffer` may give something.
+        window_capacity: up to so many bytes `window_buffer` is not collective: all ranks have the window.
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
     """
@@ -35,6 +36,7 @@ class Communicator(abc.ABC):
     rank: int
     size: int
     has_window = False
+    window_capacity = 0
     on_one_node = True
     thread_multiple = False
 

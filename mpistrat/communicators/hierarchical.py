@@ -56,7 +56,14 @@ class HierarchicalCommunicator(WrappingCommunicator):
         return self._shared
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
-        return self.node.window_buffer(nbytes) if nbytes >= SMALLEST else None
+        if nbytes < SMALLEST:
+            return None
+        memory = self.node.window_buffer(nbytes)
+        if nbytes > self.window_capacity:
+            everywhere = np.array(self.node.window_capacity, np.int64)
+            self.inner.all_reduce(everywhere, "min")
+            self.window_capacity = int(everywhere)
+        return memory
 
     def all_reduce(
         self,

@@ -74,6 +74,7 @@ class SharedWindowCommunicator(WrappingCommunicator):
                     self._limit = 0  # asked for no more
                 return None
             self._window = Window(segments, self.rank)
+            self.window_capacity = self._window.capacity
         return self._window.take(nbytes)
 
     def is_shared(self) -> bool:

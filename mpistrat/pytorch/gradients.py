@@ -213,7 +213,7 @@ class GradientReducer:
                 early, late = in_buckets[slot], reduced[slot]
                 reduced[slot] = early if late is None else early.add_(late)
         if len(everyone) == 1:
-            self.overlap.end(dense, parameters, buckets)
+            self.overlap.end(dense, self._flat, parameters, buckets)
         for slot in map(int, np.flatnonzero(used == _SPARSE)):
             reduced[slot] = self._reduce_sparse(
                 parameters[slot], [gradients[slot] for gradients in contributions], scale

@@ -69,51 +69,65 @@ class Overlap:
     def begin(
         self, flat: FlatBuffers, parameters: Sequence[torch.Tensor | None], scale: float | None
     ) -> Buckets | None:
-        """The buckets of the backward that begins; None if its gradients are reduced afterwards. Collective."""
-        slots = self._expected
-        if self._overlaps is False or not slots:
+        """The buckets of the backward that begins; None if its gradients are reduced afterwards.
+
+        Not collective: a rank that skips this backward is found out at its end.
+        """
+        if self._thread is None or not self._expected:
             return None
-        if self._thread is None and not self._can_overlap(slots, parameters):
-            return None
-        if self._overlaps is None:
-            self._decide()
+        turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
-        if self._overlaps or (
-            self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
-        ):
-            assert self._thread is not None
+        if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
             like = [self._like.get(s) if p is None else p for s, p in enumerate(parameters)]
-            buckets = Buckets(self._thread, flat, like, slots, scale, self._nbytes)
+            buckets = Buckets(self._thread, flat, like, self._expected, scale, self._nbytes)
         self._started = time.perf_counter()
         return buckets
 
     def end(
         self,
         slots: Sequence[int],
+        flat: FlatBuffers,
         parameters: Sequence[torch.Tensor | None],
         buckets: Buckets | None,
     ) -> None:
-        """A backward has ended, in which `slots` got dense gradients on some rank."""
+        """A backward has ended, in which `slots` got dense gradients on some rank. Collective."""
+        if self._overlaps is False:
+            return
         if self._overlaps is None and self._started:
             self._seconds[buckets is not None].append(time.perf_counter() - self._started)
+            self._decide()
         self._started = 0.0
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expected = last if last == self._last else None
-        if self._expected and self._like.keys() != set(self._expected):
+        if self._expected and self._like.keys() != set(last):
             self._like = {
                 s: p.detach().to("meta") for s in last if (p := parameters[s]) is not None
             }
+            on_cpu = all(p.device.type == "cpu" for s in last if (p := parameters[s]) is not None)
+            if self._thread is not None or self._can_overlap(on_cpu):
+                assert self._thread is not None
+                # Has the ranks share the window, which is collective, now that all of them are here.
+                like = [self._like.get(s) for s in range(len(parameters))]
+                for _ in flat.groups(self._thread.communicator, last, like):
+                    pass
 
     def explain(self) -> str:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
         return f"gradients are reduced {how}: {self._why}"
 
-    def _can_overlap(self, slots: Sequence[int], parameters: Sequence[torch.Tensor | None]) -> bool:
+    def _can_overlap(self, on_cpu: bool) -> bool:
         """Decided once, before the first. Collective."""
         communicator = self._extended.communicator
-        facts = self._facts([p for s in slots if (p := parameters[s]) is not None])
+        facts = _Facts(
+            self._asked,
+            communicator.thread_multiple,
+            on_cpu,
+            sum(p.numel() * p.element_size() for p in self._like.values()),
+            frozenset(os.sched_getaffinity(0)),
+            torch.get_num_threads(),
+        )
         everyone = communicator.all_gather_object(
             facts, label="overlap of gradients with backward()"
         )
@@ -131,16 +145,6 @@ class Overlap:
                 stacklevel=2,
             )
         return False
-
-    def _facts(self, parameters: Sequence[torch.Tensor]) -> _Facts:
-        return _Facts(
-            self._asked,
-            self._extended.communicator.thread_multiple,
-            all(parameter.device.type == "cpu" for parameter in parameters),
-            sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            frozenset(os.sched_getaffinity(0)),
-            torch.get_num_threads(),
-        )
 
     def _decide(self) -> None:
         sequential, overlapped = self._seconds
