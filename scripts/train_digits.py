@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import mpistrat as ms
+from mpistrat.wire_formats import TopK
 
 REQUIRED_ACCURACY = 0.97
 Batch = tuple[torch.Tensor, ...]
@@ -58,7 +59,12 @@ def load_data(batch_size: int, seed: int) -> tuple[DataLoader[Batch], DataLoader
 def main() -> int:
     options = parse_arguments()
     torch.manual_seed(options.seed)
-    strategy = ms.MultiWorkerMirroredStrategy()
+    strategy = ms.MultiWorkerMirroredStrategy(
+        communication_options=ms.CommunicationOptions(
+            wire_dtype=options.wire_dtype,
+            wire_format=None if options.top_k is None else TopK(options.top_k),
+        )
+    )
     resolver = strategy.cluster_resolver
     first_rank = resolver is None or resolver.topology().rank == 0
 
@@ -138,6 +144,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("learning_curve.png"))
+    wire = parser.add_mutually_exclusive_group()
+    wire.add_argument("--wire-dtype", help="in which gradients cross a network: bfloat16, float16")
+    wire.add_argument("--top-k", type=float, help="fraction of them that crosses, the largest")
     return parser.parse_args()
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import mpistrat as ms
+from mpistrat.wire_formats import TopK
 
 WINDOW = 64  # characters that the model sees
 TRAINING_FILES = 16  # a rank reads whole files: no fewer than there are ranks
@@ -115,7 +116,12 @@ def save(checkpoint: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     options = parse_arguments()
     torch.manual_seed(options.seed)
-    strategy = ms.MultiWorkerMirroredStrategy()
+    strategy = ms.MultiWorkerMirroredStrategy(
+        communication_options=ms.CommunicationOptions(
+            wire_dtype=options.wire_dtype,
+            wire_format=None if options.top_k is None else TopK(options.top_k),
+        )
+    )
     communicator = strategy.extended.communicator
     first_rank = communicator.rank == 0
 
@@ -239,6 +245,9 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         help="folder of the text files, on all nodes; default: by the checkpoint",
     )
+    wire = parser.add_mutually_exclusive_group()
+    wire.add_argument("--wire-dtype", help="in which gradients cross a network: bfloat16, float16")
+    wire.add_argument("--top-k", type=float, help="fraction of them that crosses, the largest")
     return parser.parse_args()
 
 

@@ -39,6 +39,18 @@ def test_ranks_follow_one_process(
     assert job.left_behind == ()
 
 
+@pytest.mark.parametrize(
+    "wire", [["--wire-dtype", "bfloat16"], ["--wire-dtype", "float16"], ["--top-k", "0.05"]]
+)
+def test_wire_formats_converge(tmp_path: Path, wire: list[str]) -> None:
+    """Over two made-up nodes, where gradients cross in fewer bytes."""
+    environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
+    arguments = (*wire, "--out", tmp_path / "curve.png")
+    job = Launcher.named("MPICH").run_python(2, TRAIN, *arguments, env=environment, seconds=120)
+    assert losses(job)[-1] < 0.02
+    assert float(re.findall(r"Test accuracy ([0-9.]+)", job.stdout)[0]) >= 0.97
+
+
 def test_too_little_training_is_a_failure(tmp_path: Path) -> None:
     arguments = ["--epochs", "1", "--lr", "1e-6", "--out", str(tmp_path / "curve.png")]
     environment = Launcher.named("MPICH").environment()
