@@ -53,8 +53,7 @@ def communicator_for(
                     f"{what} with different check= on the ranks: {checks}, by rank"
                 )
             # Not all launchers hand on the environment: rank 0's setting holds for all.
-            first = (uuid.uuid4().hex, trace_folder()) if duplicate.Get_rank() == 0 else None
-            name, folder = duplicate.bcast(first)
+            name, folder = duplicate.bcast((uuid.uuid4().hex, trace_folder()))
             inner, station = _by_node(MpiCommunicator(duplicate), name)
             if folder is None:
                 cached[check] = CheckedCommunicator(inner, name, station, check)

@@ -96,6 +96,11 @@ def merge(folder: str) -> Merged:
     )
 
 
+def size_of_parts(folder: str) -> int:
+    """In bytes. Raises: OSError."""
+    return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
+
+
 def remove_parts(folder: str) -> None:
     for rank in _ranks_in(folder):
         with contextlib.suppress(OSError):

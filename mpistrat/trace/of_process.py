@@ -10,6 +10,9 @@ import sys
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, host_clock
 
+# Of parts; they are merged at 6 MB/s, into six times as much, which Perfetto still opens.
+MOST_BYTES_AT_EXIT = 64_000_000
+
 _timeline: Timeline | None = None
 _is_complete = False
 
@@ -43,10 +46,17 @@ def _finish(pid: int, timeline: Timeline, size: int) -> None:
     if timeline.rank != 0 or not (_is_complete or size == 1):
         return
     try:
-        merged = merging.merge(timeline.folder)
-        if merged.is_complete:
-            merging.remove_parts(timeline.folder)
-        text = merged.describe()
+        nbytes = merging.size_of_parts(timeline.folder)
+        if nbytes > MOST_BYTES_AT_EXIT:
+            text = (
+                f"the trace is large: {nbytes / 1e6:.0f} MB of parts. To make one file of them: "
+                f"python -m mpistrat.trace {timeline.folder}"
+            )
+        else:
+            merged = merging.merge(timeline.folder)
+            if merged.is_complete:
+                merging.remove_parts(timeline.folder)
+            text = merged.describe()
     except OSError as error:
         text = f"the trace could not be written: {error}. Its parts are in {timeline.folder}"
     sys.stderr.write(f"mpistrat: {text}\n")

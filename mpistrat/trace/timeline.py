@@ -68,7 +68,8 @@ class Timeline:
         self._file: int | None = os.open(
             self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
         )
-        self._lock = threading.Lock()
+        # Reentrant, for signal handlers: one may call a collective while this thread notes another.
+        self._lock = threading.RLock()
         self._lines = [self.header]
         self._written_at = self.now()
         self._kinds = 0
@@ -165,7 +166,7 @@ class Timeline:
                 os.close(file)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()  # another thread may have held it
+        self._lock = threading.RLock()  # another thread may have held it
         self._lines = []
         self._stop()
 

@@ -133,6 +133,22 @@ def test_strategies_of_one_rank_are_on_the_same_timeline(
     assert [e["pid"] for e in slices_of(events, "strategy.reduce")] == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_large_trace_is_left_to_the_command(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "large", ranks=2)
+    assert job.returncode == 0, job.output
+    assert f"python -m mpistrat.trace {tmp_path / 't'}" in job.stderr
+    assert files(tmp_path / "t") == ["rank-0.part", "rank-1.part"]
+    assert "no end" not in merge(tmp_path / "t")
+
+
+def test_programs_that_ranks_start_are_not_traced(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "starts_a_program", ranks=2)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("alone") == 2
+    assert job.stderr.count("of 2 ranks are in") == 1, job.output
+    assert slices_of(valid_trace(tmp_path / "t" / "trace.json"), "strategy.run") == []
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_the_setting_nothing_of_it_is_loaded(
     launcher: Launcher, tmp_path: Path, ranks: int

@@ -96,6 +96,24 @@ def modules() -> None:
     print(sorted(loaded), flush=True)
 
 
+def large() -> None:
+    """More than is merged at exit."""
+    from mpistrat.trace import of_process
+
+    of_process.MOST_BYTES_AT_EXIT = 1000
+    reduce(ms.MultiWorkerMirroredStrategy())
+
+
+def starts_a_program() -> None:
+    """Which is no rank, and builds a strategy of its own."""
+    import subprocess
+
+    strategy = ms.MultiWorkerMirroredStrategy()
+    code = "import mpistrat as ms; ms.MultiWorkerMirroredStrategy().run(print, ('alone',))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    reduce(strategy)
+
+
 def some_ranks_alone() -> None:
     """A strategy of one rank, and one of all, in either order."""
     from mpi4py import MPI
