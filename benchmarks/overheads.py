@@ -79,7 +79,7 @@ def all_reduce() -> list[dict[str, Any]]:
 
 
 def agreement() -> list[dict[str, Any]]:
-    """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce of the inner communicator."""
+    """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce."""
     checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
     inside = checked.inner  # type: ignore[attr-defined]
     send = np.ones((), np.float32)
