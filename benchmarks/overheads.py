@@ -7,6 +7,7 @@ mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.node import station_of
+from mpistrat.communicators.traced import TracedCommunicator
 from mpistrat.flight_recorder.record import RankRecord, text_of
+from mpistrat.trace.timeline import Timeline, host_clock
 
 
 def empty() -> None:
@@ -75,16 +79,21 @@ def all_reduce() -> list[dict[str, Any]]:
 
 
 def agreement() -> list[dict[str, Any]]:
-    """What recording a collective and agreeing on it add to the scalar all_reduce of the communicator inside."""
+    """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce."""
     checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
     inside = checked.inner  # type: ignore[attr-defined]
     send = np.ones((), np.float32)
     receive = np.empty_like(send)
+    folder = tempfile.TemporaryDirectory()
+    timeline = Timeline(folder.name, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "", host_clock())
+    station = station_of(MPI.COMM_WORLD, "traced")
+    traced = TracedCommunicator(inside, "traced", station, "always", timeline)
     medians = compare(
         {
             "neither": lambda: inside.all_reduce(send, out=receive),
             "recorded": lambda: unchecked.all_reduce(send, out=receive),
             "recorded and agreed on": lambda: checked.all_reduce(send, out=receive),
+            "recorded, agreed on and traced": lambda: traced.all_reduce(send, out=receive),
         },
         repeat=3000,
     )
@@ -94,6 +103,8 @@ def agreement() -> list[dict[str, Any]]:
     medians |= compare(
         {"the ring entry alone": lambda: record.enter(board, 1, *call)}, repeat=10000
     )
+    timeline.close()
+    folder.cleanup()
     limits = {"recorded and agreed on": medians["neither"] + 6.0, "the ring entry alone": 1.0}
     return [
         {"scalar all_reduce": name, "us": us, "limit us": limits.get(name, "")}

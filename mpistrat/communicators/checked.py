@@ -167,9 +167,12 @@ class CheckedCommunicator(Communicator):
             station = None
             if self.station.of_part is not None:
                 inner, station = self.station.of_part(inner, name)
-        part = CheckedCommunicator(inner, name, station, self.check)
+        part = self._part(inner, name, station)
         self.splits.append(part)
         return part
+
+    def _part(self, inner: Communicator, name: str, station: Station | None) -> CheckedCommunicator:
+        return CheckedCommunicator(inner, name, station, self.check)
 
     def explain(self) -> str:
         return self.inner.explain()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveMismatchError, StallError
+
+if TYPE_CHECKING:
+    from mpistrat.trace.timeline import Timeline
 
 REDUCTIONS = ("sum", "max", "min")
 
@@ -31,6 +34,7 @@ class Communicator(abc.ABC):
         window_capacity: up to so many bytes `window_buffer` is not collective: all ranks have the window.
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
+        timeline: where its calls are recorded; None where they are not.
     """
 
     rank: int
@@ -39,6 +43,7 @@ class Communicator(abc.ABC):
     window_capacity = 0
     on_one_node = True
     thread_multiple = False
+    timeline: Timeline | None = None
 
     @abc.abstractmethod
     def all_reduce(

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.start_deadline import start_deadline
+from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import job_end
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
@@ -51,9 +52,15 @@ def communicator_for(
                 raise CollectiveMismatchError(
                     f"{what} with different check= on the ranks: {checks}, by rank"
                 )
-            name = duplicate.bcast(uuid.uuid4().hex if duplicate.Get_rank() == 0 else None)
+            # Not all launchers hand on the environment: rank 0's setting holds for all.
+            name, folder = duplicate.bcast((uuid.uuid4().hex, trace_folder()))
             inner, station = _by_node(MpiCommunicator(duplicate), name)
-        cached[check] = CheckedCommunicator(inner, name, station, check)
+            if folder is None:
+                cached[check] = CheckedCommunicator(inner, name, station, check)
+            else:
+                from mpistrat.communicators.trace_of_job import traced
+
+                cached[check] = traced(duplicate, folder, inner, name, station, check)
         job_end.watch(cached[check], duplicate)
     return cached[check]
 

@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
@@ -241,6 +241,8 @@ class _Watch:
                 pause = min(pause * 1.5, 0.05)
             if words[ABORT]:
                 _end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
+            for action in _last_actions:
+                action()
             self.record.words[STATE] = LEFT
         except KeyboardInterrupt:
             _end_job(f"ending the job: {self._who} was interrupted", 130)
@@ -265,7 +267,16 @@ class _Watch:
         _end_job(f"{self._who} failed; ending the job\n{text.getvalue()}", code)
 
 
+def also(flushed: Any, last: Callable[[], None]) -> None:
+    """Flush `flushed` wherever standard output is; call `last` once all ranks have come to their ends, before
+    MPI_Finalize."""
+    _flushed.append(flushed)
+    _last_actions.append(last)
+
+
 _watch: _Watch | None = None
+_flushed: list[Any] = []
+_last_actions: list[Callable[[], None]] = []
 
 
 def _with_splits(communicators: list[CheckedCommunicator]) -> Iterator[CheckedCommunicator]:
@@ -275,7 +286,7 @@ def _with_splits(communicators: list[CheckedCommunicator]) -> Iterator[CheckedCo
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr, *_flushed):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.devices import check_devices, default_devices
@@ -121,5 +122,11 @@ def setup(
     what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
     communicator.barrier(label=f"constructor of {what}, gradients={gradients!r}, {options}")
     share_cores(communicator, topology)
+    # One rank has nobody to agree with on a folder.
+    folder = trace_folder() if communicator.size == 1 else None
+    if folder is not None or communicator.timeline is not None:
+        from mpistrat.traced_ranges import trace_ranges
+
+        trace_ranges(communicator.timeline, folder)
     strategy._gradients = gradients
     strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)

@@ -16,6 +16,7 @@ LAYERS = (
     ("bench",),
     ("compat", "experimental"),
     ("strategies",),
+    ("traced_ranges",),
     ("strategy",),
     ("strategy_extended",),
     ("cross_replica_ops", "input"),
@@ -38,6 +39,7 @@ LAYERS = (
         "recycled_buffers",
         "reduce_op",
         "topology",
+        "trace",
     ),
 )
 

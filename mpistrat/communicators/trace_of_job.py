@@ -1,0 +1,131 @@
+"""The timelines of a job's ranks: begun together, their clocks compared, and put together at the job's end.
+
+mpi4py is imported at the top of this file, and this file only where MPISTRAT_TRACE is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrat.communicators import job_end
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.station import Station
+from mpistrat.communicators.traced import TracedCommunicator
+from mpistrat.errors import TopologyError
+from mpistrat.trace import clocks, of_process
+from mpistrat.trace.timeline import Timeline, header_of, part_of
+
+_BYTES_PER_MESSAGE = 1 << 22
+
+_comms: list[MPI.Intracomm] = []
+_is_complete = False
+
+
+def traced(
+    comm: MPI.Intracomm,
+    folder: str,
+    inner: Communicator,
+    name: str,
+    station: Station,
+    check: str,
+) -> TracedCommunicator:
+    """A communicator over the ranks of `comm`, which is ours, whose calls are on the timelines in `folder`.
+
+    Collective over `comm`. A process has one timeline: the first folder is that of all its communicators.
+    Raises: TopologyError on all ranks when one cannot write there.
+    """
+    world, error = MPI.COMM_WORLD, None
+    try:
+        timeline = of_process.begin(folder, world.rank, world.size)
+    except OSError as failed:
+        error = f"rank {world.rank} on {socket.gethostname()}: {failed}"
+    errors = [told for told in comm.allgather(error) if told is not None]
+    if errors:
+        raise TopologyError(
+            f"MPISTRAT_TRACE={folder!r}: {len(errors)} of {comm.size} ranks cannot write their part of the trace "
+            f"there ({errors[0]}); name a folder that every rank can make and write to, or unset it"
+        )
+    if not _comms:
+        job_end.also(timeline, _complete)
+    _compare_clocks(comm, timeline)
+    _comms.append(comm)
+    return TracedCommunicator(inner, name, station, check, timeline)
+
+
+def _complete() -> None:
+    """All ranks have come to their ends, and none records anything any more."""
+    timeline = of_process.timeline()
+    assert timeline is not None
+    for comm in _comms:
+        _compare_clocks(comm, timeline)
+    timeline.close()
+    for comm in _comms:
+        _gather_parts(comm, timeline)
+    of_process.all_parts_are_there()
+
+
+def _compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
+    """Rank 0's with one rank's of each other clock. Collective; takes as long as 20 short messages to each."""
+    names = comm.allgather(timeline.clock)
+    others = [names.index(name) for name in dict.fromkeys(names)][1:]
+    time = np.zeros(1, np.int64)
+    if comm.rank == 0:
+        for rank in others:
+            for _ in range(clocks.ROUNDS):
+                comm.Recv(time, rank)
+                time[0] = timeline.now()
+                comm.Send(time, rank)
+    elif comm.rank in others:
+
+        def ask() -> int:
+            comm.Send(time, 0)
+            comm.Recv(time, 0)
+            return int(time[0])
+
+        found = clocks.compare(ask, timeline.now)
+        timeline.add_comparison(names[0], found.at, found.ahead, found.error)
+
+
+def _gather_parts(comm: MPI.Intracomm, timeline: Timeline) -> None:
+    """To the job's rank 0, those that it does not see in the folder: of nodes that do not share it. Collective."""
+    headers = comm.gather(timeline.header)
+    ranks = comm.gather(timeline.rank)
+    unseen = None
+    if headers is not None and ranks is not None and timeline.rank == 0:
+        seen = [header_of(part_of(timeline.folder, rank)) for rank in ranks]
+        unseen = [i for i, header in enumerate(headers) if seen[i] != header]
+    for rank in comm.bcast(unseen) or ():
+        if comm.rank == rank:
+            _send_part(comm, timeline)
+        elif comm.rank == 0 and ranks is not None:
+            _receive_part(comm, rank, part_of(timeline.folder, ranks[rank]))
+
+
+def _send_part(comm: MPI.Intracomm, timeline: Timeline) -> None:
+    with contextlib.suppress(OSError):
+        with open(timeline.path, "rb") as file:
+            while data := file.read(_BYTES_PER_MESSAGE):
+                comm.send(data, 0)
+        os.unlink(timeline.path)
+    comm.send(b"", 0)
+
+
+def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
+    """It gets its name once all of it is here: should the folder be shared, the sender has removed its own by then."""
+    with contextlib.ExitStack() as stack:
+        file = None
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(f"{path}.received", "wb"))
+        while data := comm.recv(source=rank):
+            try:
+                if file is not None:
+                    file.write(data)
+            except OSError:
+                file = None
+    with contextlib.suppress(OSError):
+        os.replace(f"{path}.received", path)

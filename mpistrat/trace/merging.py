@@ -1,0 +1,281 @@
+"""Makes one timeline of the ranks' parts, in the Trace Event Format of Chrome, which Perfetto opens.
+
+"Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; what of it
+Perfetto shows: https://perfetto.dev/docs/getting-started/other-formats. A process (`pid`) is a rank, a thread (`tid`) a
+track; complete events (`ph` "X") nest by their times, which are microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpistrat.trace.clocks import Alignment, Comparison
+from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
+
+_PART = re.compile(r"rank-(\d+)\.part")
+_Collective = tuple[str, int]  # the communicator's name, and the number of the call
+
+
+def trace_of(folder: str) -> str:
+    return os.path.join(folder, "trace.json")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What `merge` made, and what it could not have."""
+
+    path: str
+    ranks: tuple[int, ...]
+    events: int
+    missing: tuple[int, ...]
+    unfinished: tuple[int, ...]
+    unaligned: tuple[int, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unfinished or self.unaligned)
+
+    def describe(self) -> str:
+        lines = [
+            f"{self.events} events of {len(self.ranks)} ranks are in {self.path}; open it at https://ui.perfetto.dev"
+        ]
+        if self.missing:
+            lines.append(f"  no part is there of {_ranks(self.missing)}")
+        if self.unfinished:
+            lines.append(
+                f"  the part has no end of {_ranks(self.unfinished)}: killed, still running, or it could not be written"
+            )
+        if self.unaligned:
+            lines.append(
+                f"  the clock was not compared with rank {self.ranks[0]}'s, so the times do not match, of "
+                f"{_ranks(self.unaligned)}"
+            )
+        return "\n".join(lines)
+
+
+def merge(folder: str) -> Merged:
+    """Write `trace.json` in `folder` from the parts that are there.
+
+    It takes memory for the times of all collectives, not for the events.
+    Raises: FileNotFoundError when there is no part; OSError when it cannot be written.
+    """
+    parts = [_Part(part_of(folder, rank), rank) for rank in _ranks_in(folder)]
+    parts = [part for part in parts if part.is_valid]
+    if not parts:
+        raise FileNotFoundError(f"no part of a trace (rank-0.part, …) is in {folder}")
+    aligned = _alignments(parts)
+    for part in parts:
+        part.aligned = aligned.get(part.clock, _unchanged)
+    last = _last_to_enter(parts)
+    beginning = min(part.aligned(part.begins) for part in parts)
+    path, events = trace_of(folder), 0
+    with open(f"{path}.new", "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for part in parts:
+            for event in part.trace_events(beginning, last):
+                file.write(",\n" if events else "\n")
+                file.write(event)
+                events += 1
+        file.write("\n]}\n")
+    os.replace(f"{path}.new", path)
+    present = {part.rank for part in parts}
+    return Merged(
+        path,
+        tuple(sorted(present)),
+        events,
+        tuple(rank for rank in range(parts[0].size) if rank not in present),
+        tuple(part.rank for part in parts if not part.has_end),
+        tuple(part.rank for part in parts if part.clock not in aligned),
+    )
+
+
+def size_of_parts(folder: str) -> int:
+    """In bytes. Raises: OSError."""
+    return sum(os.path.getsize(part_of(folder, rank)) for rank in _ranks_in(folder))
+
+
+def remove_parts(folder: str) -> None:
+    for rank in _ranks_in(folder):
+        with contextlib.suppress(OSError):
+            os.unlink(part_of(folder, rank))
+
+
+def remove_older(folder: str, size: int) -> None:
+    """What an earlier job left in `folder` that the `size` ranks of this one do not overwrite themselves."""
+    older = [
+        trace_of(folder),
+        *(part_of(folder, rank) for rank in _ranks_in(folder) if rank >= size),
+    ]
+    for path in older:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _ranks_in(folder: str) -> list[int]:
+    try:
+        found = [_PART.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _unchanged(time: int) -> int:
+    return time
+
+
+_WAIT = '"name":"wait for the others","cat":"waiting"'
+_MOVE = '"name":"move bytes","cat":"moving"'
+
+
+class _Kind:
+    """What its events have in common; `text` lacks the brace that ends their "args"."""
+
+    def __init__(self, name: str, category: str, told: dict[str, Any]) -> None:
+        self.is_collective = category == "collective"
+        self.communicator: str = told.get("communicator", "")
+        self.ranks: int = told.get("ranks", 0)
+        start = f'"name":{json.dumps(name)},"cat":{json.dumps(category)},"args":'
+        self.text = start + json.dumps(told)[:-1]
+
+
+@dataclass
+class _Part:
+    """A rank's part, and what its lines tell that stand for many events."""
+
+    path: str
+    rank: int
+    is_valid: bool = False
+    has_end: bool = False
+    size: int = 0
+    clock: str = ""
+    begins: int = 0
+    kinds: dict[int, _Kind] = field(default_factory=dict)
+    tracks: dict[int, str] = field(default_factory=dict)
+    comparisons: list[tuple[str, Comparison]] = field(default_factory=list)
+    aligned: Callable[[int], int] = _unchanged
+
+    def __post_init__(self) -> None:
+        try:
+            self.header = json.loads(header_of(self.path))
+            self.is_valid = (
+                self.header["trace"] == HEADER_VERSION and self.header["rank"] == self.rank
+            )
+            self.size, self.clock = self.header["ranks"], self.header["clock"]
+            self.begins = self.header["begins"]
+        except (ValueError, KeyError, TypeError):
+            return
+        for line in self._lines("{"):
+            if "kind" in line:
+                self.kinds[line["kind"]] = _Kind(line["name"], line["category"], line["told"])
+            elif "track" in line:
+                self.tracks[line["track"]] = line["name"]
+            elif "reference" in line:
+                found = Comparison(line["at"], line["ahead"], line["error"])
+                self.comparisons.append((line["reference"], found))
+            elif "end" in line:
+                self.has_end = True
+
+    def events(self) -> Iterator[list[int]]:
+        return self._lines("[")
+
+    def trace_events(
+        self, beginning: int, last: dict[_Collective, tuple[int, int, int]]
+    ) -> Iterator[str]:
+        """Each as JSON. Times count from `beginning`; `last` is as of `_last_to_enter`."""
+        pid = self.rank
+        name = f"rank {pid} on {self.header['node']}, pid {self.header['pid']}"
+        yield _metadata("process_name", pid, 0, name=name)
+        yield _metadata("process_sort_index", pid, 0, sort_index=pid)
+        for track, name in self.tracks.items():
+            yield _metadata("thread_name", pid, track, name=name)
+            yield _metadata("thread_sort_index", pid, track, sort_index=track)
+
+        def complete(track: int, start: int, end: int, rest: str) -> str:
+            times = f'"ts":{_us(start - beginning)},"dur":{_us(end - start)}'
+            return f'{{"ph":"X","pid":{pid},"tid":{track},{times},{rest}}}'
+
+        for kind, track, *times in self.events():
+            about = self.kinds[kind]
+            if not about.is_collective:
+                start, end = map(self.aligned, times)
+                yield complete(track, start, end, f"{about.text}}}")
+                continue
+            *times, number = times
+            entered, together, left = map(self.aligned, times)
+            seen, _, rank = last[about.communicator, number]
+            told = f'"number":{number}'
+            if seen == about.ranks:
+                told += f',"last to enter":"rank {rank}"'
+            yield complete(track, entered, left, f"{about.text},{told}}}")
+            if times[1]:
+                yield complete(track, entered, together, _WAIT)
+                yield complete(track, together, left, _MOVE)
+
+    def _lines(self, first: str) -> Iterator[Any]:
+        with open(self.path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                # The last line of a rank that was killed may be cut off.
+                if line.startswith(first) and line.endswith("\n"):
+                    yield json.loads(line)
+
+
+def _alignments(parts: list[_Part]) -> dict[str, Callable[[int], int]]:
+    """By clock, what turns its times into those of the first part's; clocks that cannot be reached are missing."""
+    found: dict[str, dict[str, list[Comparison]]] = defaultdict(lambda: defaultdict(list))
+    for part in parts:
+        for reference, comparison in part.comparisons:
+            found[part.clock][reference].append(comparison)
+    known: dict[str, Callable[[int], int]] = {parts[0].clock: _unchanged}
+    while True:
+        reached = {
+            clock: (Alignment(comparisons), known[reference])
+            for clock, references in found.items()
+            for reference, comparisons in references.items()
+            if clock not in known and reference in known
+        }
+        if not reached:
+            return known
+        for clock, (to_reference, onward) in reached.items():
+            known[clock] = _chained(to_reference, onward)
+
+
+def _chained(first: Callable[[int], int], second: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda time: second(first(time))
+
+
+def _last_to_enter(parts: list[_Part]) -> dict[_Collective, tuple[int, int, int]]:
+    """Of each collective: how many ranks' calls are known, the latest entering and whose it is."""
+    last: dict[_Collective, tuple[int, int, int]] = {}
+    for part in parts:
+        for event in part.events():
+            about = part.kinds[event[0]]
+            if about.is_collective:
+                key = (about.communicator, event[5])
+                entered = part.aligned(event[2])
+                seen, latest, rank = last.get(key, (0, entered, part.rank))
+                if entered > latest:
+                    latest, rank = entered, part.rank
+                last[key] = (seen + 1, latest, rank)
+    return last
+
+
+def _metadata(what: str, pid: int, tid: int, **arguments: Any) -> str:
+    event = {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
+    return json.dumps(event)
+
+
+def _us(nanoseconds: int) -> str:
+    """As a decimal number, to the nanosecond: more digits than a float has."""
+    sign, rest = ("-", -nanoseconds) if nanoseconds < 0 else ("", nanoseconds)
+    return f"{sign}{rest // 1000}.{rest % 1000:03d}"

@@ -1,0 +1,62 @@
+"""The one timeline of this process, and what becomes of it at the program's end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+
+from mpistrat.trace import merging
+from mpistrat.trace.timeline import Timeline, host_clock
+
+# Of parts; they are merged at 6 MB/s, into six times as much, which Perfetto still opens.
+MOST_BYTES_AT_EXIT = 64_000_000
+
+_timeline: Timeline | None = None
+_is_complete = False
+
+
+def timeline() -> Timeline | None:
+    return _timeline
+
+
+def begin(folder: str, rank: int, size: int) -> Timeline:
+    """The timeline, which is made at the first call. Raises: OSError when its part cannot be written."""
+    global _timeline
+    if _timeline is None:
+        if rank == 0:
+            merging.remove_older(folder, size)
+        _timeline = Timeline(folder, rank, size, socket.gethostname(), host_clock())
+        # Handlers run last in, first out: this one after that of `job_end`, which is not registered yet.
+        atexit.register(_finish, os.getpid(), _timeline, size)
+    return _timeline
+
+
+def all_parts_are_there() -> None:
+    """All ranks of the job have closed their parts, and rank 0 has them in its folder."""
+    global _is_complete
+    _is_complete = True
+
+
+def _finish(pid: int, timeline: Timeline, size: int) -> None:
+    if os.getpid() != pid:
+        return
+    timeline.close()
+    if timeline.rank != 0 or not (_is_complete or size == 1):
+        return
+    try:
+        nbytes = merging.size_of_parts(timeline.folder)
+        if nbytes > MOST_BYTES_AT_EXIT:
+            text = (
+                f"the trace is large: {nbytes / 1e6:.0f} MB of parts. To make one file of them: "
+                f"python -m mpistrat.trace {timeline.folder}"
+            )
+        else:
+            merged = merging.merge(timeline.folder)
+            if merged.is_complete:
+                merging.remove_parts(timeline.folder)
+            text = merged.describe()
+    except OSError as error:
+        text = f"the trace could not be written: {error}. Its parts are in {timeline.folder}"
+    sys.stderr.write(f"mpistrat: {text}\n")

@@ -1,0 +1,183 @@
+"""What this process did when, written to a part file as it goes: a job that is killed leaves its parts.
+
+A part is text, a JSON value in each line. What stands for many events is written once, as an object: the header (the
+first line), kinds of events, tracks (threads), comparisons of clocks, and at the end of a complete part {"end": …}.
+An event is an array: [kind, track, start, end], and of a collective [kind, track, entered, together, left, number].
+Times are CLOCK_MONOTONIC in ns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import warnings
+from typing import Any
+
+# Bounds of what a killed process loses, and of the memory that events take until they are written
+EVENTS_TOGETHER = 1000
+NANOSECONDS_TOGETHER = 1_000_000_000
+
+HEADER_VERSION = 1
+
+
+def part_of(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"rank-{rank}.part")
+
+
+def header_of(part: str) -> str:
+    """The first line; "" where there is no such file."""
+    try:
+        with open(part, encoding="utf-8", errors="replace") as file:
+            return file.readline().rstrip("\n")
+    except OSError:
+        return ""
+
+
+class Timeline:
+    """A process's own part. Its methods may be called by any thread; in a forked child they do nothing.
+
+    Args:
+        folder: made if it is not there.
+        rank, size: of the job, as the launcher counts.
+        node: the host's name.
+        clock: names the clock that `now` reads; processes with the same one need not be compared.
+
+    Raises: OSError when the part cannot be written.
+    """
+
+    def __init__(self, folder: str, rank: int, size: int, node: str, clock: str) -> None:
+        self.folder, self.rank, self.clock = folder, rank, clock
+        self.now = time.monotonic_ns
+        self.header = json.dumps(
+            {
+                "trace": HEADER_VERSION,
+                "rank": rank,
+                "ranks": size,
+                "node": node,
+                "pid": os.getpid(),
+                "clock": clock,
+                "begins": self.now(),
+                "time": time.time(),
+            }
+        )
+        os.makedirs(folder, exist_ok=True)
+        self.path = part_of(folder, rank)
+        self._file: int | None = os.open(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+        )
+        # Reentrant, for signal handlers: one may call a collective while this thread notes another.
+        self._lock = threading.RLock()
+        self._lines = [self.header]
+        self._written_at = self.now()
+        self._kinds = 0
+        self._tracks: dict[int, int] = {}
+        os.register_at_fork(after_in_child=self._forget)
+        self._write()
+
+    def kind(self, name: str, category: str, **told: Any) -> int:
+        """A new number, for events that are all called `name` and tell the same."""
+        with self._lock:
+            number = self._kinds
+            self._kinds += 1
+            line = {"kind": number, "name": name, "category": category, "told": told}
+            self._tell(line)
+        return number
+
+    def add(self, kind: int, start: int, end: int) -> None:
+        """Something that this thread did from `start` to `end`."""
+        self._add(f"[{kind},{self._track()},{start},{end}]", end)
+
+    def add_collective(
+        self, kind: int, entered: int, together: int, left: int, number: int
+    ) -> None:
+        """The `number`-th collective of a communicator; all ranks had entered it at `together`, or 0: not known."""
+        self._add(f"[{kind},{self._track()},{entered},{together},{left},{number}]", left)
+
+    def add_comparison(self, reference: str, at: int, ahead: int, error: int) -> None:
+        """As of `clocks.Comparison`: of this process's clock with `reference`."""
+        line = {"reference": reference, "at": at, "ahead": ahead, "error": error}
+        self._add(json.dumps(line), at)
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """Write all, and that it is all; nothing is recorded from here on."""
+        with self._lock:
+            if self._file is not None:
+                self._tell({"end": self.now()})
+                self._write()
+            self._stop()
+
+    def _track(self) -> int:
+        thread = threading.get_ident()
+        track = self._tracks.get(thread)
+        if track is None:
+            with self._lock:
+                track = self._tracks[thread] = len(self._tracks) + 1
+                line = {"track": track, "name": threading.current_thread().name}
+                self._tell(line)
+        return track
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._lines.append(json.dumps(line))
+
+    def _add(self, line: str, now: int) -> None:
+        with self._lock:
+            if self._file is None:
+                return
+            lines = self._lines
+            lines.append(line)
+            if (
+                len(lines) >= EVENTS_TOGETHER
+                or not 0 <= now - self._written_at < NANOSECONDS_TOGETHER
+            ):
+                self._written_at = now
+                self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._lines.clear()
+            return
+        data = memoryview("".join(f"{line}\n" for line in self._lines).encode())
+        self._lines.clear()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            self._stop()
+            warnings.warn(
+                f"rank {self.rank} cannot write to {self.path} any more ({error}): its trace ends here, the program "
+                "goes on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _stop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+    def _forget(self) -> None:
+        self._lock = threading.RLock()  # another thread may have held it
+        self._lines = []
+        self._stop()
+
+
+def host_clock() -> str:
+    """Names CLOCK_MONOTONIC as processes see it that share a kernel, since its start, and a time namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/proc/self/ns/time').st_ino}"
+    except OSError:
+        import socket
+
+        return socket.gethostname()

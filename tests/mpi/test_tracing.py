@@ -1,0 +1,201 @@
+"""Collectives of all ranks on one timeline, whatever their clocks show."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.communicators import trace_of_job
+from mpistrat.communicators.checked import CheckedCommunicator
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.traced import TracedCommunicator
+from mpistrat.errors import CollectiveMismatchError, TopologyError
+from mpistrat.trace import merging
+from mpistrat.trace.timeline import Timeline, part_of
+from rank_errors import errors_of_ranks
+from trace_rules import slices_of, valid_trace
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+LAST = SIZE - 1
+several = pytest.mark.skipif(SIZE == 1, reason="needs 2 MPI ranks or more")
+CALLS = 30
+SECONDS_LATE = 0.05
+HOUR = 3_600_000_000_000
+
+
+class Traced:
+    """A traced communicator over all ranks, each of which has a folder of its own, as on nodes without a shared one."""
+
+    def __init__(self, folder: Path, clock: str, check: str = "always") -> None:
+        self.comm = WORLD.Dup()
+        self.folder = folder / f"of rank {RANK}"
+        self.timeline = Timeline(str(self.folder), RANK, SIZE, "node", clock)
+        inner = MpiCommunicator(self.comm)
+        self.communicator = TracedCommunicator(inner, "tests", None, check, self.timeline)
+        trace_of_job._compare_clocks(self.comm, self.timeline)
+
+    def events(self) -> list[dict]:
+        """What rank 0 makes of all parts, on every rank."""
+        trace_of_job._compare_clocks(self.comm, self.timeline)
+        self.timeline.close()
+        trace_of_job._gather_parts(self.comm, self.timeline)
+        events = error = None
+        if RANK == 0:
+            merged = merging.merge(str(self.folder))
+            error = "" if merged.is_complete else merged.describe()
+            events = valid_trace(self.folder / "trace.json")
+        assert self.comm.bcast(error) == ""
+        return self.comm.bcast(events)
+
+
+def errors_told(folder: Path) -> float:
+    """By how much the clocks of all ranks may be wrong, in us: after the parts were gathered."""
+    told = 0
+    for rank in range(SIZE):
+        with open(part_of(str(folder), rank), encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file if line.startswith('{"reference"')]
+        told = max([told, *(line["error"] for line in lines)])
+    return told / 1000
+
+
+def test_shifted_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's clock is an hour ahead of that of the rank before it."""
+    real = time.monotonic_ns
+    monkeypatch.setattr(time, "monotonic_ns", lambda: real() + RANK * HOUR)
+    traced = Traced(tmp_path, clock=f"clock of rank {RANK}")
+    value = np.ones(4, np.float32)
+    for _ in range(CALLS):
+        traced.communicator.all_reduce(value, label="lined up")
+    events = traced.events()
+    wrong = WORLD.bcast(errors_told(traced.folder) if RANK == 0 else None)
+    assert wrong < 50_000
+    calls: dict[int, list[dict]] = {}
+    for event in slices_of(events, "all_reduce"):
+        calls.setdefault(event["args"]["number"], []).append(event)
+    assert len(calls) == CALLS
+    spreads = []
+    for of_ranks in calls.values():
+        assert sorted(event["pid"] for event in of_ranks) == list(range(SIZE))
+        ends = [event["ts"] + event["dur"] for event in of_ranks]
+        # Nobody leaves before the last has entered.
+        assert min(ends) > max(event["ts"] for event in of_ranks) - 2 * wrong - 1
+        spreads.append(max(ends) - min(ends))
+    assert sorted(spreads)[CALLS // 2] < 2 * wrong + 20_000  # one core may run several ranks
+
+
+@several
+def test_a_late_rank_is_named(tmp_path: Path) -> None:
+    """The others' waiting is as long as it was late, and shown apart from the moving of bytes."""
+    traced = Traced(tmp_path, clock="of all")
+    traced.communicator.barrier()
+    if RANK == LAST:
+        time.sleep(SECONDS_LATE)
+    traced.communicator.all_reduce(np.ones((3, 5), np.float64), "max", label="late")
+    events = traced.events()
+    calls = slices_of(events, "all_reduce")
+    assert {event["args"]["last to enter"] for event in calls} == {f"rank {LAST}"}
+    for event in calls:
+        assert event["args"]["bytes"] == 3 * 5 * 8
+        assert event["args"]["call"] == "all_reduce(max, float64, (3, 5), late)"
+        assert event["args"]["at"].split(":")[0] == __file__
+        waits = [
+            wait["dur"]
+            for wait in slices_of(events, "wait for the others")
+            if wait["pid"] == event["pid"] and wait["ts"] == event["ts"]
+        ]
+        assert len(waits) == 1
+        if event["pid"] != LAST:
+            assert 0.8 * SECONDS_LATE * 1e6 < waits[0] < event["dur"]
+    moves = [event for event in slices_of(events, "move bytes") if event["pid"] == 0]
+    assert len(moves) == 2
+
+
+def test_every_collective_is_traced(tmp_path: Path) -> None:
+    traced = Traced(tmp_path, clock="of all")
+    use_all(traced.communicator)
+    part = traced.communicator.split(RANK % 2)
+    assert isinstance(part, TracedCommunicator)
+    part.barrier(label="of a part")
+    events = traced.events()
+    names = {e["name"] for e in events if e.get("cat") == "collective"}
+    assert names == {
+        "all_reduce",
+        "reduce",
+        "reduce_scatter",
+        "broadcast",
+        "all_gather",
+        "broadcast_object",
+        "all_gather_object",
+        "barrier",
+        "split",
+    }
+    assert len(slices_of(events, "barrier")) == 2 * SIZE
+
+
+def use_all(communicator: Communicator) -> None:
+    value = np.ones(SIZE, np.float32)
+    communicator.all_reduce(value)
+    communicator.reduce(value)
+    communicator.reduce_scatter(value, np.empty(1, np.float32))
+    communicator.broadcast(value)
+    communicator.all_gather(value)
+    communicator.broadcast_object("x")
+    communicator.all_gather_object("x")
+    communicator.barrier()
+
+
+def test_without_the_agreement_waiting_is_not_told_apart(tmp_path: Path) -> None:
+    traced = Traced(tmp_path, clock="of all", check="never")
+    traced.communicator.barrier()
+    events = traced.events()
+    assert len(slices_of(events, "barrier")) == SIZE
+    assert slices_of(events, "wait for the others") == []
+
+
+@several
+def test_a_mismatch_is_traced_and_raised(tmp_path: Path) -> None:
+    traced = Traced(tmp_path, clock="of all")
+    with pytest.raises(CollectiveMismatchError):
+        traced.communicator.all_gather_object(RANK, label="the last" if RANK == LAST else "others")
+    traced.communicator.barrier()
+    events = traced.events()
+    assert len(slices_of(events, "all_gather_object")) == SIZE
+
+
+def test_one_rank_that_cannot_write_is_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(folder: str, rank: int, size: int) -> Timeline:
+        if RANK == LAST:
+            raise PermissionError(13, "Permission denied", folder)
+        return Timeline(folder, rank, size, "node", "of all")
+
+    monkeypatch.setattr(trace_of_job.of_process, "begin", begin)
+    comm = WORLD.Dup()
+    folder = str(tmp_path / f"of rank {RANK}")
+
+    def construct() -> None:
+        inner = MpiCommunicator(comm)
+        trace_of_job.traced(
+            comm, folder, inner, "tests", CheckedCommunicator(inner, "t").station, "always"
+        )
+
+    for name, message, _ in errors_of_ranks(construct):
+        assert name == TopologyError.__name__
+        assert f"1 of {SIZE} ranks cannot write" in message
+        assert f"rank {LAST} on " in message
+
+
+def test_nothing_is_traced_without_the_setting() -> None:
+    strategy = ms.MultiWorkerMirroredStrategy()
+    assert type(communicator_for(WORLD)) in (CheckedCommunicator, LocalCommunicator)
+    assert strategy.extended.communicator.timeline is None
+    assert not hasattr(ms.Strategy.run, "__wrapped__")

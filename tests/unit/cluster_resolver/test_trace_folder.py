@@ -1,0 +1,30 @@
+"""MPISTRAT_TRACE."""
+
+import os
+
+import pytest
+
+from mpistrat.cluster_resolver import trace_folder as module
+from mpistrat.cluster_resolver.trace_folder import trace_folder
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_taken", None)
+
+
+def test_nothing_is_traced_unless_a_folder_is_named() -> None:
+    assert trace_folder({}) is None
+    assert trace_folder({"MPISTRAT_TRACE": ""}) is None
+
+
+def test_a_relative_folder_is_this_process_s() -> None:
+    assert trace_folder({"MPISTRAT_TRACE": "a/b"}) == os.path.join(os.getcwd(), "a", "b")
+    assert trace_folder({"MPISTRAT_TRACE": "/a/b"}) == "/a/b"
+
+
+def test_programs_that_this_one_starts_are_not_traced() -> None:
+    environ = {"MPISTRAT_TRACE": "/a/b", "HOME": "/"}
+    assert trace_folder(environ) == "/a/b"
+    assert environ == {"HOME": "/"}
+    assert trace_folder(environ) == "/a/b"
