@@ -23,7 +23,6 @@ from mpistrat.trace.timeline import Timeline, header_of, part_of
 _BYTES_PER_MESSAGE = 1 << 22
 
 _comms: list[MPI.Intracomm] = []
-_is_complete = False
 
 
 def traced(
