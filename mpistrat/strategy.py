@@ -39,6 +39,7 @@ class Strategy:
     _extended: StrategyExtended
     _cluster_resolver: ClusterResolver | None = None
     _gradients: str | None = None
+    _shared_parameters = False
     _mirroring: Mirroring | None = None
     # Set by compute_average_loss: the gradients of averaged losses are to be summed.
     losses_are_averaged = False

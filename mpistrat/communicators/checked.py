@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from types import CodeType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.flight_recorder.record import ABORT, text_of
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.common_memory import CommonMemory, Part, View
 
 
 class CheckedCommunicator(Communicator):
@@ -127,6 +131,28 @@ class CheckedCommunicator(Communicator):
             return self.inner.window_buffer(nbytes)
         with self._enter(("window_buffer", nbytes)):
             return self.inner.window_buffer(nbytes)
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        with self._enter(("common_memory", nbytes, "summed" if summed else "")):
+            return self.inner.common_memory(nbytes, summed=summed)
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None = None,
+        *,
+        label: str = "",
+    ) -> None:
+        told = [
+            f"{'add ' if part.added else ''}{dtype_name(part.like)} {part.first}:{part.end}"
+            for part in parts
+        ]
+        with self._enter(("sum_into", *told, label)):
+            self.inner.sum_into(memory, parts, view, scale)
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         with self._enter(("reduce", op, root, dtype_name(buffer), tuple(buffer.shape), label)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveMismatchError, StallError
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.trace.timeline import Timeline
 
 REDUCTIONS = ("sum", "max", "min")
@@ -83,6 +84,33 @@ class Communicator(abc.ABC):
         to it.
         """
         return None
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        """Memory of which each node keeps one copy, or None on all ranks, and why.
+
+        Args:
+            nbytes: whole pages (`common_memory.PAGE`), equally many on all ranks.
+            summed: with memory for contributions, that `sum_into` sums.
+        """
+        return None, "the ranks of a node share no memory"
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None = None,
+        *,
+        label: str = "",
+    ) -> None:
+        """Sum the contributions of all ranks, times `scale`, into `memory`: what `common_memory(summed=True)` gave.
+
+        Each rank sums what is in its slice. `view` does not show it before it is renewed in the pages that were
+        written there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no common memory")
 
     @abc.abstractmethod
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:

@@ -6,10 +6,13 @@ network as often as if the node were one rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpistrat.arrays import Array, copy
 from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.common_memory import CommonMemory, Part, View
 from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
@@ -86,6 +89,28 @@ class HierarchicalCommunicator(WrappingCommunicator):
             self.across.all_reduce(slice_, op, wire=wire)
 
         self.node.all_reduce_across(buffer, op, out, scale, self.carriers, across)
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        memory, why = self.node.common_memory(nbytes, summed=summed, carriers=self.carriers)
+        missing = [text for text in self.inner.all_gather_object(why) if text]
+        return (None, missing[0]) if missing else (memory, "")
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None = None,
+        *,
+        label: str = "",
+    ) -> None:
+        def across(slice_: Array) -> None:
+            assert self.across is not None
+            self.across.all_reduce(slice_)
+
+        self.node.sum_into(memory, parts, view, scale, across=across)
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         if not self._goes_by_node(buffer, op):

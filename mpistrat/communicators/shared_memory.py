@@ -30,7 +30,7 @@ _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_own: dict[int, int] = {}  # bytes of segments that this process made, by their address
+_own: dict[int, int] = {}  # bytes that count as this process's, by the address of their mapping
 
 
 def share(
@@ -46,7 +46,7 @@ def share(
     segments: list[np.ndarray] = []
     try:
         try:
-            descriptor = _anonymous_file()
+            descriptor = anonymous_file()
             os.truncate(descriptor, nbytes)
             if populate:
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -56,7 +56,9 @@ def share(
         if not any(failed for _, _, failed in everyone):
             try:
                 segments = [
-                    _mapped(descriptor if peer == rank else f"/proc/{pid}/fd/{theirs}", nbytes)
+                    mapped(descriptor, nbytes, own=nbytes)
+                    if peer == rank
+                    else _opened(f"/proc/{pid}/fd/{theirs}", nbytes)
                     for peer, (pid, theirs, _) in enumerate(everyone)
                 ]
             except (OSError, ValueError) as error:
@@ -70,11 +72,11 @@ def share(
 
 
 def own_bytes() -> int:
-    """Of all segments that this process has made and that are in use."""
+    """Of all shared memory that counts as this process's and that is in use."""
     return sum(_own.values())
 
 
-def _anonymous_file() -> int:
+def anonymous_file() -> int:
     """Its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpistrat")
@@ -87,18 +89,23 @@ def _anonymous_file() -> int:
     return descriptor
 
 
-def _mapped(file: int | str, nbytes: int) -> np.ndarray:
-    """Bytes, unmapped once nothing refers to them.
+def _opened(path: str, nbytes: int) -> np.ndarray:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mapped(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def mapped(descriptor: int, nbytes: int, *, own: int = 0, private: bool = False) -> np.ndarray:
+    """Bytes, unmapped once nothing refers to them. `private`: what is written there stays in this mapping.
 
     By the C library: Python's mmap would keep a descriptor for each of them open.
+    Args: own: how many count as this process's.
     """
-    descriptor = file if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        read_write = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _C.mmap(None, nbytes, read_write, mmap.MAP_SHARED, descriptor, 0)
-    finally:
-        if not isinstance(file, int):
-            os.close(descriptor)
+    read_write = mmap.PROT_READ | mmap.PROT_WRITE
+    kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = _C.mmap(None, nbytes, read_write, kind, descriptor, 0)
     if address == _MAP_FAILED:
         raise _error()
     if nbytes >= _HUGE:
@@ -106,9 +113,15 @@ def _mapped(file: int | str, nbytes: int) -> np.ndarray:
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     unmap = weakref.finalize(memory, _unmap, address, nbytes)
     unmap.atexit = False  # others may still look at it, and the process is about to end
-    if isinstance(file, int):
-        _own[address] = nbytes
+    if own:
+        _own[address] = own
     return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def forget_written(memory: np.ndarray) -> None:
+    """Whole pages of a private mapping are those of the file again. Raises: OSError."""
+    if _C.madvise(memory.ctypes.data, len(memory), mmap.MADV_DONTNEED) != 0:
+        raise _error()
 
 
 def _unmap(address: int, nbytes: int) -> None:

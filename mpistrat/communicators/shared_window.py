@@ -17,6 +17,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.common_memory import PAGE, CommonMemory, Part, View
 from mpistrat.communicators.communicator import Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.mpi import MpiCommunicator
@@ -89,6 +90,19 @@ class SharedWindowCommunicator(WrappingCommunicator):
                 self._scratch = Scratch(segments, self.rank, self._station)
                 self.smallest = self._compare(self._scratch)
         return self._scratch is not None
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False, carriers: int | None = None
+    ) -> tuple[CommonMemory | None, str]:
+        """As of any communicator. `carriers`: how many ranks, from the first, have a slice; None is all."""
+        if not self.is_shared():
+            return None, self.why_not
+        gather = self.inner.all_gather_object
+        bounds = share_of(nbytes, PAGE, self.size, carriers)[self.rank]
+        own = bounds[1] - bounds[0] + (nbytes if summed else 0)
+        if min(gather(self._limit - own_bytes() - own)) < 0:
+            return None, f"{SHARED_MB} does not allow a rank {own / 1e6:.1f} MB more"
+        return CommonMemory.make(nbytes, bounds, self.rank, gather, summed=summed)
 
     def _share(self, nbytes: int, *, populate: bool) -> tuple[list[np.ndarray] | None, str]:
         """As `share`; None without a reason where a rank may not share as much."""
@@ -207,6 +221,23 @@ class SharedWindowCommunicator(WrappingCommunicator):
                 scratch.all_gather(
                     target[first:end], [target[start:stop] for start, stop in bounds]
                 )
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None = None,
+        *,
+        label: str = "",
+        across: Callable[[Array], None] | None = None,
+    ) -> None:
+        """As of any communicator. `across`: combines a slice in place with those of other nodes."""
+        assert self._scratch is not None
+        with self._scratch:
+            self._scratch.tick()  # all contributions are there, and nobody reads the last sum
+            memory.sum_slice(parts, view, scale, across)
+            self._scratch.tick()  # all slices are there, and nobody reads contributions
 
     def gather_slices(self, memory: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
         """Fill `memory` with every rank's slice of it, between its bounds in bytes; where memory is shared."""

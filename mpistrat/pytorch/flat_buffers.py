@@ -104,7 +104,7 @@ def _pieces(flat: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:
     """Views of `flat`, shaped and strided as the parameters are, so that optimizers need no copies."""
     pieces = []
     for piece, parameter in zip(flat.split([p.numel() for p in like]), like, strict=True):
-        dense = parameter.is_contiguous() or _is_dense(parameter)
+        dense = parameter.is_contiguous() or is_dense(parameter)
         stride = parameter.stride() if dense else None
         pieces.append(
             piece.view(parameter.shape)
@@ -114,7 +114,7 @@ def _pieces(flat: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:
     return pieces
 
 
-def _is_dense(parameter: torch.Tensor) -> bool:
+def is_dense(parameter: torch.Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlap, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):

@@ -29,6 +29,8 @@ from mpistrat.pytorch.unsynchronized import Unsynchronized
 from mpistrat.wire_formats import ShortFloats
 
 if TYPE_CHECKING:
+    from mpistrat.pytorch.shared_parameters import SharedParameters
+    from mpistrat.pytorch.slice_steps import SliceSteps
     from mpistrat.strategy import Strategy
 
 # How a gradient is laid out; the greatest of all replicas wins: what is dense anywhere is dense.
@@ -48,7 +50,11 @@ class GradientReducer:
 
     Attributes:
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
+        shared, slice_steps: of parameters that the ranks of a node share; None without `shared_parameters=True`.
     """
+
+    shared: SharedParameters | None = None
+    slice_steps: SliceSteps | None = None
 
     def __init__(self, strategy: Strategy, registry: Registry, rule: str | None) -> None:
         self._strategy: Any = weakref.proxy(strategy)
@@ -108,7 +114,7 @@ class GradientReducer:
                 return
             sent = frozenset() if buckets is None else buckets.finish()
             contributions = [None if p is None else p.grad for p in parameters]
-            operands = (contributions, buffers.snapshot(self.registry))
+            operands = (contributions, buffers.snapshot(self.registry), aside)
             if alone:
                 reduced = self._reduce([operands], rule, buckets, sent)
             else:
@@ -203,6 +209,12 @@ class GradientReducer:
         reduced: list[Any] = [None] * slots
         dense = [int(slot) for slot in np.flatnonzero(used >= _DENSE)]
         parameters = self.registry.parameters()
+        if self.shared is not None:
+            (aside,) = (operands[2] for operands in everyone)  # it is for one replica per rank
+            in_shared = self.shared.reduce(dense, parameters, contributions[0], aside, scale)
+            for slot, view in in_shared.items():
+                reduced[slot] = view
+            dense = [slot for slot in dense if slot not in in_shared]
         in_buckets = {} if buckets is None else buckets.wait()
         rest = [slot for slot in dense if slot not in in_buckets or used[slot] == _AGAIN]
         views = self._flat.reduce(communicator, rest, parameters, contributions, scale)

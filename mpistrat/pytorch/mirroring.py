@@ -17,6 +17,8 @@ from mpistrat.pytorch import backward, buffers, optimizers, virtual_replicas
 from mpistrat.pytorch.gradients import GradientReducer
 from mpistrat.pytorch.recording import Recorder
 from mpistrat.pytorch.registry import Registry
+from mpistrat.pytorch.shared_parameters import SharedParameters
+from mpistrat.pytorch.slice_steps import SliceSteps
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -35,6 +37,11 @@ class Mirroring:
         self.registry = Registry()
         self.reducer = GradientReducer(strategy, self.registry, gradients)
         self._recorder = Recorder(strategy)
+        self._shared: SharedParameters | None = None
+        if strategy._shared_parameters and self._extended.num_replicas_in_sync > 1:
+            self._shared = self.reducer.shared = SharedParameters(self._extended.communicator)
+            self.reducer.slice_steps = SliceSteps(self._shared)
+            self.reducer.overlap.decline("parameters are shared")
         if self._extended.num_replicas_in_sync > 1:
             backward.install()
             optimizers.install()
@@ -48,11 +55,14 @@ class Mirroring:
 
     def before_run(self) -> None:
         """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
+        parameters = [] if self._shared is None else self._shared.moved(self.registry)
+        slots: list[_Buffer] = []
         if self._recorder.changed:
             self._recorder.changed = False
-            parameters, slots = self._collect(self._recorder.roots())
-            if parameters or slots:
-                self._mirror_tensors(parameters, slots)
+            new, slots = self._collect(self._recorder.roots())
+            parameters += new
+        if parameters or slots:
+            self._mirror_tensors(parameters, slots)
 
     def mirror(self, module: Any) -> None:
         """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""
@@ -121,6 +131,8 @@ class Mirroring:
             slot = self.registry.buffer(module, key)
             assert slot is not None
             slot.settle([slot.tensor()])
+        if self._shared is not None:
+            self._shared.share([parameter for _, parameter in parameters])
 
     def _agree(self, described: list[str]) -> None:
         communicator = self._extended.communicator

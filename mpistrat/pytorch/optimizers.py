@@ -33,10 +33,11 @@ def install() -> None:
         register_optimizer_step_post_hook(_after_step)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """What to call `step` with instead, or None."""
     reducer = reducer_here()
     if reducer is None:
-        return
+        return None
     if inside_backward():
         raise RuntimeError(
             "optimizer.step() was called by a hook inside backward(), before gradients are reduced over "
@@ -56,6 +57,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             for parameter, _ in hidden:
                 parameter.grad = None
             _hidden[id(optimizer)] = hidden
+    if reducer.slice_steps is not None:
+        return reducer.slice_steps.before(optimizer, args, kwargs)
+    return None
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -66,6 +70,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     assert context is not None
     if context.local_index == 0:
         reducer.steps += 1
+    if reducer.slice_steps is not None:
+        reducer.slice_steps.after(optimizer, args[0])
     for parameter, gradient in _hidden.pop(id(optimizer), ()):
         parameter.grad = gradient
 

@@ -137,14 +137,18 @@ class Overlap:
             if self._asked:
                 self._overlaps, self._why = True, "as asked for"
             return True
-        self._overlaps, self._why = False, why_not
-        if self._asked and communicator.rank == 0:
+        self.decline(why_not)
+        return False
+
+    def decline(self, why: str) -> None:
+        """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
+        self._overlaps, self._why = False, why
+        if self._asked and self._extended.communicator.rank == 0:
             warnings.warn(
-                f"overlap=True, but gradients are reduced when backward() has ended: {why_not}",
+                f"overlap=True, but gradients are reduced when backward() has ended: {why}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return False
 
     def _decide(self) -> None:
         sequential, overlapped = self._seconds

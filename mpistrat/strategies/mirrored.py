@@ -64,6 +64,8 @@ class MirroredStrategy(Strategy):
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
         check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
             call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
+        shared_parameters: the ranks keep one copy of the parameters of torch modules on the CPU, as
+            `MultiWorkerMirroredStrategy` does. Takes one replica per rank.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         gradients: str | None = None,
         check: str = "always",
+        shared_parameters: bool = False,
     ) -> None:
         check_strategy_arguments(communication_options, gradients, cross_device_ops, check)
         checked = check_devices(devices) if devices else None
@@ -91,6 +94,7 @@ class MirroredStrategy(Strategy):
             cross_device_ops,
             communication_options,
             gradients,
+            shared_parameters=shared_parameters,
         )
 
 
@@ -113,14 +117,26 @@ def setup(
     options: CommunicationOptions | None,
     gradients: str | None,
     extended: type[StrategyExtended] = StrategyExtended,
+    shared_parameters: bool = False,
 ) -> None:
     """Agree with the other ranks, share out the cores, and give `strategy` its parts.
 
     Raises:
         CollectiveMismatchError: on all ranks, when they make different strategies.
+        ValueError: parameters are to be shared by several replicas of a rank.
     """
+    if not isinstance(shared_parameters, bool):
+        raise ValueError(f"shared_parameters must be True or False, got {shared_parameters!r:.60}")
+    if shared_parameters and len(devices) > 1:
+        raise ValueError(
+            f"shared_parameters=True takes one replica per rank, got {len(devices)} devices; the replicas of one rank "
+            "share their parameters anyway"
+        )
     what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
-    communicator.barrier(label=f"constructor of {what}, gradients={gradients!r}, {options}")
+    sharing = ", shared_parameters=True" if shared_parameters else ""
+    communicator.barrier(
+        label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options}"
+    )
     share_cores(communicator, topology)
     # One rank has nobody to agree with on a folder.
     folder = trace_folder() if communicator.size == 1 else None
@@ -129,4 +145,5 @@ def setup(
 
         trace_ranges(communicator.timeline, folder)
     strategy._gradients = gradients
+    strategy._shared_parameters = shared_parameters
     strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)

@@ -52,6 +52,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         deterministic: replica i reads part i of each global batch, however the replicas are spread over ranks.
             Otherwise the parts are dealt out to the ranks in turn, as in TensorFlow; with one replica per rank that is
             the same. (How gradients are summed does not depend on it yet.)
+        shared_parameters: the ranks of a node keep one copy of the parameters of torch modules on the CPU, of their
+            gradients and of the optimizer's state; each rank updates a slice. For optimizers that update element by
+            element: of others, each rank computes whole steps. Where memory cannot be shared, each rank has its own,
+            and a warning says so. Takes one replica per rank.
     Raises:
         TopologyError: MPI, the launcher and the resolver disagree about ranks.
     """
@@ -66,6 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         gradients: str | None = None,
         check: str = "always",
         deterministic: bool = False,
+        shared_parameters: bool = False,
     ) -> None:
         check_strategy_arguments(communication_options, gradients, check=check)
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -96,6 +101,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options,
             gradients,
             _MultiWorkerExtended,
+            shared_parameters,
         )
         self._extended.deterministic = deterministic
         self._cluster_resolver = cluster_resolver or over_mpi

@@ -1,0 +1,232 @@
+"""Memory of which the ranks of a node keep one copy, though each may write all of it.
+
+Every rank owns a slice, and only the owner changes the copy there. All read the copy through views, mappings that are
+copied on write: what a rank writes into its view is its own, page by page, as if the memory were private, until it
+renews its view. So a program may do with such memory whatever it does with its own; what it leaves alone exists once.
+
+The kernel does this for a MAP_PRIVATE mapping of a file in memory: as long as a page was not written, it is the page
+of the file itself, and shows what others write there. POSIX leaves that open, so it is tried before it is relied on.
+Which pages were written is told by /proc/self/pagemap, whatever wrote them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.shared_memory import anonymous_file, forget_written, mapped, share
+
+PAGE = mmap.PAGESIZE
+# Combined before the next, while it is in the caches.
+_CHUNK = 1 << 18
+# Who writes a view between all renewals, as clipping does with gradients, is better served by copies of its own, which
+# are filled again: the page faults of dropping them cost ten times as much. Now and then they are dropped, to see.
+_COPIED_TIMES = 50
+
+# <linux/fs.h>, Documentation/admin-guide/mm/pagemap.rst: a page in memory or swapped out, and one of a file.
+_PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+
+
+class Part(NamedTuple):
+    """Bytes of which all ranks' contributions are summed."""
+
+    like: Array  # of their dtype
+    first: int
+    end: int
+    added: bool  # to what this rank's view holds there; otherwise they replace it
+
+
+class View:
+    """A rank's mapping of a `CommonMemory`.
+
+    Attributes:
+        memory: its bytes. A page that was written here is this rank's own, until it is renewed.
+    """
+
+    def __init__(self, memory: np.ndarray, shared: np.ndarray) -> None:
+        self.memory = memory
+        self.address = int(memory.ctypes.data)
+        self._shared = shared
+        self._times_written = 0  # in a row
+
+    def written(self) -> np.ndarray:
+        """Which pages were written here, as booleans."""
+        pages = len(self.memory) // PAGE
+        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entries = np.frombuffer(
+                os.pread(descriptor, 8 * pages, 8 * (self.address // PAGE)), np.uint64
+            )
+        finally:
+            os.close(descriptor)
+        return ((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _OF_FILE) == 0)
+
+    def renew(self, pages: np.ndarray) -> None:
+        """Show the common copy in `pages`, booleans, of those that were written."""
+        if not pages.any():
+            self._times_written = 0
+            return
+        self._times_written += 1
+        copies = 1 < self._times_written < _COPIED_TIMES
+        if not copies:
+            self._times_written = 1
+        for first, end in _runs(pages):
+            if copies:
+                self.memory[first:end] = self._shared[first:end]
+            else:
+                forget_written(self.memory[first:end])
+
+    def detach(self, first: int, end: int) -> None:
+        """Let the pages from `first` to before `end` stay what they are, whatever becomes of the common copy."""
+        self.memory[first:end:PAGE] |= 0  # written, so they are this view's own
+
+
+class CommonMemory:
+    """One copy of `nbytes`, whole pages of zeros, that ranks of a node have in common.
+
+    Attributes:
+        shared: the copy; a rank writes its slice only, and nobody reads meanwhile.
+        first, end: of this rank's slice, in bytes: whole pages.
+        contributions: by rank, memory for what is to be summed into the copy; empty where nothing is.
+        contribution: this rank's.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        nbytes: int,
+        bounds: tuple[int, int],
+        contributions: Sequence[np.ndarray],
+        rank: int,
+    ) -> None:
+        self.first, self.end = bounds
+        self.shared = mapped(descriptor, nbytes, own=self.end - self.first)
+        self.contributions = contributions
+        self.contribution = contributions[rank] if contributions else None
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    @staticmethod
+    def make(
+        nbytes: int,
+        bounds: tuple[int, int],
+        rank: int,
+        all_gather_object: Callable[[Any], list[Any]],
+        *,
+        summed: bool,
+    ) -> tuple[CommonMemory | None, str]:
+        """The same on all ranks: the memory, or None and why there is none. Collective over ranks of one node."""
+        contributions: list[np.ndarray] = []
+        if summed:
+            segments, why = share(nbytes, rank, all_gather_object, populate=False)
+            if segments is None:
+                return None, why
+            contributions = segments
+        descriptor, why = -1, ""
+        memory = None
+        if rank == 0:
+            try:
+                descriptor = anonymous_file()
+                os.truncate(descriptor, nbytes)
+            except OSError as error:
+                why = f"rank 0 could not make {nbytes} bytes of shared memory: {error}"
+        pid, theirs, failed = all_gather_object((os.getpid(), descriptor, why))[0]
+        try:
+            if not failed:
+                if rank != 0:
+                    descriptor = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+                memory = CommonMemory(descriptor, nbytes, bounds, contributions, rank)
+                why = memory._try()
+        except (OSError, ValueError) as error:
+            why = (
+                f"rank {rank} could not map shared memory, or not read its own page tables: {error}"
+            )
+        # All have opened the file before rank 0 may close it.
+        failures = [failed for failed in all_gather_object(why) if failed]
+        if failures and memory is None and descriptor >= 0:
+            os.close(descriptor)
+        return (None, failures[0]) if failures else (memory, "")
+
+    def _try(self) -> str:
+        """What does not work as a view needs it; "" if all does. Leaves the memory as it was."""
+        view = self.view()
+        place = self.first if self.first < self.end else 0
+        before = view.memory[place]
+        seen = True
+        if self.first < self.end:
+            self.shared[place] = 1
+            seen = before == 0 and view.memory[place] == 1
+            self.shared[place] = 0
+        if view.written().any():
+            return "the kernel does not tell which pages are a mapping's own"
+        view.memory[place] = 2
+        if np.flatnonzero(view.written()).tolist() != [place // PAGE]:
+            return "the kernel does not tell which pages were written"
+        return "" if seen else "private mappings of a file do not show what is written to it"
+
+    def view(self) -> View:
+        return View(mapped(self._descriptor, len(self.shared), private=True), self.shared)
+
+    def publish(self, view: View, pages: np.ndarray) -> None:
+        """Put what this rank wrote in `pages` of its view into its slice. Nobody reads meanwhile."""
+        for first, end in _runs(pages):
+            first, end = max(first, self.first), min(end, self.end)
+            if first < end:
+                self.shared[first:end] = view.memory[first:end]
+
+    def sum_slice(
+        self,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None,
+        across: Callable[[Array], None] | None,
+    ) -> None:
+        """Sum all contributions to `parts`, as far as they are in this rank's slice. Ranks meet before and after.
+
+        Args:
+            across: combines, in place, what is summed with what other nodes have there; None where there are none.
+        """
+        for part in parts:
+            first, end = max(part.first, self.first), min(part.end, self.end)
+            if first >= end:
+                continue
+            how = arithmetic_of(part.like, "sum")
+            assert how is not None
+            pieces = [how.view(memory[first:end]) for memory in self.contributions]
+            out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])
+            total = out if across is None else how.totals(len(out))
+            chunks = list(_chunks(len(out), _CHUNK // how.itemsize))
+            for here in chunks:
+                how.combine(
+                    [piece[here] for piece in pieces],
+                    total[here],
+                    scale if across is None else None,
+                )
+                if part.added and across is None:
+                    how.combine([before[here], out[here]], out[here], None)
+            if across is not None:
+                across(total)
+                for here in chunks:
+                    if scale is not None:
+                        with np.errstate(all="ignore"):
+                            total[here] *= scale
+                    out[here] = total[here]
+                    if part.added:
+                        how.combine([before[here], out[here]], out[here], None)
+
+
+def _chunks(length: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, length, chunk))
+
+
+def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
+    """Where consecutive pages of `pages`, booleans, begin and end, in bytes."""
+    edges = np.flatnonzero(np.diff(pages.astype(np.int8), prepend=0, append=0)) * PAGE
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
