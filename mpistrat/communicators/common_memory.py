@@ -201,25 +201,27 @@ class CommonMemory:
             assert how is not None
             pieces = [how.view(memory[first:end]) for memory in self.contributions]
             out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])
-            total = out if across is None else how.totals(len(out))
             chunks = list(_chunks(len(out), _CHUNK // how.itemsize))
-            for here in chunks:
-                how.combine(
-                    [piece[here] for piece in pieces],
-                    total[here],
-                    scale if across is None else None,
-                )
-                if part.added and across is None:
-                    how.combine([before[here], out[here]], out[here], None)
-            if across is not None:
-                across(total)
+            if across is None:
+                # What is added to may lie where the sum goes: the view shows what nobody wrote there.
+                sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
                 for here in chunks:
-                    if scale is not None:
-                        with np.errstate(all="ignore"):
-                            total[here] *= scale
-                    out[here] = total[here]
+                    sum_ = sums[: len(out[here])] if part.added else out[here]
+                    how.combine([piece[here] for piece in pieces], sum_, scale)
                     if part.added:
-                        how.combine([before[here], out[here]], out[here], None)
+                        how.combine([before[here], sum_], out[here], None)
+                continue
+            totals = how.totals(len(out))
+            for here in chunks:
+                how.combine([piece[here] for piece in pieces], totals[here], None)
+            across(totals)
+            if scale is not None:
+                with np.errstate(all="ignore"):
+                    totals *= scale
+            if part.added:
+                with np.errstate(all="ignore"):
+                    totals += before
+            out[:] = totals
 
 
 def _chunks(length: int, chunk: int) -> Iterator[slice]:

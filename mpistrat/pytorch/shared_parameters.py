@@ -84,18 +84,19 @@ class Block:
         self.value_view, self.gradient_view = values.view(), gradients.view()
         assert gradients.contribution is not None
         self._mine = gradients.contribution
-        self._contributions: dict[Place, torch.Tensor] = {}
+        # By where a place begins: a block does not refer to its places, which refer to it.
+        self._contributions: dict[int, torch.Tensor] = {}
         # The memory of each `.grad` that was handed out: alive as long as anything refers to it.
-        self._lent: dict[Place, weakref.ref[np.ndarray]] = {}
+        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def bring(self, places: Sequence[Place], gradients: Sequence[torch.Tensor | None]) -> None:
         """Put this rank's gradients, None for zero, where they are summed from."""
         targets, sources, absent = [], [], []
         for place, gradient in zip(places, gradients, strict=True):
-            target = self._contributions.get(place)
+            target = self._contributions.get(place.first)
             if target is None:
                 target = place.in_shape(place.flat(self._mine))
-                self._contributions[place] = target
+                self._contributions[place.first] = target
             if gradient is None:
                 absent.append(target)
             else:
@@ -111,21 +112,19 @@ class Block:
 
         They stay where they are, in a view that changes no more; others are handed out in a new one.
         """
-        if not any(self._is_lent(place) for place in places):
+        lent = {
+            first: memory for first, kept in self._lent.items() if (memory := kept()) is not None
+        }
+        if not any(place.first in lent for place in places):
             return
-        for place in self._lent:
-            if self._is_lent(place):
-                self.gradient_view.detach(place.first, place.end)
+        for first, memory in lent.items():
+            self.gradient_view.detach(first, first + len(memory))
         self._lent = {}
         self.gradient_view = self.gradients.view()
 
-    def _is_lent(self, place: Place) -> bool:
-        reference = self._lent.get(place)
-        return reference is not None and reference() is not None
-
     def lend(self, place: Place) -> torch.Tensor:
         memory = self.gradient_view.memory[place.first : place.end]
-        self._lent[place] = weakref.ref(memory)
+        self._lent[place.first] = weakref.ref(memory)
         return place.in_shape(torch.from_numpy(memory).view(place.dtype))
 
 
@@ -233,7 +232,7 @@ class SharedParameters:
         """Make one copy again of what ranks wrote into parameters: what the owners of the slices wrote. Collective."""
         parameters = list(self._places)
         if parameters:
-            settling = Settling(self.communicator)
+            settling = Settling(self.communicator, "publishing shared parameters")
             for block in self.blocks(parameters):
                 settling.add(block.values, block.value_view)
             settling.begin()
@@ -304,8 +303,8 @@ class SharedParameters:
 class Settling:
     """What ranks wrote into views of memories, published by the owners; between `begin` and `end` only owners write."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, why: str) -> None:
+        self._communicator, self._why = communicator, why
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
     def add(self, memory: CommonMemory, view: View) -> None:
@@ -314,14 +313,14 @@ class Settling:
     def begin(self) -> None:
         """Collective."""
         # A rank that reads parameters has not come here yet.
-        self._communicator.barrier(label="shared parameters")
+        self._communicator.barrier(label=f"before {self._why}")
         for memory, view, pages in self._written:
             memory.publish(view, pages)
 
     def end(self) -> None:
         """Collective."""
         # Nobody goes on before all slices are there.
-        self._communicator.barrier(label="shared parameters")
+        self._communicator.barrier(label=f"after {self._why}")
         for _, view, pages in self._written:
             view.renew(pages)
 

@@ -129,7 +129,9 @@ class _Slices:
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
         """The twin that steps."""
         self._find_slices(parameters)
-        self._settling = settling = Settling(self._shared.communicator)
+        self._settling = settling = Settling(
+            self._shared.communicator, "optimizer.step() of shared parameters"
+        )
         blocks = self._shared.blocks(self._slices)
         for block in blocks:
             settling.add(block.values, block.value_view)

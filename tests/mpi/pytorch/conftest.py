@@ -1,4 +1,5 @@
-"""A strategy over all ranks: with one replica per rank, with two, and with gradients that leave one by one.
+"""A strategy over all ranks: with one replica per rank, with two, with gradients that leave one by one, and with
+parameters that ranks share.
 
 Gradients leave while `backward()` runs from the third step on, when it is known which parameters are used.
 """
@@ -14,12 +15,14 @@ def _one_thread_per_rank() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=[1, 2, "overlap"], ids=["k1", "k2", "overlap"])
+@pytest.fixture(params=["k1", "k2", "overlap", "shared"])
 def strategy(request: pytest.FixtureRequest) -> ms.Strategy:
     if request.param == "overlap":
         one_by_one = ms.CommunicationOptions(overlap=True, bytes_per_pack=1)
         return ms.MultiWorkerMirroredStrategy(communication_options=one_by_one, gradients="sum")
-    devices = [f"cpu:{i}" for i in range(request.param)]
+    if request.param == "shared":
+        return ms.MultiWorkerMirroredStrategy(gradients="sum", shared_parameters=True)
+    devices = [f"cpu:{i}" for i in range(int(request.param[1:]))]
     return ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum")
 
 

@@ -67,6 +67,10 @@ def test_failed_backwards_keep_what_was_accumulated(strategy: ms.Strategy) -> No
     pair.train(accumulate)
 
 
+# Steps of shared parameters are collective themselves: there the ranks differ already.
+SKIPPED = r"a rank has skipped a backward|before optimizer\.step\(\) of shared parameters"
+
+
 def step_that_may_skip_backward(pair: Pair, skips: bool) -> None:
     x, y = (own(t) for t in next(batches()))
     pair.optimizer.zero_grad()
@@ -89,7 +93,7 @@ def test_a_rank_that_skips_a_backward_and_calls_reduce(strategy: ms.Strategy) ->
 def test_a_rank_that_skips_a_backward_and_goes_on(strategy: ms.Strategy) -> None:
     pair = Pair(strategy)
     skips = strategy.extended.communicator.rank == 1
-    with pytest.raises(CollectiveMismatchError, match="a rank has skipped a backward"):  # noqa: PT012
+    with pytest.raises(CollectiveMismatchError, match=SKIPPED):  # noqa: PT012
         strategy.run(step_that_may_skip_backward, args=(pair, skips))
         strategy.run(step_that_may_skip_backward, args=(pair, False))
 
