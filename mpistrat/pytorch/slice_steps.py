@@ -160,20 +160,17 @@ class _Slices:
             place = self._shared.place_of(parameter)
             one = self._slices.get(parameter)
             if place is not None and (one is None or one.place is not place):
-                if one is not None:  # shared anew: its state is found in the optimizer's
-                    self._state.pop(one.tensor, None)
                 self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
         """Take over what the program has changed in `optimizer.state` since the last step."""
+        self._state.clear()
         for parameter, whole in optimizer.state.items():
             one = self._slices.get(parameter) if isinstance(parameter, torch.Tensor) else None
             if one is None:
                 self._state[parameter] = whole
                 continue
             state = self._state[one.tensor]
-            for name in state.keys() - whole.keys():
-                del state[name]
             for name, value in whole.items():
                 kept = one.state.get(name)
                 if kept is not None and value is kept[1]:
@@ -184,9 +181,6 @@ class _Slices:
                     state[name], whole[name] = piece, view
                 else:
                     state[name] = value
-        for one in self._slices.values():
-            if one.parameter not in optimizer.state:
-                self._state.pop(one.tensor, None)
 
     def _share(
         self, one: _Slice, name: str, value: torch.Tensor
@@ -227,6 +221,10 @@ class _Slices:
         own = ("state", "param_groups")
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
         by_tensor = {one.tensor: one for one in self._slices.values()}
+        # To torch the parameters were not written; a graph that still needs what they were must hear of it.
+        torch.autograd.graph.increment_version(
+            [one.parameter for one in self._slices.values() if one.tensor.grad is not None]
+        )
         for key, state in self._state.items():
             one = by_tensor.get(key) if isinstance(key, torch.Tensor) else None
             if one is None:

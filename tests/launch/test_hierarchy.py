@@ -91,3 +91,66 @@ def test_slices_go_between_the_nodes(tmp_path: Path, ranks: int) -> None:
     job = Launcher.named("MPICH").run_python(ranks, program, env=environment, seconds=90)
     assert job.returncode == 0, job.output
     assert "all is well" in job.output
+
+
+SHARED_PARAMETERS = """
+import torch
+from mpi4py import MPI
+import mpistrat as ms
+
+world = MPI.COMM_WORLD
+
+def train(dtype, shared):
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", shared_parameters=shared)
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(400, 300).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(world.rank)
+
+    def backward():
+        x = torch.randn(8, 400, generator=generator).to(dtype)
+        model(x).square().mean().backward()
+
+    def step():
+        optimizer.zero_grad()
+        backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step)
+    return model, optimizer
+
+def files(tensor):
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            first, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+            if first <= tensor.data_ptr() < end:
+                return world.allgather(int(line.split()[4]))
+
+for dtype in (torch.float32, torch.bfloat16):
+    own, shared = train(dtype, False), train(dtype, True)
+    tolerance = {"rtol": 0.02, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(list(own[0].parameters()), list(shared[0].parameters()), **tolerance)
+    torch.testing.assert_close(own[1].state_dict(), shared[1].state_dict(), **tolerance)
+    for tensor in (*shared[0].parameters(), *(s["momentum_buffer"] for s in shared[1].state.values())):
+        assert len(set(world.allgather(tensor.detach().float().numpy().tobytes()))) == 1
+        inodes = files(tensor)  # MPICH deals ranks out to the two nodes in turn
+        assert inodes == [inodes[rank % 2] for rank in range(world.size)], inodes
+        assert inodes[0] != inodes[1]
+if world.rank == 0:
+    print("all is well", flush=True)
+"""
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_each_node_has_its_copy_of_shared_parameters(tmp_path: Path, ranks: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SHARED_PARAMETERS)
+    environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
+    job = Launcher.named("MPICH").run_python(ranks, program, env=environment, seconds=90)
+    assert job.returncode == 0, job.output
+    assert "all is well" in job.output
