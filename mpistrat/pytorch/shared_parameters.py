@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.arithmetic import arithmetic_of
@@ -133,19 +132,23 @@ class SharedParameters:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._left_alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
+        self._places: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
+        self._told_of_devices = False
         self._refused = False
 
     def place_of(self, parameter: torch.Tensor) -> Place | None:
         """None where it is not shared."""
-        place: Place | None = self._places.get(parameter)
-        return place
+        kept = self._places.get(id(parameter))
+        return kept[1] if kept is not None and kept[0]() is parameter else None
 
     def has_moved(self, parameter: torch.Tensor) -> bool:
         """Whether a shared parameter has been given other memory: by `.data = …`, or a module's `.to(dtype)`."""
         place = self.place_of(parameter)
-        return place is not None and not place.holds(parameter, place.block.value_view)
+        return (
+            place is not None
+            and parameter.data_ptr() != place.block.value_view.address + place.first
+        )
 
     def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
         """The mirrored parameters that `has_moved` is true of, with their names."""
@@ -186,10 +189,9 @@ class SharedParameters:
         for parameter in parameters:
             if _is_plain(parameter) and storages.count(parameter.untyped_storage().data_ptr()) == 1:
                 shared.append(parameter)
-            elif parameter.device.type != "cpu" and parameter not in self._left_alone:
+            elif parameter.device.type != "cpu" and not self._told_of_devices:
+                self._told_of_devices = True
                 self._warn(f"parameters on {parameter.device.type} are each rank's own")
-                for other in parameters:
-                    self._left_alone[other] = True
         return shared
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
@@ -216,8 +218,17 @@ class SharedParameters:
             places.append(place)
         self.communicator.barrier(label="shared parameters")  # all slices are there
         for parameter, place in zip(parameters, places, strict=True):
-            self._places[parameter] = place
+            self._keep(parameter, place)
             parameter.data = place.in_shape(place.flat(block.value_view.memory))
+
+    def _keep(self, parameter: torch.Tensor, place: Place) -> None:
+        places, key = self._places, id(parameter)
+
+        def forget(reference: weakref.ref[torch.Tensor]) -> None:
+            if key in places and places[key][0] is reference:
+                del places[key]
+
+        places[key] = (weakref.ref(parameter, forget), place)
 
     def _warn(self, what: str) -> None:
         if self.communicator.rank == 0:
@@ -230,10 +241,10 @@ class SharedParameters:
 
     def settle(self) -> None:
         """Make one copy again of what ranks wrote into parameters: what the owners of the slices wrote. Collective."""
-        parameters = list(self._places)
-        if parameters:
+        blocks = dict.fromkeys(place.block for _, place in self._places.values())
+        if blocks:
             settling = Settling(self.communicator, "publishing shared parameters")
-            for block in self.blocks(parameters):
+            for block in blocks:
                 settling.add(block.values, block.value_view)
             settling.begin()
             settling.end()
@@ -341,16 +352,14 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
     """As few parts as `places`, in ascending order, allow. The bytes between them are zeros in all memories."""
     parts: list[Part] = []
+    first = end = 0
+    run: tuple[torch.dtype, bool] | None = None
     for place, added in sorted(places, key=lambda one: one[0].first):
-        end = -(-place.end // PAGE) * PAGE
-        like = torch.empty(0, dtype=place.dtype)
-        last = parts[-1] if parts else None
-        if last is not None and (last.like.dtype, last.end, last.added) == (
-            place.dtype,
-            place.first,
-            added,
-        ):
-            parts[-1] = last._replace(end=end)
-        else:
-            parts.append(Part(like, place.first, end, added))
+        if run != (place.dtype, added) or end != place.first:
+            if run is not None:
+                parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))
+            first, run = place.first, (place.dtype, added)
+        end = place.pages.stop * PAGE
+    if run is not None:
+        parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))
     return parts
