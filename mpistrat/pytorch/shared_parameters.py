@@ -172,10 +172,10 @@ class SharedParameters:
 
         Collective. Then all parameters are equal to what the owners of their slices have.
         """
-        pending = [p for p in parameters if self.place_of(p) is None or self.has_moved(p)]
-        pending = [] if self._refused else self._eligible(pending)
-        if pending:
-            self._make_block(pending)
+        pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
+        eligible = [] if self._refused else self._eligible(list(pending.values()))
+        if eligible:
+            self._make_block(eligible)
         self.settle()
 
     def _eligible(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

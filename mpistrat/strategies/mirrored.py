@@ -123,7 +123,7 @@ def setup(
 
     Raises:
         CollectiveMismatchError: on all ranks, when they make different strategies.
-        ValueError: parameters are to be shared by several replicas of a rank.
+        ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
     """
     if not isinstance(shared_parameters, bool):
         raise ValueError(f"shared_parameters must be True or False, got {shared_parameters!r:.60}")
@@ -131,6 +131,10 @@ def setup(
         raise ValueError(
             f"shared_parameters=True takes one replica per rank, got {len(devices)} devices; the replicas of one rank "
             "share their parameters anyway"
+        )
+    if shared_parameters and options is not None and (options.wire_dtype or options.wire_format):
+        raise ValueError(
+            "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
         )
     what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
     sharing = ", shared_parameters=True" if shared_parameters else ""

@@ -687,6 +687,9 @@ def test_arguments() -> None:
         ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], shared_parameters=True)
     with pytest.raises(ValueError, match="shared_parameters must be True or False, got 'yes'"):
         ms.MirroredStrategy(shared_parameters="yes")  # type: ignore[arg-type]
+    short = ms.CommunicationOptions(wire_dtype="bfloat16")
+    with pytest.raises(ValueError, match="leave out wire_dtype"):
+        ms.MultiWorkerMirroredStrategy(communication_options=short, shared_parameters=True)
 
 
 @needs_peers
