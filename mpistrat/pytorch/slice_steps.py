@@ -19,7 +19,8 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat.communicators.common_memory import CommonMemory, View
-from mpistrat.pytorch.shared_parameters import Block, Place, Settling, SharedParameters
+from mpistrat.pytorch.shared_blocks import Block, Place, Settling
+from mpistrat.pytorch.shared_parameters import SharedParameters
 
 # In each, an element of the parameter and of its state depends on that element of the gradient alone.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
