@@ -160,7 +160,9 @@ class _Slices:
         for parameter in parameters:
             place = self._shared.place_of(parameter)
             one = self._slices.get(parameter)
-            if place is not None and (one is None or one.place is not place):
+            if place is None:
+                self._slices.pop(parameter, None)
+            elif one is None or one.place is not place:
                 self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
