@@ -10,8 +10,9 @@ from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
-from mpistrat.devices import check_devices, default_devices
+from mpistrat.devices import check_devices
 from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
@@ -87,7 +88,7 @@ class MirroredStrategy(Strategy):
             self,
             topology,
             communicator,
-            checked or default_devices(topology),
+            checked,
             cross_device_ops,
             communication_options,
             gradients,
@@ -108,18 +109,19 @@ def setup(
     strategy: Any,
     topology: Topology,
     communicator: Communicator,
-    devices: Sequence[str],
+    devices: Sequence[str] | None,
     cross_device_ops: CrossDeviceOps | None,
     options: CommunicationOptions | None,
     gradients: str | None,
     extended: type[StrategyExtended] = StrategyExtended,
 ) -> None:
-    """Agree with the other ranks, share out the cores, and give `strategy` its parts.
+    """Agree with the other ranks, share out the cores and the GPUs, and give `strategy` its parts.
 
     Raises:
         CollectiveMismatchError: on all ranks, when they make different strategies.
     """
-    what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
+    replicas = 1 if devices is None else len(devices)
+    what = f"{type(strategy).__name__} with {replicas} replicas per rank"
     communicator.barrier(label=f"constructor of {what}, gradients={gradients!r}, {options}")
     share_cores(communicator, topology)
     # One rank has nobody to agree with on a folder.
@@ -128,5 +130,6 @@ def setup(
         from mpistrat.traced_ranges import trace_ranges
 
         trace_ranges(communicator.timeline, folder)
+    devices = bind(communicator, topology, devices)
     strategy._gradients = gradients
     strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)
