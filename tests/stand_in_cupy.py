@@ -215,5 +215,9 @@ def install(monkeypatch: Any, gpus: list[str]) -> Any:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sys.modules[__name__], "GPUS", gpus)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # whose GPUs, if this machine has some, would be taken first
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     CALLS.clear()
     return cupy
