@@ -69,6 +69,16 @@ def seen_gpus() -> tuple[str, ...]:
     return ()
 
 
+def make_current(index: int) -> None:
+    """Have torch and CuPy take GPU `index` where a program names none, as in `.cuda()`."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.device_count():
+        torch.cuda.set_device(index)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.cuda.Device(index).use()
+
+
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
     """Which of the GPUs that it sees each rank of a node uses, counted as it sees them; None where it sees none.
 

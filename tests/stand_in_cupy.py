@@ -46,6 +46,9 @@ class Device:
         self.id = index
         self.pci_bus_id = GPUS[index]
 
+    def use(self) -> None:
+        CURRENT[-1] = self.id
+
     def __enter__(self) -> None:
         CURRENT.append(self.id)
 
@@ -219,5 +222,6 @@ def install(monkeypatch: Any, gpus: list[str]) -> Any:
     if torch is not None:  # whose GPUs, if this machine has some, would be taken first
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys.modules[__name__], "CURRENT", [0])
     CALLS.clear()
     return cupy

@@ -70,17 +70,33 @@ class _PackedAllReduce(ReductionToOneDevice):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """All-reduce among the GPUs of one rank.
+    """All-reduce among the GPUs of one rank, by torch's NCCL where each tensor is on a GPU of its own.
 
-    Values in host memory are reduced on one device. One rank per GPU, which is how MPI programs use
-    GPUs, leaves nothing to reduce inside a rank.
+    Other values are reduced on one device. One rank per GPU, which is how MPI programs use GPUs, leaves nothing to
+    reduce inside a rank; between ranks NCCL is used whatever the policy, wherever it can be.
     """
+
+    def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
+        if not _on_gpus_of_their_own(values):
+            return super().combine(reduce_op, values)
+        from torch.nn.parallel import comm
+
+        accumulation.check_summable(values)
+        total = comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
+        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+
+
+def _on_gpus_of_their_own(values: Sequence[Any]) -> bool:
+    if not all(arrays.is_torch(value) and value.is_cuda for value in values):
+        return False
+    return len({value.get_device() for value in values}) == len(values)
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
     """All-reduce among the devices of one rank in two levels: two halves, then the two sums.
 
-    The copies follow the wiring of machines whose GPUs come in two fully connected groups.
+    The copies follow the wiring of machines whose GPUs come in two fully connected groups: each half is added up on its
+    own first device. Between ranks it is the communicator that chooses, as for every policy.
     """
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpistrat.communicators import CheckedCommunicator, Communicator
-from mpistrat.devices import seen_gpus, share_out
+from mpistrat.devices import make_current, seen_gpus, share_out
 from mpistrat.topology import Topology
 
 
@@ -15,8 +15,8 @@ def bind(
     """This rank's devices: as given, else one of the node's GPUs, else the CPU.
 
     Called by: every rank of `communicator`.
-    Which ranks see the same GPU is known by the GPU's name, not by its number in a process. If all ranks use one, the
-    communicator takes buffers on GPUs from now on.
+    Which ranks see the same GPU is known by the GPU's name, not by its number in a process. The first of this rank's is
+    the current one from now on; if all ranks use one, the communicator takes buffers on GPUs.
     """
     seen = seen_gpus()
     everyone = communicator.all_gather_object((topology.node, seen), label="GPUs seen")
@@ -25,7 +25,10 @@ def bind(
         share = share_out([everyone[rank][1] for rank in here])[here.index(communicator.rank)]
         devices = ("cpu:0",) if share is None else (f"cuda:{share}",)
     kind, _, number = devices[0].partition(":")
-    used = (topology.node, seen[int(number)]) if kind == "cuda" else None
+    used = None
+    if kind == "cuda":
+        make_current(int(number))
+        used = (topology.node, seen[int(number)])
     gpus = communicator.all_gather_object(used, label="GPUs used")
     if isinstance(communicator, CheckedCommunicator) and None not in gpus:
         from mpistrat.communicators.gpu_ways import Gpu, use_gpus

@@ -182,6 +182,27 @@ def test_a_second_strategy_uses_what_the_first_has_started(own_gpus, comm):
     assert stand_in_cupy.CALLS == []
 
 
+def test_ranks_that_all_see_the_same_gpus(monkeypatch, comm):
+    """Each has its own as the current one; they talk by NCCL unless there are more ranks than GPUs."""
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    stand_in_cupy.install(monkeypatch, ["0000:01:00.0", "0000:02:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    assert strategy.extended.worker_devices == (f"cuda:{RANK % 2}",)
+    assert stand_in_cupy.CURRENT == [RANK % 2]
+    if SIZE > 1:
+        expected = "through NCCL" if SIZE == 2 else "share a GPU"
+        assert expected in strategy.extended.explain()
+
+
+def test_a_gpu_of_the_program_s_own_choice(monkeypatch, comm):
+    stand_in_cupy.install(monkeypatch, [f"0000:0{RANK}:00.0", f"0000:1{RANK}:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm, devices=["gpu:1"])
+    assert strategy.extended.worker_devices == ("cuda:1",)
+    assert stand_in_cupy.CURRENT == [1]
+    if SIZE > 1:
+        assert "through NCCL" in strategy.extended.explain()
+
+
 @needs_ranks
 def test_ranks_that_share_a_gpu_do_not_start_nccl(shared_gpu, comm, monkeypatch):
     monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
@@ -270,7 +291,7 @@ def test_buffers_on_another_gpu_of_the_rank(monkeypatch, comm):
     """They are copied to the one that the rank uses, and back."""
     stand_in_cupy.install(monkeypatch, [f"0000:0{RANK}:00.0", f"0000:1{RANK}:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
-    monkeypatch.setattr(stand_in_cupy, "HOME", [1])
+    monkeypatch.setattr(stand_in_cupy, "HOME", [1])  # where arrays are from now on
     buffer = on_gpu(np.ones(3, "float32"))
     strategy.extended.communicator.all_reduce(buffer)
     assert buffer.tolist() == [SIZE] * 3
