@@ -119,7 +119,7 @@ class NcclCommunicator:
     """`cupy.cuda.nccl.NcclCommunicator(ndev, commId, rank)`, over MPI.
 
     Attributes:
-        failure: what `check_async_error` raises from now on; kernels then never end.
+        failure: what `check_async_error` raises from now on.
     """
 
     failure: Exception | None = None
@@ -138,14 +138,7 @@ class NcclCommunicator:
 
     def _launch(self, stream: int, work: Callable[[], None]) -> None:
         assert not self._aborted
-
-        def kernel() -> None:
-            if self.failure is not None and not self._aborted:
-                STREAMS[stream].work.insert(0, kernel)  # it never ends
-            elif not self._aborted:
-                work()
-
-        STREAMS[stream].give(kernel)
+        STREAMS[stream].give(work)
 
     def allReduce(  # noqa: N802
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
@@ -225,3 +218,15 @@ def install(monkeypatch: Any, gpus: list[str]) -> Any:
     monkeypatch.setattr(sys.modules[__name__], "CURRENT", [0])
     CALLS.clear()
     return cupy
+
+
+def kernels_never_end(monkeypatch: Any) -> None:
+    """What NCCL is given from now on stays on its stream for ever, as where a peer is gone."""
+
+    def launch(communicator: NcclCommunicator, stream: int, work: Callable[[], None]) -> None:
+        def kernel() -> None:
+            STREAMS[stream].work.insert(0, kernel)
+
+        STREAMS[stream].give(kernel)
+
+    monkeypatch.setattr(NcclCommunicator, "_launch", launch)

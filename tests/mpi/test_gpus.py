@@ -257,10 +257,7 @@ def test_an_error_of_nccl_is_raised_by_all_ranks(own_gpus, comm, monkeypatch):
     """Found on one rank while the others wait for their GPUs; from then on nobody uses NCCL."""
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     communicator = strategy.extended.communicator
-    # No rank's kernel ends once one has failed.
-    monkeypatch.setattr(
-        stand_in_cupy.NcclCommunicator, "_launch", lambda self, stream, work: never_ends(stream)
-    )
+    stand_in_cupy.kernels_never_end(monkeypatch)
     if RANK == LAST:
         broken = stand_in_cupy.NcclError("NCCL_ERROR_SYSTEM_ERROR: remote process exited")
         monkeypatch.setattr(stand_in_cupy.NcclCommunicator, "failure", broken)
@@ -275,15 +272,6 @@ def test_an_error_of_nccl_is_raised_by_all_ranks(own_gpus, comm, monkeypatch):
     on_host = np.ones(3)
     communicator.all_reduce(on_host)
     assert on_host.tolist() == [SIZE] * 3
-
-
-def never_ends(stream):
-    queue = stand_in_cupy.STREAMS[stream]
-
-    def kernel():
-        queue.work.insert(0, kernel)
-
-    queue.give(kernel)
 
 
 @needs_ranks
