@@ -94,7 +94,7 @@ class CudaAwareCommunicator(DeviceCommunicator):
 
     def _combine(self, buffer: Array, op: str, scale: float | None) -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            super()._combine(buffer, op, scale)
+            self.combine_on_host(buffer, op, scale)
             return
         self.wait_for_current_stream(buffer)
         datatype = MPI.Datatype.fromcode(np.dtype(dtype_name(buffer)).char)

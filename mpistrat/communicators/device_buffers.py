@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, copy, is_on_gpu, is_torch, to_device_of, to_host
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.device_library import DeviceLibrary, library_of
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import wait_until
@@ -39,10 +39,7 @@ class DeviceCommunicator(WrappingCommunicator):
 
     def _combine(self, buffer: Array, op: str, scale: float | None) -> None:
         """`all_reduce` in place of a buffer on this rank's GPU."""
-        self.wait_for_current_stream(buffer)
-        host = to_host(buffer)
-        self.inner.all_reduce(host, op, scale=scale)
-        buffer[...] = to_device_of(host, buffer)
+        self.combine_on_host(buffer, op, scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         """`broadcast` of such a buffer."""
@@ -67,15 +64,19 @@ class DeviceCommunicator(WrappingCommunicator):
         label: str = "",
         error: Exception | None = None,
         scale: float | None = None,
+        wire: Wire | None = None,
     ) -> None:
         if not is_on_gpu(buffer):
-            self.inner.all_reduce(buffer, op, out=out, scale=scale)
+            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
             return
         target = buffer
         if out is not None:
             out[...] = buffer
             target = out
-        self._on_this_gpu(target, lambda here: self._combine(here, op, scale))
+        if wire is not None:  # works on the host, on the whole buffer
+            self._on_this_gpu(target, lambda here: self.combine_on_host(here, op, scale, wire))
+        else:
+            self._on_this_gpu(target, lambda here: self._combine(here, op, scale))
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         if not is_on_gpu(buffer):
@@ -130,6 +131,14 @@ class DeviceCommunicator(WrappingCommunicator):
         if kind not in self._libraries:
             self._libraries[kind] = library_of(buffer, self._index)
         return self._libraries[kind]
+
+    def combine_on_host(
+        self, buffer: Array, op: str, scale: float | None, wire: Wire | None = None
+    ) -> None:
+        self.wait_for_current_stream(buffer)
+        host = to_host(buffer)
+        self.inner.all_reduce(host, op, scale=scale, wire=wire)
+        buffer[...] = to_device_of(host, buffer)
 
     def wait_for_current_stream(self, buffer: Array) -> None:
         """Until what the program has given to the GPU so far is done, `buffer` included."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import nccl
 from mpistrat.communicators.alarm import Alarm
 from mpistrat.communicators.checked import CheckedCommunicator
@@ -38,7 +39,10 @@ def use_gpus(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int)
         index: the number of this rank's in this process.
     """
     if not communicator.takes_device_buffers:
-        communicator.inner = _best_way(communicator, gpus, index)
+        with start_deadline(
+            "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
+        ):
+            communicator.inner = _best_way(communicator, gpus, index)
 
 
 def _best_way(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int) -> Communicator:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, is_torch, num_elements
-from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators.alarm import Alarm
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
@@ -107,10 +106,7 @@ class NcclCommunicator(DeviceCommunicator):
         unique_id, why = self.inner.broadcast_object((unique_id, why))
         if not why:
             try:
-                with (
-                    library.device(),
-                    start_deadline("the start of NCCL", rank=self.rank, size=self.size),
-                ):
+                with library.device():
                     self._nccl = _Cupy(self.size, unique_id, self.rank)
                     ones = library.empty((1,), "float32")
                     ones[...] = 1
@@ -133,7 +129,7 @@ class NcclCommunicator(DeviceCommunicator):
             buffer[...] = wide
             return
         if name not in DTYPES:
-            super()._combine(buffer, op, scale)
+            self.combine_on_host(buffer, op, scale)
             return
         library = self.library(buffer)
         pointer, count = library.pointer(buffer), num_elements(buffer)

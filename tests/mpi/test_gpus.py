@@ -98,6 +98,21 @@ def test_scale_and_out(strategy):
 
 
 @needs_ranks
+def test_a_wire_format_works_on_the_host(strategy):
+    """On all of a buffer at once, for it remembers what it has cut off; between ranks of a node nothing is cut off."""
+    lengths = []
+
+    def wire(between, values):
+        lengths.append(len(values))
+        between.all_reduce(values)
+
+    buffer = on_gpu(of(RANK, 1 << 15, "float32"))
+    strategy.extended.communicator.all_reduce(buffer, scale=0.5, wire=wire)
+    np.testing.assert_array_equal(buffer, combined("sum", 1 << 15, "float32") / 2)
+    assert lengths in ([], [1 << 15])
+
+
+@needs_ranks
 def test_one_after_the_other(strategy):
     """Of different sizes, so that what lies in pinned memory still, or in flight, would show."""
     for length in (200, 3, 64, 1, 130):
