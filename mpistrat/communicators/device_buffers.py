@@ -118,6 +118,10 @@ class DeviceCommunicator(WrappingCommunicator):
         with library.device():
             return self._gather(here)
 
+    @property
+    def window_capacity(self) -> int:  # type: ignore[override]
+        return self.inner.window_capacity
+
     def window_buffer(self, nbytes: int) -> Any:
         return self.inner.window_buffer(nbytes)
 
