@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -75,11 +76,22 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": cores,
+        **_gpus(),
         "ranks": world().size,
         "oversubscribed": cores < world().size,
         "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
+    }
+
+
+def _gpus() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "torch": torch.__version__,
     }
 
 

@@ -31,6 +31,10 @@ def _is_numpy(value: object) -> bool:
     return isinstance(value, (np.ndarray, np.generic))
 
 
+def is_on_gpu(array: Array) -> bool:
+    return bool(array.is_cuda) if is_torch(array) else is_cupy(array)
+
+
 def is_array(value: object) -> bool:
     return _is_numpy(value) or is_torch(value) or is_cupy(value)
 

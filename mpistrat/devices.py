@@ -1,12 +1,11 @@
-"""Device names, and which devices a rank has by default."""
+"""Device names, and how the ranks of a node share its GPUs."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
-
-from mpistrat.topology import Topology
 
 # "cpu", "CPU:1", "cuda:0", "gpu:0", "/device:CPU:0", "/job:worker/task:0/device:GPU:1"
 _DEVICE = re.compile(
@@ -49,15 +48,66 @@ def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
 def num_gpus() -> int:
     """The CUDA devices that this process sees; 0 where neither torch nor CuPy is loaded."""
     torch = sys.modules.get("torch")
-    if torch is not None:
-        return int(torch.cuda.device_count())
+    cupy = sys.modules.get("cupy")
+    count = 0 if torch is None else int(torch.cuda.device_count())
+    return count if count or cupy is None else int(cupy.cuda.runtime.getDeviceCount())
+
+
+def seen_gpus() -> tuple[str, ...]:
+    """What identifies the GPUs that this process sees, in the order of its own numbers.
+
+    The same GPU has the same name in all processes of a node that load the same library, whatever each of them sees:
+    CUDA_VISIBLE_DEVICES may differ, and inside Slurm's control groups the numbers begin at 0 in every task.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        return tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(count))
+    if num_gpus():
+        cupy = sys.modules["cupy"]
+        return tuple(str(cupy.cuda.Device(i).pci_bus_id) for i in range(num_gpus()))
+    return ()
+
+
+def make_current(index: int) -> None:
+    """Have torch and CuPy take GPU `index` where a program names none, as in `.cuda()`."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.device_count():
+        torch.cuda.set_device(index)
     cupy = sys.modules.get("cupy")
     if cupy is not None:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    return 0
+        cupy.cuda.Device(index).use()
 
 
-def default_devices(topology: Topology) -> tuple[str, ...]:
-    """One device for this rank: its share of the node's GPUs by local rank, else the CPU."""
-    gpus = num_gpus()
-    return (f"cuda:{topology.local_rank % gpus}",) if gpus else ("cpu:0",)
+def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
+    """Which of the GPUs that it sees each rank of a node uses, counted as it sees them; None where it sees none.
+
+    Args:
+        seen: `seen_gpus()` of each of the node's ranks, in rank order.
+
+    Every GPU gets one rank before any gets a second, as far as what the ranks see allows it (augmenting paths, as in
+    H. W. Kuhn's method for assignments). Ranks that all see the same GPUs take them in turn.
+    """
+    users: dict[str, list[int]] = {gpu: [] for own in seen for gpu in own}
+
+    def place(rank: int, limit: int, tried: set[str]) -> bool:
+        idlest = min(seen[rank], key=lambda gpu: len(users[gpu]))
+        if len(users[idlest]) < limit:
+            users[idlest].append(rank)
+            return True
+        for gpu in seen[rank]:
+            if gpu in tried:
+                continue
+            tried.add(gpu)
+            for other in sorted(users[gpu]):
+                if place(other, limit, tried):
+                    users[gpu].remove(other)
+                    users[gpu].append(rank)
+                    return True
+        return False
+
+    for rank, own in enumerate(seen):
+        if own:
+            next(limit for limit in itertools.count(1) if place(rank, limit, set()))
+    chosen = {rank: gpu for gpu, ranks in users.items() for rank in ranks}
+    return [own.index(chosen[rank]) if own else None for rank, own in enumerate(seen)]

@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "time_limit(seconds): a test may take longer than usual")
     config.addinivalue_line("markers", "quick: a test under tests/launch for `scripts/test quick`")
+    config.addinivalue_line(
+        "markers", "gpu: a test that needs an NVIDIA GPU, for `scripts/test-gpu`"
+    )
     config.addinivalue_line("markers", "slow: a test for `scripts/test full` only")
     if config.option.with_mpi:
         from mpi4py import MPI
@@ -49,3 +52,11 @@ def _new_folder() -> Path:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.leave_out:
         leave_out(config, items, config.option.leave_out)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name, is_floating
+from mpistrat.arrays import Array, dtype_name, is_floating, is_on_gpu
 from mpistrat.communicators.agreement import (
     DIGEST_BITS,
     Agreement,
@@ -115,7 +115,7 @@ class CheckedCommunicator(Communicator):
         signature: tuple[Any, ...] = (
             "all_reduce",
             op,
-            dtype_name(buffer),
+            self._kind(buffer),
             tuple(buffer.shape),
             label,
         )
@@ -155,7 +155,7 @@ class CheckedCommunicator(Communicator):
             self.inner.sum_into(memory, parts, view, scale)
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        with self._enter(("reduce", op, root, dtype_name(buffer), tuple(buffer.shape), label)):
+        with self._enter(("reduce", op, root, self._kind(buffer), tuple(buffer.shape), label)):
             self.inner.reduce(buffer, root, op)
 
     def reduce_scatter(
@@ -163,15 +163,15 @@ class CheckedCommunicator(Communicator):
     ) -> None:
         with self.raising_together():
             _check_parts(buffer, out, self.size)
-        with self._enter(("reduce_scatter", op, dtype_name(buffer), tuple(buffer.shape), label)):
+        with self._enter(("reduce_scatter", op, self._kind(buffer), tuple(buffer.shape), label)):
             self.inner.reduce_scatter(buffer, out, op)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        with self._enter(("broadcast", root, dtype_name(buffer), tuple(buffer.shape), label)):
+        with self._enter(("broadcast", root, self._kind(buffer), tuple(buffer.shape), label)):
             self.inner.broadcast(buffer, root)
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        with self._enter(("all_gather", dtype_name(buffer), f"{buffer.ndim} dimensions", label)):
+        with self._enter(("all_gather", self._kind(buffer), f"{buffer.ndim} dimensions", label)):
             return self.inner.all_gather(buffer)
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
@@ -210,11 +210,20 @@ class CheckedCommunicator(Communicator):
         return self._record.seconds_waited(last)
 
     @property
+    def takes_device_buffers(self) -> bool:  # type: ignore[override]
+        return self.inner.takes_device_buffers
+
+    @property
     def called_at(self) -> str:
         if self._called_at is None:
             return "an unknown place"
         code, line = self._called_at
         return f"{code.co_filename}:{line} in {code.co_name}"
+
+    def _kind(self, buffer: Array) -> str:
+        """What buffers must be equal in on all ranks: those on GPUs may go another way."""
+        name = dtype_name(buffer)
+        return f"{name} on a GPU" if self.takes_device_buffers and is_on_gpu(buffer) else name
 
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.

@@ -36,6 +36,7 @@ class Communicator(abc.ABC):
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
         timeline: where its calls are recorded; None where they are not.
+        takes_device_buffers: buffers may be CuPy arrays and CUDA tensors, too, on all ranks alike.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Communicator(abc.ABC):
     on_one_node = True
     thread_multiple = False
     timeline: Timeline | None = None
+    takes_device_buffers = False
 
     @abc.abstractmethod
     def all_reduce(

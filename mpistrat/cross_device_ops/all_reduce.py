@@ -70,17 +70,33 @@ class _PackedAllReduce(ReductionToOneDevice):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """All-reduce among the GPUs of one rank.
+    """All-reduce among the GPUs of one rank, by torch's NCCL where each tensor is on a GPU of its own.
 
-    Values in host memory are reduced on one device. One rank per GPU, which is how MPI programs use
-    GPUs, leaves nothing to reduce inside a rank.
+    Other values are reduced on one device. One rank per GPU, which is how MPI programs use GPUs, leaves nothing to
+    reduce inside a rank; between ranks NCCL is used whatever the policy, wherever it can be.
     """
+
+    def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
+        if not _on_gpus_of_their_own(values):
+            return super().combine(reduce_op, values)
+        from torch.nn.parallel import comm
+
+        accumulation.check_summable(values)
+        total = comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
+        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+
+
+def _on_gpus_of_their_own(values: Sequence[Any]) -> bool:
+    if not all(arrays.is_torch(value) and value.is_cuda for value in values):
+        return False
+    return len({value.get_device() for value in values}) == len(values)
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
     """All-reduce among the devices of one rank in two levels: two halves, then the two sums.
 
-    The copies follow the wiring of machines whose GPUs come in two fully connected groups.
+    The copies follow the wiring of machines whose GPUs come in two fully connected groups: each half is added up on its
+    own first device. Between ranks it is the communicator that chooses, as for every policy.
     """
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
@@ -95,7 +111,7 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """All-reduce over all replicas of all ranks of a communicator, through host memory.
+    """All-reduce over all replicas of all ranks of a communicator; values on GPUs go as `explain()` tells.
 
     Each rank first adds up its own components; the sums of a batch are packed by dtype and by
     `CommunicationOptions.bytes_per_pack`, all-reduced over MPI, and unpacked.
@@ -173,15 +189,22 @@ class MpiAllReduce(CrossDeviceOps):
         return results
 
     def _reduce_pack(self, group: list[Array], label: str) -> list[Array]:
-        if len(group) == 1:
+        as_it_is = self._goes_as_it_is(group[0])
+        if len(group) == 1 and not as_it_is:
             host = arrays.to_host(group[0])
             total = self._results.like(host)
             self.communicator.all_reduce(host, out=total, label=label)
             return [arrays.to_device_of(total, group[0])]
-        flat = arrays.to_host(arrays.concatenate([value.reshape(-1) for value in group]))
+        flat = arrays.detach(arrays.concatenate([value.reshape(-1) for value in group]))
+        if not as_it_is:
+            flat = arrays.to_host(flat)
         shapes = ",".join(str(list(value.shape)) for value in group)
         self.communicator.all_reduce(flat, label=f"{label} {shapes}")
         return packing.unpack(arrays.to_device_of(flat, group[0]), group)
+
+    def _goes_as_it_is(self, value: Array) -> bool:
+        """Whether the communicator takes it from the GPU that it is on."""
+        return self.communicator.takes_device_buffers and arrays.is_on_gpu(value)
 
     def _all_gather_slices(self, slices: IndexedSlices, label: str) -> IndexedSlices:
         values = self.communicator.all_gather(arrays.to_host(slices.values), label=label)
@@ -211,9 +234,8 @@ class MpiAllReduce(CrossDeviceOps):
         with self.communicator.raising_together():
             front = accumulation.check_joinable(values, axis)
             local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
-        parts = self.communicator.all_gather(
-            arrays.to_host(local), label=f"{label} along axis {front}".lstrip()
-        )
+        operand = arrays.copy(local) if self._goes_as_it_is(local) else arrays.to_host(local)
+        parts = self.communicator.all_gather(operand, label=f"{label} along axis {front}".lstrip())
         accumulation.check_joinable(parts, front, "rank")
         return arrays.to_device_of(arrays.concatenate(parts, front), values[0])
 

@@ -141,7 +141,7 @@ def _all_reduce(
     scale: float | None,
     wire: Wire | None,
 ) -> None:
-    if flat.device.type == "cpu":
+    if flat.device.type == "cpu" or communicator.takes_device_buffers:
         communicator.all_reduce(flat, label=label, scale=scale, wire=wire)
     elif communicator.size > 1:
         host = arrays.to_host(flat)

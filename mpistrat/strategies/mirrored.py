@@ -10,8 +10,9 @@ from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
-from mpistrat.devices import check_devices, default_devices
+from mpistrat.devices import check_devices
 from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
@@ -90,7 +91,7 @@ class MirroredStrategy(Strategy):
             self,
             topology,
             communicator,
-            checked or default_devices(topology),
+            checked,
             cross_device_ops,
             communication_options,
             gradients,
@@ -112,14 +113,14 @@ def setup(
     strategy: Any,
     topology: Topology,
     communicator: Communicator,
-    devices: Sequence[str],
+    devices: Sequence[str] | None,
     cross_device_ops: CrossDeviceOps | None,
     options: CommunicationOptions | None,
     gradients: str | None,
     extended: type[StrategyExtended] = StrategyExtended,
     shared_parameters: bool = False,
 ) -> None:
-    """Agree with the other ranks, share out the cores, and give `strategy` its parts.
+    """Agree with the other ranks, share out the cores and the GPUs, and give `strategy` its parts.
 
     Raises:
         CollectiveMismatchError: on all ranks, when they make different strategies.
@@ -127,16 +128,17 @@ def setup(
     """
     if not isinstance(shared_parameters, bool):
         raise ValueError(f"shared_parameters must be True or False, got {shared_parameters!r:.60}")
-    if shared_parameters and len(devices) > 1:
+    replicas = 1 if devices is None else len(devices)
+    if shared_parameters and replicas > 1:
         raise ValueError(
-            f"shared_parameters=True takes one replica per rank, got {len(devices)} devices; the replicas of one rank "
+            f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
             "share their parameters anyway"
         )
     if shared_parameters and options is not None and (options.wire_dtype or options.wire_format):
         raise ValueError(
             "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
         )
-    what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
+    what = f"{type(strategy).__name__} with {replicas} replicas per rank"
     sharing = ", shared_parameters=True" if shared_parameters else ""
     communicator.barrier(
         label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options}"
@@ -148,6 +150,7 @@ def setup(
         from mpistrat.traced_ranges import trace_ranges
 
         trace_ranges(communicator.timeline, folder)
+    devices = bind(communicator, topology, devices)
     strategy._gradients = gradients
     strategy._shared_parameters = shared_parameters
     strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.devices import check_devices, default_devices
+from mpistrat.devices import check_devices
 from mpistrat.errors import TopologyError
 from mpistrat.input.splitting import Share
 from mpistrat.options import CommunicationOptions
@@ -96,7 +96,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self,
             topology,
             communicator_of(over_mpi, check, type(self).__name__),
-            checked or default_devices(topology),
+            checked,
             None,
             communication_options,
             gradients,

@@ -2,11 +2,13 @@
 
 import sys
 import types
+from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-import mpistrat as ms
-from mpistrat.devices import check_device, check_devices, default_devices, num_gpus
+from mpistrat.devices import check_device, check_devices, num_gpus, seen_gpus, share_out
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,10 @@ def test_what_is_no_device(bad):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    cuda = types.SimpleNamespace(device_count=lambda: 2)
+    cuda = types.SimpleNamespace(
+        device_count=lambda: 2,
+        get_device_properties=lambda i: types.SimpleNamespace(uuid=f"8932f937-{i}"),
+    )
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
 
 
@@ -47,23 +52,63 @@ def test_gpus_are_counted(two_gpus):
         check_devices(["gpu:0", "cuda:0"])
 
 
-def test_a_rank_s_share_of_the_gpus(two_gpus):
-    # Local ranks are counted on each node, and share the GPUs in turn
-    hosts = ["a", "b", "a", "b", "a"]
-    shares = [default_devices(ms.Topology.from_hosts(r, hosts, "test")) for r in range(5)]
-    assert shares == [("cuda:0",), ("cuda:0",), ("cuda:1",), ("cuda:1",), ("cuda:0",)]
+def test_gpus_have_names(two_gpus):
+    assert seen_gpus() == ("8932f937-0", "8932f937-1")
 
 
-def test_without_gpus_a_rank_is_on_the_cpu(monkeypatch):
+def test_without_gpus(monkeypatch):
     for module in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert num_gpus() == 0
-    assert default_devices(ms.Topology.single()) == ("cpu:0",)
+    assert seen_gpus() == ()
 
 
-def test_cupy_counts_too(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch")
+A, B, C, D = "ABCD"
+
+
+@pytest.mark.parametrize(
+    ("seen", "numbers"),
+    [
+        ([(A, B, C, D)] * 4, [0, 1, 2, 3]),  # mpirun, or srun --gpus-per-node
+        ([(A, B)] * 5, [0, 1, 0, 1, 0]),  # more ranks than GPUs
+        ([(A, B, C, D)] * 2, [0, 1]),  # fewer
+        ([(A,), (B,), (C,), (D,)], [0, 0, 0, 0]),  # --gpus-per-task=1: each sees its own as number 0
+        ([(A, B), (C, D)], [0, 0]),  # --gpus-per-task=2
+        ([(A,), (A,), (B,), (B,)], [0, 0, 0, 0]),  # --gpu-bind=map_gpu:0,0,1,1: shared, although two are there
+        ([(A, B), (A, B), (C, D), (C, D)], [0, 1, 0, 1]),  # --gpu-bind=closest: those of the rank's socket
+        ([(B, A), (A, B)], [0, 0]),  # the same two, numbered differently
+        ([(A, B), (A,)], [1, 0]),  # one rank has a choice, the other has none
+        ([(A, B), (A, C), (A,)], [1, 1, 0]),
+        ([(A,), (A,), (A, B, C), (A, B, C)], [0, 0, 1, 2]),  # a crowd on A does not crowd B and C
+        ([(), (A, B), ()], [None, 0, None]),  # some ranks without
+        ([], []),
+    ],
+)  # fmt: skip
+def test_the_ranks_of_a_node_share_its_gpus(seen, numbers):
+    assert share_out(seen) == numbers
+
+
+@given(st.lists(st.lists(st.sampled_from("ABCDE"), unique=True), max_size=8))
+def test_no_gpu_has_two_ranks_while_another_could_take_one(seen):
+    numbers = share_out(seen)
+    users = Counter(own[n] for own, n in zip(seen, numbers, strict=True) if n is not None)
+    assert all((n is None) == (not own) for own, n in zip(seen, numbers, strict=True))
+    # The most that could have a GPU of their own, by trying: each rank takes any that is left.
+    most = {frozenset()}
+    for own in seen:
+        most |= {taken | {gpu} for taken in most for gpu in set(own) - taken}
+    assert len(users) == max(map(len, most))
+
+
+@pytest.mark.parametrize("beside", ["nothing", "torch without CUDA"])
+def test_cupy_counts_too(monkeypatch, beside):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    if beside != "nothing":
+        cuda = types.SimpleNamespace(device_count=lambda: 0)
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     runtime = types.SimpleNamespace(getDeviceCount=lambda: 3)
-    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    device = lambda i: types.SimpleNamespace(pci_bus_id=f"0000:0{i}:00.0")  # noqa: E731
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, Device=device))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert num_gpus() == 3
+    assert seen_gpus() == ("0000:00:00.0", "0000:01:00.0", "0000:02:00.0")

@@ -1,5 +1,7 @@
 """Policies among the replicas of one rank: sums, means, destinations, and a user's own algorithm."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -142,3 +144,18 @@ def test_what_cannot_be_added():
     with pytest.raises(InvalidArgumentError, match=r"replica 1: float32\[1\]"):
         accumulation.check_summable([np.ones(1), np.ones(1, "f4")])
     assert accumulation.add_n([np.ones(1)] * 3).tolist() == [3]
+
+
+def test_tensors_on_gpus_of_their_own_are_added_by_torch(monkeypatch):
+    """On a machine without GPUs: torch's function is called as it is declared, with the first tensor's device."""
+    calls = mock.create_autospec(torch.nn.parallel.comm.reduce_add, return_value=torch.ones(2) * 6)
+    monkeypatch.setattr(torch.nn.parallel.comm, "reduce_add", calls)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: int(tensor[0]))
+    values = [torch.ones(2) * i for i in (1, 2, 3)]
+    policy = ms.NcclAllReduce()
+    assert policy.combine(ms.ReduceOp.MEAN, values).tolist() == [2, 2]
+    assert calls.call_args.args[1] == 1
+    calls.reset_mock()
+    assert policy.combine(ms.ReduceOp.SUM, [values[0], values[0]]).tolist() == [2, 2]  # on one GPU
+    calls.assert_not_called()

@@ -8,8 +8,6 @@ import mpistrat as ms
 from mpistrat.input import distributed_iterator
 from mpistrat.input.device_copies import DeviceCopies
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 
 class Logged:
     """In the place of DeviceCopies: notes when copies begin and when they are asked for."""
@@ -125,7 +123,7 @@ def test_the_host_copies_nothing():
     assert not DeviceCopies(("cpu:0", "cpu:1")).needed
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_batches_arrive_on_the_gpu():
     """Through a stream of their own: each is right, although the next is copied while it is used."""
     copies = DeviceCopies(("cuda:0",))
@@ -137,7 +135,7 @@ def test_batches_arrive_on_the_gpu():
         assert float(batch["x"].sum()) == i * float(1 << 20)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_the_copy_runs_beside_the_computation():
     """Both in less time than one after the other."""
     strategy = ms.OneDeviceStrategy("cuda:0")

@@ -1,0 +1,28 @@
+"""A rank's failure, told to ranks that wait for their GPU: no MPI call of theirs would notice it.
+
+mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+TAG = 4711  # on a communicator of ours, where nobody else sends single messages
+
+
+class Alarm:
+    """Between the ranks of `comm`, which is used by nobody else."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._unsent: list[MPI.Request] = []
+
+    def ring(self, text: str) -> None:
+        """Tell all other ranks. Not collective."""
+        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
+
+    def heard(self) -> str | None:
+        """What another rank has told."""
+        message = self._comm.improbe(tag=TAG)
+        return None if message is None else message.recv()

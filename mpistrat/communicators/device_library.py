@@ -1,0 +1,185 @@
+"""What a way for buffers on GPUs needs of torch and of CuPy: pointers, streams, events, pinned memory.
+
+Neither is imported before a buffer of it comes. Streams and events are the library's own objects.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_torch
+
+
+class DeviceLibrary(abc.ABC):
+    """torch or CuPy on one GPU.
+
+    Args:
+        index: the GPU's number in this process.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    @abc.abstractmethod
+    def device(self) -> contextlib.AbstractContextManager[Any]:
+        """Around calls that use the current device."""
+
+    @abc.abstractmethod
+    def here(self, buffer: Array) -> Array:
+        """`buffer`, or a copy on this GPU if it is on another."""
+
+    @abc.abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """An uninitialized array on the current device. `dtype`: the library's, or its name."""
+
+    @abc.abstractmethod
+    def pointer(self, buffer: Array) -> int: ...
+
+    @abc.abstractmethod
+    def flat(self, buffer: Array) -> Array:
+        """The same memory in one dimension."""
+
+    @abc.abstractmethod
+    def new_stream(self) -> Any:
+        """One that does not wait for the default stream."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> Any: ...
+
+    @abc.abstractmethod
+    def handle(self, stream: Any) -> int: ...
+
+    @abc.abstractmethod
+    def record(self, stream: Any) -> Any:
+        """An event: what `stream` has been given so far is done."""
+
+    @abc.abstractmethod
+    def is_done(self, event: Any) -> bool: ...
+
+    @abc.abstractmethod
+    def pinned(self, nbytes: int) -> Array:
+        """Page-locked host memory, bytes of the library that `fetch` and `send` take."""
+
+    @abc.abstractmethod
+    def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
+        """Begin to copy the flat `buffer` into pinned `memory`; what is returned is a host array over it."""
+
+    @abc.abstractmethod
+    def send(self, host: Array, buffer: Array, stream: Any) -> None:
+        """Begin to copy what `fetch` returned back into `buffer`."""
+
+
+class TorchLibrary(DeviceLibrary):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        import torch
+
+        self._torch = torch
+
+    def device(self) -> contextlib.AbstractContextManager[Any]:
+        return self._torch.cuda.device(self.index)
+
+    def here(self, buffer: Array) -> Array:
+        return buffer if buffer.get_device() == self.index else buffer.to(f"cuda:{self.index}")
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        dtype = getattr(self._torch, dtype) if isinstance(dtype, str) else dtype
+        return self._torch.empty(tuple(shape), dtype=dtype, device=f"cuda:{self.index}")
+
+    def pointer(self, buffer: Array) -> int:
+        return buffer.data_ptr()
+
+    def flat(self, buffer: Array) -> Array:
+        return buffer.detach().view(-1)
+
+    def new_stream(self) -> Any:
+        return self._torch.cuda.Stream(self.index)
+
+    def current_stream(self) -> Any:
+        return self._torch.cuda.current_stream(self.index)
+
+    def handle(self, stream: Any) -> int:
+        return stream.cuda_stream
+
+    def record(self, stream: Any) -> Any:
+        return stream.record_event()
+
+    def is_done(self, event: Any) -> bool:
+        return event.query()
+
+    def pinned(self, nbytes: int) -> Array:
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+
+    def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
+        host = memory[: buffer.nbytes].view(buffer.dtype)
+        with self._torch.cuda.stream(stream):
+            host.copy_(buffer, non_blocking=True)
+        return host
+
+    def send(self, host: Array, buffer: Array, stream: Any) -> None:
+        with self._torch.cuda.stream(stream):
+            buffer.copy_(host, non_blocking=True)
+
+
+class CupyLibrary(DeviceLibrary):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        import cupy
+
+        self._cupy = cupy
+
+    def device(self) -> contextlib.AbstractContextManager[Any]:
+        return self._cupy.cuda.Device(self.index)
+
+    def here(self, buffer: Array) -> Array:
+        if buffer.device.id == self.index:
+            return buffer
+        with self.device():
+            return self._cupy.array(buffer)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        return self._cupy.empty(tuple(shape), dtype)
+
+    def pointer(self, buffer: Array) -> int:
+        return buffer.data.ptr
+
+    def flat(self, buffer: Array) -> Array:
+        return buffer.reshape(-1)
+
+    def new_stream(self) -> Any:
+        return self._cupy.cuda.Stream(non_blocking=True)
+
+    def current_stream(self) -> Any:
+        return self._cupy.cuda.get_current_stream()
+
+    def handle(self, stream: Any) -> int:
+        return stream.ptr
+
+    def record(self, stream: Any) -> Any:
+        return stream.record()
+
+    def is_done(self, event: Any) -> bool:
+        return event.done
+
+    def pinned(self, nbytes: int) -> Array:
+        import cupyx
+
+        return cupyx.empty_pinned(nbytes, np.uint8)
+
+    def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
+        host = memory[: buffer.nbytes].view(buffer.dtype)
+        buffer.get(stream=stream, out=host, blocking=False)
+        return host
+
+    def send(self, host: Array, buffer: Array, stream: Any) -> None:
+        buffer.set(host, stream=stream)
+
+
+def library_of(buffer: Array, index: int) -> DeviceLibrary:
+    """The library of `buffer`, on this process's GPU number `index`."""
+    return TorchLibrary(index) if is_torch(buffer) else CupyLibrary(index)

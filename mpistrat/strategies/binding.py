@@ -1,0 +1,37 @@
+"""Which devices a rank uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpistrat.communicators import CheckedCommunicator, Communicator
+from mpistrat.devices import make_current, seen_gpus, share_out
+from mpistrat.topology import Topology
+
+
+def bind(
+    communicator: Communicator, topology: Topology, devices: Sequence[str] | None
+) -> tuple[str, ...]:
+    """This rank's devices: as given, else one of the node's GPUs, else the CPU.
+
+    Called by: every rank of `communicator`.
+    Which ranks see the same GPU is known by the GPU's name, not by its number in a process. The first of this rank's is
+    the current one from now on; if all ranks use one, the communicator takes buffers on GPUs.
+    """
+    seen = seen_gpus()
+    everyone = communicator.all_gather_object((topology.node, seen), label="GPUs seen")
+    if devices is None:
+        here = [rank for rank, (node, _) in enumerate(everyone) if node == topology.node]
+        share = share_out([everyone[rank][1] for rank in here])[here.index(communicator.rank)]
+        devices = ("cpu:0",) if share is None else (f"cuda:{share}",)
+    kind, _, number = devices[0].partition(":")
+    used = None
+    if kind == "cuda":
+        make_current(int(number))
+        used = (topology.node, seen[int(number)])
+    gpus = communicator.all_gather_object(used, label="GPUs used")
+    if isinstance(communicator, CheckedCommunicator) and None not in gpus:
+        from mpistrat.communicators.gpu_ways import Gpu, use_gpus
+
+        use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number))
+    return tuple(devices)

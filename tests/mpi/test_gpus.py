@@ -1,0 +1,365 @@
+"""Buffers on GPUs: each way against NumPy, on a stand-in for CuPy that keeps device memory on the host."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+import stand_in_cupy
+from mpistrat.communicators import cuda_aware, device_staging, gpu_ways
+from rank_errors import errors_of_ranks
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1
+
+needs_ranks = pytest.mark.mpi(min_size=2)
+WAYS = ("NCCL", "CUDA-aware MPI", "staging")
+
+
+@pytest.fixture
+def comm():
+    duplicate = WORLD.Dup()  # its communicator of ours is this test's alone
+    yield duplicate
+    duplicate.Free()
+
+
+@pytest.fixture
+def own_gpus(monkeypatch):
+    return stand_in_cupy.install(monkeypatch, [f"0000:0{RANK}:00.0"])
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch):
+    return stand_in_cupy.install(monkeypatch, ["0000:01:00.0"])
+
+
+@pytest.fixture(params=WAYS)
+def strategy(request, monkeypatch, comm):
+    name = f"0000:0{RANK}:00.0" if request.param == "NCCL" else "0000:01:00.0"
+    stand_in_cupy.install(monkeypatch, [name])
+    # To MPI a pointer of the stand-in is one to host memory, which any MPI takes.
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: request.param == "CUDA-aware MPI")
+    monkeypatch.setattr(device_staging, "CHUNK", 64)
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm, gradients="sum")
+    told = {
+        "NCCL": "GPUs: through NCCL",
+        "staging": "pinned host memory",
+    }.get(request.param, "through MPI, which was seen")
+    assert SIZE == 1 or told in strategy.extended.explain()
+    return strategy
+
+
+def on_gpu(array):
+    return stand_in_cupy.asarray(array)
+
+
+def of(rank, length, dtype):
+    return (np.arange(length) * (rank + 1) % 50).astype(dtype)
+
+
+def combined(op, *args):
+    return getattr(np, op)([of(rank, *args) for rank in range(SIZE)], axis=0)
+
+
+@needs_ranks
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8", "int64"])
+def test_all_reduce(strategy, dtype):
+    for op, length in itertools.product(["sum", "max", "min"], [1, 100, 0]):
+        buffer = on_gpu(of(RANK, length, dtype))
+        strategy.extended.communicator.all_reduce(buffer, op)
+        np.testing.assert_array_equal(buffer, combined(op, length, dtype).astype(dtype))
+
+
+@needs_ranks
+@pytest.mark.parametrize("dtype", ["int16", "complex64", "float16"])
+def test_what_nccl_does_not_know(strategy, dtype):
+    buffer = on_gpu(of(RANK, 100, dtype))
+    strategy.extended.communicator.all_reduce(buffer)
+    np.testing.assert_array_equal(buffer, combined("sum", 100, "float64").astype(dtype))
+
+
+@needs_ranks
+def test_16_bits_are_rounded_once(strategy):
+    buffer = on_gpu(np.array([2048 if RANK == 0 else 1], np.float16))
+    strategy.extended.communicator.all_reduce(buffer)
+    assert buffer[0] == np.float16(2048 + SIZE - 1)
+
+
+@needs_ranks
+def test_scale_and_out(strategy):
+    communicator = strategy.extended.communicator
+    buffer, out = on_gpu(of(RANK, 100, "float32")), on_gpu(np.zeros(100, "float32"))
+    communicator.all_reduce(buffer, out=out, scale=1 / SIZE)
+    np.testing.assert_allclose(out, combined("mean", 100, "float32"), rtol=1e-6)
+    np.testing.assert_array_equal(buffer, of(RANK, 100, "float32"))
+
+
+@needs_ranks
+def test_a_wire_format_works_on_the_host(strategy):
+    """On all of a buffer at once, for it remembers what it has cut off; between ranks of a node nothing is cut off."""
+    lengths = []
+
+    def wire(between, values):
+        lengths.append(len(values))
+        between.all_reduce(values)
+
+    buffer = on_gpu(of(RANK, 1 << 15, "float32"))
+    strategy.extended.communicator.all_reduce(buffer, scale=0.5, wire=wire)
+    np.testing.assert_array_equal(buffer, combined("sum", 1 << 15, "float32") / 2)
+    assert lengths in ([], [1 << 15])
+
+
+@needs_ranks
+def test_one_after_the_other(strategy):
+    """Of different sizes, so that what lies in pinned memory still, or in flight, would show."""
+    for length in (200, 3, 64, 1, 130):
+        buffer = on_gpu(of(RANK, length, "float32"))
+        strategy.extended.communicator.all_reduce(buffer)
+        np.testing.assert_array_equal(buffer, combined("sum", length, "float32"))
+
+
+@needs_ranks
+def test_reduce_and_reduce_scatter(strategy):
+    communicator = strategy.extended.communicator
+    buffer = on_gpu(of(RANK, 10, "float32"))
+    communicator.reduce(buffer, root=LAST)
+    expected = combined("sum", 10, "float32") if RANK == LAST else of(RANK, 10, "float32")
+    np.testing.assert_array_equal(buffer, expected)
+    rows = on_gpu(of(RANK, 4 * SIZE, "float32").reshape(2 * SIZE, 2))
+    out = on_gpu(np.empty((2, 2), "float32"))
+    communicator.reduce_scatter(rows, out)
+    everything = combined("sum", 4 * SIZE, "float32").reshape(SIZE, 2, 2)
+    np.testing.assert_array_equal(out, everything[RANK])
+
+
+@needs_ranks
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
+@pytest.mark.parametrize("root", [0, -1])
+def test_broadcast(strategy, dtype, root):
+    root %= SIZE
+    buffer = on_gpu(of(RANK, 100, dtype))
+    strategy.extended.communicator.broadcast(buffer, root)
+    np.testing.assert_array_equal(buffer, of(root, 100, dtype))
+
+
+@needs_ranks
+def test_all_gather(strategy):
+    """Of different shapes, one of them empty; and of scalars."""
+    communicator = strategy.extended.communicator
+    parts = communicator.all_gather(on_gpu(np.full((RANK, 3), RANK, "float16")))
+    assert [part.shape for part in parts] == [(rank, 3) for rank in range(SIZE)]
+    assert all((part == rank).all() for rank, part in enumerate(parts))
+    assert all(isinstance(part, stand_in_cupy.ndarray) for part in parts)
+    scalars = communicator.all_gather(on_gpu(np.float32(RANK)))
+    assert [float(one) for one in scalars] == list(range(SIZE))
+
+
+def test_the_strategy_s_values_stay_on_the_gpu(strategy):
+    def step():
+        context = ms.get_replica_context()
+        value = {"a": on_gpu(of(RANK, 5, "float32")), "b": on_gpu(np.float32(RANK))}
+        total = context.all_reduce("sum", value)
+        rows = context.all_gather(on_gpu(of(RANK, 4, "float32").reshape(2, 2)), axis=1)
+        return total, rows
+
+    total, rows = strategy.run(step)
+    np.testing.assert_array_equal(total["a"], combined("sum", 5, "float32"))
+    assert float(total["b"]) == sum(range(SIZE))
+    everyone = [of(rank, 4, "float32").reshape(2, 2) for rank in range(SIZE)]
+    np.testing.assert_array_equal(rows, np.concatenate(everyone, axis=1))
+    if SIZE > 1:
+        assert isinstance(total["a"], stand_in_cupy.ndarray)
+        assert isinstance(rows, stand_in_cupy.ndarray)
+    on_host = strategy.reduce("mean", np.float32(RANK), axis=None)
+    assert float(on_host) == sum(range(SIZE)) / SIZE
+
+
+@needs_ranks
+def test_nccl_is_used(own_gpus, comm):
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    assert strategy.extended.worker_devices == ("cuda:0",)
+    stand_in_cupy.CALLS.clear()
+    communicator = strategy.extended.communicator
+    communicator.all_reduce(on_gpu(np.ones(3, "float32")))
+    communicator.all_reduce(np.ones(3, "float32"))  # on the host: not by NCCL
+    communicator.broadcast(on_gpu(np.ones(3, "float32")))
+    assert stand_in_cupy.CALLS == ["allReduce", "broadcast"]
+
+
+@needs_ranks
+def test_a_second_strategy_uses_what_the_first_has_started(own_gpus, comm):
+    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.inner
+    stand_in_cupy.CALLS.clear()
+    assert ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.inner is first
+    assert stand_in_cupy.CALLS == []
+
+
+def test_ranks_that_all_see_the_same_gpus(monkeypatch, comm):
+    """Each has its own as the current one; they talk by NCCL unless there are more ranks than GPUs."""
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    stand_in_cupy.install(monkeypatch, ["0000:01:00.0", "0000:02:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    assert strategy.extended.worker_devices == (f"cuda:{RANK % 2}",)
+    assert stand_in_cupy.CURRENT == [RANK % 2]
+    if SIZE > 1:
+        expected = "through NCCL" if SIZE == 2 else "share a GPU"
+        assert expected in strategy.extended.explain()
+
+
+def test_a_gpu_of_the_program_s_own_choice(monkeypatch, comm):
+    stand_in_cupy.install(monkeypatch, [f"0000:0{RANK}:00.0", f"0000:1{RANK}:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm, devices=["gpu:1"])
+    assert strategy.extended.worker_devices == ("cuda:1",)
+    assert stand_in_cupy.CURRENT == [1]
+    if SIZE > 1:
+        assert "through NCCL" in strategy.extended.explain()
+
+
+@needs_ranks
+def test_ranks_that_share_a_gpu_do_not_start_nccl(shared_gpu, comm, monkeypatch):
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    assert "ranks 0 and 1 share a GPU" in strategy.extended.explain()
+    assert stand_in_cupy.CALLS == []
+
+
+@needs_ranks
+def test_one_rank_without_nccl(own_gpus, comm, monkeypatch):
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    if RANK == LAST:
+        monkeypatch.setattr(own_gpus.cuda.nccl, "available", False)
+    told = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
+    assert f"rank {LAST} has none: ImportError: CuPy finds no libnccl" in told
+
+
+@needs_ranks
+def test_nccl_that_does_not_start(own_gpus, comm, monkeypatch):
+    """What two ranks see as two GPUs is one for NCCL, as parts of one by MIG are: all go another way."""
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    monkeypatch.setattr(gpu_ways, "shared_gpu", lambda gpus: "")
+    monkeypatch.setattr(stand_in_cupy, "GPUS", ["0000:01:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    assert "Duplicate GPU" in strategy.extended.explain()
+    buffer = on_gpu(np.ones(3, "float32"))
+    strategy.extended.communicator.all_reduce(buffer)
+    assert buffer.tolist() == [SIZE] * 3
+
+
+@needs_ranks
+def test_some_ranks_without_a_gpu(monkeypatch, comm):
+    """Values go through the host, wherever they are."""
+    stand_in_cupy.install(monkeypatch, [] if RANK == 0 else [f"0000:0{RANK}:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    assert not strategy.extended.communicator.takes_device_buffers
+    value = np.ones(3, "float32") if RANK == 0 else on_gpu(np.ones(3, "float32"))
+    total = strategy.reduce("sum", value, axis=None)
+    assert total.tolist() == [SIZE] * 3
+
+
+@needs_ranks
+def test_a_buffer_on_the_gpu_here_and_on_the_host_there(strategy):
+    value = np.ones(3, "float32") if RANK == 0 else on_gpu(np.ones(3, "float32"))
+    errors = errors_of_ranks(lambda: strategy.extended.communicator.all_reduce(value))
+    assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}
+    assert all("float32 on a GPU" in text for _, text, _ in errors)
+
+
+@needs_ranks
+def test_an_error_of_nccl_is_raised_by_all_ranks(own_gpus, comm, monkeypatch):
+    """Found on one rank while the others wait for their GPUs; from then on nobody uses NCCL."""
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    communicator = strategy.extended.communicator
+    stand_in_cupy.kernels_never_end(monkeypatch)
+    if RANK == LAST:
+        broken = stand_in_cupy.NcclError("NCCL_ERROR_SYSTEM_ERROR: remote process exited")
+        monkeypatch.setattr(stand_in_cupy.NcclCommunicator, "failure", broken)
+    stand_in_cupy.CALLS.clear()
+    errors = errors_of_ranks(lambda: communicator.all_reduce(on_gpu(np.ones(3, "float32"))))
+    assert all(
+        f"NCCL was aborted on all ranks: rank {LAST}: NcclError" in text for _, text, _ in errors
+    )
+    assert stand_in_cupy.CALLS == ["allReduce", "abort"]
+    errors = errors_of_ranks(lambda: communicator.all_reduce(on_gpu(np.ones(3, "float32"))))
+    assert all("NCCL cannot be used any more" in text for _, text, _ in errors)
+    on_host = np.ones(3)
+    communicator.all_reduce(on_host)
+    assert on_host.tolist() == [SIZE] * 3
+
+
+@needs_ranks
+def test_buffers_on_another_gpu_of_the_rank(monkeypatch, comm):
+    """They are copied to the one that the rank uses, and back."""
+    stand_in_cupy.install(monkeypatch, [f"0000:0{RANK}:00.0", f"0000:1{RANK}:00.0"])
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    monkeypatch.setattr(stand_in_cupy, "HOME", [1])  # where arrays are from now on
+    buffer = on_gpu(np.ones(3, "float32"))
+    strategy.extended.communicator.all_reduce(buffer)
+    assert buffer.tolist() == [SIZE] * 3
+
+
+@needs_ranks
+def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
+    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    if RANK == LAST:
+        monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
+    told = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
+    assert f"rank 0 has version 22705, rank {LAST} 22907" in told
+
+
+# Whether MPI takes device memory: a child process tries, and none of its ends is an end of ours.
+
+TORCH = """
+import numpy as np
+float32 = np.float32
+class Tensor(np.ndarray):
+    def data_ptr(self):
+        return POINTER
+def full(shape, value, dtype, device):
+    return np.full(shape, value, dtype).view(Tensor)
+class cuda:
+    synchronize = staticmethod(lambda index: None)
+"""
+
+
+def proven_with(pointer, tmp_path, monkeypatch):
+    """By the trial itself, for an array of a stand-in for torch with that pointer."""
+    ms.MultiWorkerMirroredStrategy()  # takes the launcher's variables out of the environment
+    (tmp_path / "torch.py").write_text(TORCH.replace("POINTER", pointer))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return cuda_aware.is_proven.__wrapped__("torch", 0)
+
+
+def test_memory_that_mpi_takes(tmp_path, monkeypatch):
+    assert proven_with("self.ctypes.data", tmp_path, monkeypatch)
+
+
+def test_memory_that_mpi_reads_and_does_not_write(tmp_path, monkeypatch):
+    assert not proven_with("self.copy().ctypes.data", tmp_path, monkeypatch)
+
+
+def test_memory_that_mpi_crashes_on(tmp_path, monkeypatch):
+    assert not proven_with("4096", tmp_path, monkeypatch)
+
+
+def test_this_mpi_is_not_taken_for_cuda_aware():
+    """Tried for real: without CuPy, or without a GPU, the child fails."""
+    assert not cuda_aware.is_proven.__wrapped__("cupy", 0)
+
+
+def test_a_trial_that_does_not_end():
+    assert not cuda_aware.ends_well([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+
+
+def test_what_is_proven_is_kept(monkeypatch):
+    tries = []
+    monkeypatch.setattr(cuda_aware, "ends_well", lambda *_: tries.append(1) or True)
+    cuda_aware.is_proven.cache_clear()
+    try:
+        assert cuda_aware.is_proven("torch", 0)
+        assert cuda_aware.is_proven("torch", 0)
+    finally:
+        cuda_aware.is_proven.cache_clear()
+    assert tries == [1]
