@@ -96,8 +96,12 @@ def raw_mpi_views(width: int, layers: int) -> Callable[[], object]:
     return step
 
 
-def with_mpistrat(width: int, layers: int, check: str = "always") -> Callable[[], object]:
-    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", check=check)
+def with_mpistrat(
+    width: int, layers: int, check: str = "always", deterministic: bool = False
+) -> Callable[[], object]:
+    strategy = ms.MultiWorkerMirroredStrategy(
+        gradients="mean", check=check, deterministic=deterministic
+    )
     with strategy.scope():
         model = mlp(width, layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -143,6 +147,7 @@ def main() -> None:
                 "raw MPI, .grad in the buffer": raw_mpi_views(*model),
                 "mpistrat": with_mpistrat(*model),
                 "mpistrat, check=never": with_mpistrat(*model, check="never"),
+                "mpistrat, deterministic": with_mpistrat(*model, deterministic=True),
                 "DDP, gloo": with_ddp(*model),
             }
             medians = compare(contestants, repeat=5 if name == "4.2 M" else 2)

@@ -142,9 +142,9 @@ class SharedWindowCommunicator(WrappingCommunicator):
         wire: Wire | None = None,
     ) -> None:
         how = arithmetic_of(buffer, op)
-        if buffer.nbytes < SMALLEST:
-            wire = None  # a message as short costs what an empty one does
         if how is None or not self._all_reduce_here(how, buffer, out, scale):
+            if buffer.nbytes < SMALLEST or self._scratch is not None:
+                wire = None  # a message as short costs what an empty one does; nor do ranks that share memory need it
             self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
 
     def all_reduce_by_tree(

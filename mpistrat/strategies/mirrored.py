@@ -29,8 +29,11 @@ def check_strategy_arguments(
     gradients: str | None,
     cross_device_ops: CrossDeviceOps | None = None,
     check: str = "always",
+    deterministic: bool = False,
 ) -> None:
     """ValueError for arguments of the wrong kind."""
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be True or False, got {deterministic!r:.60}")
     if not (isinstance(check, str) and check in CHECKS):
         raise ValueError(f"check must be one of {CHECKS}, got {check!r:.60}")
     if options is not None and not isinstance(options, CommunicationOptions):
@@ -42,6 +45,15 @@ def check_strategy_arguments(
         )
     if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
         raise ValueError(f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}")
+    if deterministic and cross_device_ops is not None:
+        raise ValueError(
+            "deterministic=True fixes the order in which replicas are added up; with a cross_device_ops of your own "
+            "that order is yours: give one of them"
+        )
+    if deterministic and options is not None and (options.wire_dtype or options.wire_format):
+        raise ValueError(
+            "deterministic=True keeps every bit of a sum, which wire_dtype and wire_format leave out: give one of them"
+        )
 
 
 @functools.cache
@@ -64,6 +76,8 @@ class MirroredStrategy(Strategy):
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
         check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
             call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
+        deterministic: sums over replicas have the same bits however many ranks the replicas are spread over, and
+            each rank computes with OMP_NUM_THREADS threads, or with 1. Not with `cross_device_ops`.
     """
 
     def __init__(
@@ -75,8 +89,11 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         gradients: str | None = None,
         check: str = "always",
+        deterministic: bool = False,
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, cross_device_ops, check)
+        check_strategy_arguments(
+            communication_options, gradients, cross_device_ops, check, deterministic
+        )
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
@@ -91,6 +108,7 @@ class MirroredStrategy(Strategy):
             cross_device_ops,
             communication_options,
             gradients,
+            deterministic,
         )
 
 
@@ -112,6 +130,7 @@ def setup(
     cross_device_ops: CrossDeviceOps | None,
     options: CommunicationOptions | None,
     gradients: str | None,
+    deterministic: bool,
     extended: type[StrategyExtended] = StrategyExtended,
 ) -> None:
     """Agree with the other ranks, share out the cores, and give `strategy` its parts.
@@ -121,7 +140,7 @@ def setup(
     """
     what = f"{type(strategy).__name__} with {len(devices)} replicas per rank"
     communicator.barrier(label=f"constructor of {what}, gradients={gradients!r}, {options}")
-    share_cores(communicator, topology)
+    threads = share_cores(communicator, topology, deterministic)
     # One rank has nobody to agree with on a folder.
     folder = trace_folder() if communicator.size == 1 else None
     if folder is not None or communicator.timeline is not None:
@@ -129,4 +148,6 @@ def setup(
 
         trace_ranges(communicator.timeline, folder)
     strategy._gradients = gradients
-    strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)
+    strategy._extended = extended(
+        strategy, communicator, devices, cross_device_ops, options, threads
+    )

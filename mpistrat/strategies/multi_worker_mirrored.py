@@ -49,9 +49,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
         check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
             call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
-        deterministic: replica i reads part i of each global batch, however the replicas are spread over ranks.
-            Otherwise the parts are dealt out to the ranks in turn, as in TensorFlow; with one replica per rank that is
-            the same. (How gradients are summed does not depend on it yet.)
+        deterministic: results do not depend on how replicas are spread over ranks. Sums over replicas have the same
+            bits, each rank computes with OMP_NUM_THREADS threads, or with 1, and replica i reads part i of each global
+            batch; otherwise the parts are dealt out to the ranks in turn, as in TensorFlow (with one replica per rank
+            that is the same).
     Raises:
         TopologyError: MPI, the launcher and the resolver disagree about ranks.
     """
@@ -67,7 +68,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         check: str = "always",
         deterministic: bool = False,
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, check=check)
+        check_strategy_arguments(
+            communication_options, gradients, check=check, deterministic=deterministic
+        )
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
@@ -95,7 +98,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             None,
             communication_options,
             gradients,
+            deterministic,
             _MultiWorkerExtended,
         )
-        self._extended.deterministic = deterministic
         self._cluster_resolver = cluster_resolver or over_mpi
