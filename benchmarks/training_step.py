@@ -97,10 +97,17 @@ def raw_mpi_views(width: int, layers: int) -> Callable[[], object]:
 
 
 def with_mpistrat(
-    width: int, layers: int, check: str = "always", shared_parameters: bool = False
+    width: int,
+    layers: int,
+    check: str = "always",
+    deterministic: bool = False,
+    shared_parameters: bool = False,
 ) -> Callable[[], object]:
     strategy = ms.MultiWorkerMirroredStrategy(
-        gradients="mean", check=check, shared_parameters=shared_parameters
+        gradients="mean",
+        check=check,
+        deterministic=deterministic,
+        shared_parameters=shared_parameters,
     )
     with strategy.scope():
         model = mlp(width, layers)
@@ -148,6 +155,7 @@ def main() -> None:
                 "mpistrat": with_mpistrat(*model),
                 "mpistrat, check=never": with_mpistrat(*model, check="never"),
                 "mpistrat, shared_parameters": with_mpistrat(*model, shared_parameters=True),
+                "mpistrat, deterministic": with_mpistrat(*model, deterministic=True),
                 "DDP, gloo": with_ddp(*model),
             }
             medians = compare(contestants, repeat=5 if name == "4.2 M" else 2)

@@ -14,6 +14,7 @@ from mpistrat.cross_device_ops.cross_device_ops import (
     components_of,
     place,
 )
+from mpistrat.cross_device_ops.ordered_all_reduce import OrderedAllReduce
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
@@ -48,6 +49,7 @@ class CrossReplicaOps:
         num_local_replicas: replicas on each of them.
         cross_device_ops: the user's policy for the components on one rank, or None.
         options: defaults of every collective.
+        deterministic: whether sums are not to depend on how replicas are spread over ranks.
     """
 
     def __init__(
@@ -56,13 +58,14 @@ class CrossReplicaOps:
         num_local_replicas: int,
         cross_device_ops: CrossDeviceOps | None,
         options: CommunicationOptions,
+        deterministic: bool = False,
     ) -> None:
         self.communicator = communicator
         self.num_local_replicas = num_local_replicas
         self.num_replicas = communicator.size * num_local_replicas
         self._custom = cross_device_ops
         self.options = options
-        self._over_ranks = MpiAllReduce(communicator)
+        self._over_ranks = (OrderedAllReduce if deterministic else MpiAllReduce)(communicator)
 
     @property
     def has_custom_ops(self) -> bool:

@@ -58,6 +58,8 @@ class StrategyExtended:
         worker_devices: this rank's devices, one replica each; as many on every rank.
         cross_device_ops: a policy of the user's, or None.
         options: defaults of every collective.
+        fixed_threads: how many intra-op threads every rank computes with, if results are not to depend on how replicas
+            are spread over ranks; else None.
 
     Attributes:
         communicator, worker_devices: as given.
@@ -65,6 +67,7 @@ class StrategyExtended:
         num_replicas_in_sync: replicas over all ranks, size · k.
         first_replica_id: the global id of this rank's first replica, rank · k.
         cross_replica_ops: how values of all replicas are combined.
+        deterministic: whether results do not depend on how replicas are spread over ranks.
     """
 
     experimental_between_graph = False
@@ -76,8 +79,6 @@ class StrategyExtended:
     has_partial_steps = True
     # Whether an input function may be called once for each replica.
     reads_per_replica = True
-    # Whether what each replica reads is the same however replicas are spread over ranks.
-    deterministic = False
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class StrategyExtended:
         worker_devices: Sequence[str],
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
+        fixed_threads: int | None = None,
     ) -> None:
         if not isinstance(communicator, Communicator):
             raise TypeError(f"communicator must be a Communicator, got {communicator!r:.60}")
@@ -95,11 +97,14 @@ class StrategyExtended:
         self.num_local_replicas = len(worker_devices)
         self.num_replicas_in_sync = communicator.size * self.num_local_replicas
         self.first_replica_id = communicator.rank * self.num_local_replicas
+        self.deterministic = fixed_threads is not None
+        self._fixed_threads = fixed_threads
         self.cross_replica_ops = CrossReplicaOps(
             communicator,
             self.num_local_replicas,
             cross_device_ops,
             options or CommunicationOptions(),
+            self.deterministic,
         )
         self.replicas = LocalReplicas(self.num_local_replicas)
         self._contexts = [
@@ -132,7 +137,36 @@ class StrategyExtended:
         """By which ways values are combined over ranks, and what memory that takes. Not collective."""
         mirroring = self.strategy._mirroring
         told = [self.communicator.explain(), "" if mirroring is None else mirroring.explain()]
+        if self.deterministic:
+            told.append(
+                f"deterministic: {self.num_replicas_in_sync} replicas are added up in the order of their ids; "
+                f"intra-op threads: {self._fixed_threads}"
+            )
         return "\n".join(filter(None, told))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must stay the same for a deterministic job to go on with the same bits: save it. Not collective."""
+        return {
+            "deterministic": self.deterministic,
+            "num_replicas_in_sync": self.num_replicas_in_sync,
+            "intra_op_threads": self._fixed_threads,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a job that was deterministic goes on as it was. Nothing is changed, and nothing sent.
+
+        Args:
+            state: of `state_dict`, by any number of ranks; equal on all of them.
+        Raises:
+            ValueError: this job would go on with other bits.
+        """
+        own = self.state_dict()
+        if state["deterministic"] and dict(state) != own:
+            raise ValueError(
+                f"the saved job was deterministic, with {dict(state)}; this one is {own}, and would go on with other "
+                "bits. Start it with as many replicas in all (ranks times devices=), deterministic=True, and "
+                f"OMP_NUM_THREADS={state['intra_op_threads']}; or leave this check out"
+            )
 
     def seconds_waited(self, last: int = 60) -> list[float]:
         """How long each rank waited for the others to enter collectives; the slowest rank waited least.

@@ -34,6 +34,13 @@ def intra_op_threads(
     return max(1, int(cpu_share(my_cpus, cpus_of_local_ranks)))
 
 
+def fixed_threads(environ: Mapping[str, str] | None = None) -> int:
+    """Threads that do not depend on how many ranks share a node: the user's OMP_NUM_THREADS ("4", "4,2"), or 1."""
+    text = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
+    first = text.split(",")[0].strip()
+    return max(1, int(first)) if first.isdigit() else 1
+
+
 def user_set_threads(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the user chose the number of threads, in which case nobody else should."""
     environ = os.environ if environ is None else environ

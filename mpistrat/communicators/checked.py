@@ -27,6 +27,7 @@ from mpistrat.communicators.communicator import (
     Wire,
     mark_raised_by_all,
 )
+from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
@@ -123,6 +124,21 @@ class CheckedCommunicator(Communicator):
             signature += (f"times {scale!r}",)
         with self._enter(signature, cause=error):
             self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
+
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        signature: tuple[Any, ...] = (
+            "all_reduce_by_tree",
+            f"{tree.replicas} replicas",
+            dtype_name(sums),
+            tuple(sums.shape[1:]),
+            label,
+        )
+        if scale is not None:
+            signature += (f"times {scale!r}",)
+        with self._enter(signature):
+            self.inner.all_reduce_by_tree(sums, tree, scale=scale)
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         if not self.inner.has_window:

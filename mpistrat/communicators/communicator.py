@@ -14,6 +14,7 @@ from mpistrat.errors import CollectiveMismatchError, StallError
 
 if TYPE_CHECKING:
     from mpistrat.communicators.common_memory import CommonMemory, Part, View
+    from mpistrat.communicators.reduction_tree import ReductionTree
     from mpistrat.trace.timeline import Timeline
 
 REDUCTIONS = ("sum", "max", "min")
@@ -69,6 +70,25 @@ class Communicator(abc.ABC):
             scale: multiplied to what comes out; for floating point.
             wire: for sums of floats of 32 bits or fewer: what combines, in place, slices that messages must carry.
             error: what has kept this rank from what it was doing: told to the others if they do not come here.
+        """
+
+    @abc.abstractmethod
+    def all_reduce_by_tree(
+        self,
+        sums: Array,
+        tree: ReductionTree,
+        *,
+        label: str = "",
+        scale: float | None = None,
+    ) -> None:
+        """Add up what the ranks hold of `tree`, into `sums[0]`: equal however replicas are spread over ranks.
+
+        Args:
+            sums: [as many as this rank holds, ...], floating point, of the same shape and dtype on every rank but for
+                their number; undefined afterwards but for the first. 16-bit floats are added up in float32, and rounded
+                at the end: they are replicas' own values, never sums, which would have been rounded before.
+            tree: over what the ranks of this communicator hold; equal on all of them.
+            scale: multiplied to what comes out.
         """
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, copy, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator, Wire
@@ -11,6 +11,9 @@ from mpistrat.communicators.device_library import DeviceLibrary, library_of
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import wait_until
 from mpistrat.communicators.wrapping import WrappingCommunicator
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.reduction_tree import ReductionTree
 
 
 class DeviceCommunicator(WrappingCommunicator):
@@ -77,6 +80,17 @@ class DeviceCommunicator(WrappingCommunicator):
             self._on_this_gpu(target, lambda here: self.combine_on_host(here, op, scale, wire))
         else:
             self._on_this_gpu(target, lambda here: self._combine(here, op, scale))
+
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        if not is_on_gpu(sums):
+            self.inner.all_reduce_by_tree(sums, tree, scale=scale)
+            return
+        self.wait_for_current_stream(sums)
+        host = to_host(sums)
+        self.inner.all_reduce_by_tree(host, tree, scale=scale)
+        sums[0] = to_device_of(host[0], sums)
 
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         if not is_on_gpu(buffer):

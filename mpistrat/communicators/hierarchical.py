@@ -16,7 +16,9 @@ from mpistrat.communicators.common_memory import CommonMemory, Part, View
 from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, what is saved on the network is less than what the meetings within a node cost.
@@ -45,6 +47,7 @@ class HierarchicalCommunicator(WrappingCommunicator):
         super().__init__(inner)
         self.node, self.across, self.carriers = node, across, carriers
         self._shared: bool | None = None
+        self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
         # By rank: the rank that is the first of its node, and its place there.
         first = node.all_gather_object(self.rank)[0]
         self._places: list[tuple[int, int]] = inner.all_gather_object((first, node.rank))
@@ -79,16 +82,48 @@ class HierarchicalCommunicator(WrappingCommunicator):
         scale: float | None = None,
         wire: Wire | None = None,
     ) -> None:
-        if not self._goes_by_node(buffer, op):
+        how = arithmetic_of(buffer, op)
+        if how is None or not self._goes_by_node(buffer, op):
             small = buffer.nbytes < SMALLEST
             self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=None if small else wire)
             return
 
-        def across(slice_: Array) -> None:
+        def across(slice_: Array) -> Array:
             assert self.across is not None
             self.across.all_reduce(slice_, op, wire=wire)
+            return slice_
 
-        self.node.all_reduce_across(buffer, op, out, scale, self.carriers, across)
+        self.node.all_reduce_across(buffer, how, out, scale, self.carriers, across)
+
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        """As `all_reduce`. Ranks of a node whose replicas are no neighbours have several sums to carry."""
+        if not tree.one_each or not self._goes_by_node(sums, "sum"):
+            self.inner.all_reduce_by_tree(sums, tree, scale=scale)
+            return
+        within, between = self._parts_of(tree)
+
+        def across(slices: Array) -> Array:
+            assert self.across is not None
+            slices = slices.reshape(len(between.held[self.across.rank]), -1)
+            self.across.all_reduce_by_tree(slices, between)
+            return slices[0]
+
+        how = tree_sum_of(sums, within)
+        self.node.all_reduce_across(sums, how, None, scale, self.carriers, across)
+
+    def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
+        """What this node's ranks can add up of `tree`, and what `across` can of the rest."""
+        if tree not in self._parts:
+            nodes: dict[int, list[int]] = {}
+            for rank, (first, _) in enumerate(self._places):
+                nodes.setdefault(first, []).append(rank)
+            within = {first: tree.within(ranks) for first, ranks in nodes.items()}
+            peers = [first for first, place in self._places if place == self.node.rank]
+            between = ReductionTree(tree.replicas, [within[first].sums for first in peers])
+            self._parts[tree] = within[self._places[self.rank][0]], between
+        return self._parts[tree]
 
     def common_memory(
         self, nbytes: int, *, summed: bool = False

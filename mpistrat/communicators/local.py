@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator, Wire
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.reduction_tree import ReductionTree
 
 
 class LocalCommunicator(Communicator):
@@ -31,6 +34,16 @@ class LocalCommunicator(Communicator):
             out[...] = buffer
         if scale is not None:
             target *= scale
+
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        # here, because it makes importing mpistrat slower
+        from mpistrat.communicators.host_views import bytes_of
+        from mpistrat.communicators.tree_sum import tree_sum_of
+
+        memory, how = bytes_of(sums), tree_sum_of(sums, tree)
+        how.combine([how.view(memory)], how.view(memory), scale)
 
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         pass

@@ -5,7 +5,8 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -21,10 +22,14 @@ from mpistrat.communicators.arithmetic import (
 from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.tree_sum import tree_sum_of
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 # Bytes of short floats from which on two exchanges of them are cheaper than one reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
+# Of the sums that all ranks hold: up to here, a second message costs more than what it saves.
+_WHOLE = 1 << 15
 
 
 class MpiCommunicator(Communicator):
@@ -87,6 +92,46 @@ class MpiCommunicator(Communicator):
         how.combine([how.view(piece) for piece in pieces], how.view(total[first:end]), scale)
         self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, MPI.BYTE])
 
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        """Every rank adds up one slice of all sums, and the slices are handed round; small sums each adds up whole."""
+        how = tree_sum_of(sums, tree)
+        mine = bytes_of(sums).reshape(len(tree.held[self.rank]), -1)
+        nbytes = mine.shape[1]
+        held = [len(parts) for parts in tree.held]
+        if not nbytes:
+            return
+        if nbytes * self.size <= _WHOLE:
+            gathered = np.empty((sum(held), nbytes), np.uint8)
+            if tree.one_each:
+                self.comm.Allgather(mine, gathered)
+            else:
+                self.comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
+            how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), scale)
+            return
+        bounds = share_of(nbytes, how.itemsize, self.size)
+        first, end = bounds[self.rank]
+        starts = [start // how.itemsize for start, _ in bounds]
+        lengths = [(stop - start) // how.itemsize for start, stop in bounds]
+        pieces: dict[tuple[int, int], Any] = {}  # by rank and number of its sum
+        with _elements_of(how.itemsize) as element:
+            for row in range(max(held)):
+                theirs = [rank for rank in range(self.size) if row < held[rank]]
+                here = lengths if self.rank in theirs else [0] * self.size
+                there = [lengths[self.rank] * (rank in theirs) for rank in range(self.size)]
+                received = np.empty((len(theirs), end - first), np.uint8)
+                self.comm.Alltoallv(
+                    [mine[min(row, len(mine) - 1)], here, starts, element],
+                    [received, there, element],
+                )
+                pieces |= {
+                    (rank, row): how.view(r) for rank, r in zip(theirs, received, strict=True)
+                }
+            in_order = [pieces[key] for key in sorted(pieces)]
+            how.combine(in_order, how.view(mine[0][first:end]), scale)
+            self.comm.Allgatherv(MPI.IN_PLACE, [mine[0], lengths, starts, element])
+
     def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
             total = copy(buffer)
@@ -132,12 +177,8 @@ class MpiCommunicator(Communicator):
         view = view_of(buffer)
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
-        # Counted in elements of a byte-string type: MPI need not know the dtype.
-        element = MPI.BYTE.Create_contiguous(view.dtype.itemsize).Commit()
-        try:
+        with _elements_of(view.dtype.itemsize) as element:
             self.comm.Allgatherv([view, view.size, element], [gathered, lengths, element])
-        finally:
-            element.Free()
         parts: list[Array] = []
         for piece, shape in zip(np.split(gathered, np.cumsum(lengths)[:-1]), shapes, strict=True):
             part = piece.reshape(shape if buffer.ndim else ())
@@ -162,3 +203,13 @@ class MpiCommunicator(Communicator):
 
     def abort(self, code: int) -> NoReturn:
         job_end.abort(code)
+
+
+@contextlib.contextmanager
+def _elements_of(itemsize: int) -> Iterator[MPI.Datatype]:
+    """What to count in: MPI need not know the dtype, and bytes would be too many for its integers."""
+    element = MPI.BYTE.Create_contiguous(itemsize).Commit()
+    try:
+        yield element
+    finally:
+        element.Free()

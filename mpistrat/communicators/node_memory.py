@@ -136,7 +136,7 @@ class Scratch:
             start = mine + first
             pieces[self._rank] = how.view(source[start : start + length])
             begin = first // how.itemsize
-            how.combine(pieces, out[begin : begin + length // how.itemsize], None)
+            how.combine(pieces, out[..., begin : begin + length // how.itemsize], None)
 
         longest = max(stop - start for start, stop in bounds)
         self._flow(longest, width, bring, combine, None)
@@ -244,7 +244,7 @@ class Window:
         begin = 0
         for pieces in self._chunks(how, places, *bounds):
             end = begin + len(pieces[0])
-            how.combine(pieces, out[begin:end], None)
+            how.combine(pieces, out[..., begin:end], None)
             begin = end
 
     def spread(

@@ -16,14 +16,16 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
-from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
 from mpistrat.communicators.common_memory import PAGE, CommonMemory, Part, View
 from mpistrat.communicators.communicator import Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
+from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
@@ -153,13 +155,28 @@ class SharedWindowCommunicator(WrappingCommunicator):
         scale: float | None = None,
         wire: Wire | None = None,
     ) -> None:
-        nbytes = int(buffer.nbytes)
         how = arithmetic_of(buffer, op)
-        if nbytes < SMALLEST:
-            wire = None  # a message as short costs what an empty one does
-        if how is None or nbytes < SMALLEST or not self.is_shared():
+        if how is None or not self._all_reduce_here(how, buffer, out, scale):
+            if buffer.nbytes < SMALLEST or self._scratch is not None:
+                wire = None  # a message as short costs what an empty one does; nor do ranks that share memory need it
             self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
-            return
+
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        """Several sums of a rank go over MPI: that is the case only if ranks have 3, 5, 6, 7, … replicas."""
+        if not tree.one_each or not self._all_reduce_here(
+            tree_sum_of(sums, tree), sums, None, scale
+        ):
+            self.inner.all_reduce_by_tree(sums, tree, scale=scale)
+
+    def _all_reduce_here(
+        self, how: Arithmetic, buffer: Array, out: Array | None, scale: float | None
+    ) -> bool:
+        """Combine through memory, if that is the way for a buffer of this size and place. Collective."""
+        nbytes = int(buffer.nbytes)
+        if nbytes < SMALLEST or not self.is_shared():
+            return False
         scratch, window = self._scratch, self._window
         assert scratch is not None
         source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
@@ -169,30 +186,30 @@ class SharedWindowCommunicator(WrappingCommunicator):
                 if NOWHERE not in places:
                     window.all_reduce(how, places, nbytes, scale)
                     scratch.tick()  # nobody goes on while others read or write its memory
-                    return
+                    return True
             if nbytes >= self.smallest:
                 scratch.all_reduce(how, source, target, scale)
-                return
-        self.inner.all_reduce(buffer, op, out=out, scale=scale)
+                return True
+        return False
 
     def all_reduce_across(
         self,
         buffer: Array,
-        op: str,
+        how: Arithmetic,
         out: Array | None,
         scale: float | None,
         carriers: int,
-        across: Callable[[Array], None],
+        across: Callable[[Array], Array],
     ) -> None:
         """Combine `buffer` of this node's ranks and, slice by slice, of others'; where memory is shared.
 
         Args:
             carriers: how many ranks, from the first, combine a slice of equal size each.
-            across: given a carrier's combined slice, combines it in place with those of other nodes.
+            across: given a carrier's combined slice, as `how.totals` has it, combines it in place with those of other
+                nodes; returns the elements.
         """
-        scratch, window, how = self._scratch, self._window, arithmetic_of(buffer, op)
+        scratch, window = self._scratch, self._window
         assert scratch is not None
-        assert how is not None
         nbytes = int(buffer.nbytes)
         source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
         bounds = share_of(nbytes, how.itemsize, self.size, carriers)
@@ -208,7 +225,7 @@ class SharedWindowCommunicator(WrappingCommunicator):
             else:
                 scratch.reduce_scatter(how, source, bounds, total)
             if first < end:
-                across(total)
+                total = across(total)
                 if scale is not None:
                     with np.errstate(all="ignore"):
                         total *= scale

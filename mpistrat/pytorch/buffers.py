@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.pytorch.registry import BufferSlot, Registry
+from mpistrat.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -92,8 +93,13 @@ def average(
         averaged = dtype.is_floating_point or dtype.is_complex
         if averaged:
             flats = [torch.cat([t.detach().reshape(-1).cpu() for t in own]) for own in copies]  # type: ignore[union-attr]
-            flat = torch.stack(flats).sum(0) if len(flats) > 1 else flats[0]
-            communicator.all_reduce(flat, label=label)
+            if extended.deterministic:
+                (flat,) = extended.cross_replica_ops.reduce_leaves(
+                    ReduceOp.SUM, [flats], None, label
+                )
+            else:
+                flat = torch.stack(flats).sum(0) if len(flats) > 1 else flats[0]
+                communicator.all_reduce(flat, label=label)
             flat = flat / extended.num_replicas_in_sync
         else:
             flat = torch.cat([t.detach().reshape(-1).cpu() for t in copies[0]])  # type: ignore[union-attr]

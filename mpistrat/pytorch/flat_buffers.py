@@ -44,20 +44,11 @@ class FlatBuffers:
         slots: Sequence[int],
         parameters: Sequence[torch.Tensor | None],
     ) -> Iterator[Group]:
-        """One for each dtype and device, with the slots in their order; uninitialized.
-
-        A parameter on the device "meta" stands for one of the host.
-        """
-        found: dict[tuple[Any, ...], list[int]] = {}
-        for slot in slots:
-            parameter = parameters[slot]
-            assert parameter is not None, "a dropped parameter cannot have a gradient"
-            device = torch.device("cpu") if parameter.is_meta else parameter.device
-            found.setdefault((parameter.dtype, device), []).append(slot)
-        for (dtype, device), group in found.items():
+        """One for each dtype and device, with the slots in their order; uninitialized."""
+        for (dtype, device), group in alike(slots, parameters).items():
             like: list[Any] = [parameters[slot] for slot in group]
             flat = self._buffer(communicator, sum(p.numel() for p in like), dtype, device)
-            yield Group(flat, group, like, _pieces(flat, like))
+            yield Group(flat, group, like, as_pieces(flat, like))
 
     def reduce(
         self,
@@ -75,7 +66,7 @@ class FlatBuffers:
         """
         views: dict[int, torch.Tensor] = {}
         for group in self.groups(communicator, slots, parameters):
-            _fill(group.pieces, [contributions[0][slot] for slot in group.slots])
+            fill(group.pieces, [contributions[0][slot] for slot in group.slots])
             for others in contributions[1:]:
                 for piece, slot in zip(group.pieces, group.slots, strict=True):
                     if others[slot] is not None:
@@ -87,20 +78,38 @@ class FlatBuffers:
         return [views[slot] for slot in slots]
 
     def _buffer(
-        self, communicator: Communicator, length: int, dtype: torch.dtype, device: torch.device
+        self,
+        communicator: Communicator | None,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
+        """Uninitialized; on the host in the window of `communicator`, if there is room."""
         if device.type != "cpu":
             return torch.empty(
                 length, dtype=dtype, device=device
             )  # the device's allocator recycles
-        memory = communicator.window_buffer(length * dtype.itemsize)
+        memory = communicator and communicator.window_buffer(length * dtype.itemsize)
         if memory is not None:
             return torch.from_numpy(memory).view(dtype)
         buffer: torch.Tensor = self._recycled.like(torch.empty(length, dtype=dtype, device="meta"))
         return buffer
 
 
-def _pieces(flat: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:
+def alike(
+    slots: Sequence[int], parameters: Sequence[torch.Tensor | None]
+) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    """The slots of each dtype and device, in their order. A parameter on "meta" stands for one of the host."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for slot in slots:
+        parameter = parameters[slot]
+        assert parameter is not None, "a dropped parameter cannot have a gradient"
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+        found.setdefault((parameter.dtype, device), []).append(slot)
+    return found
+
+
+def as_pieces(flat: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:
     """Views of `flat`, shaped and strided as the parameters are, so that optimizers need no copies."""
     pieces = []
     for piece, parameter in zip(flat.split([p.numel() for p in like]), like, strict=True):
@@ -124,7 +133,8 @@ def is_dense(parameter: torch.Tensor) -> bool:
     return True
 
 
-def _fill(pieces: list[torch.Tensor], gradients: list[Any]) -> None:
+def fill(pieces: list[torch.Tensor], gradients: list[Any]) -> None:
+    """Copy `gradients` into `pieces`; None counts as zero."""
     absent = [piece for piece, gradient in zip(pieces, gradients, strict=True) if gradient is None]
     if absent:
         torch._foreach_zero_(absent)

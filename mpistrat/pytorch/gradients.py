@@ -23,6 +23,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import buffers
 from mpistrat.pytorch.buckets import Buckets
 from mpistrat.pytorch.flat_buffers import FlatBuffers
+from mpistrat.pytorch.ordered_flat_buffers import OrderedFlatBuffers
 from mpistrat.pytorch.overlap import Overlap
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.unsynchronized import Unsynchronized
@@ -63,7 +64,8 @@ class GradientReducer:
         self._rule = rule
         options = strategy.extended.cross_replica_ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
-        self._flat = FlatBuffers(options.wire_format or short)
+        kind = OrderedFlatBuffers if strategy.extended.deterministic else FlatBuffers
+        self._flat = kind(options.wire_format or short)
         self.overlap = Overlap(strategy.extended)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [
@@ -240,7 +242,7 @@ class GradientReducer:
     def _reduce_sparse(
         self, parameter: torch.Tensor | None, gradients: list[Any], scale: float | None
     ) -> torch.Tensor:
-        """The sum of row-sparse gradients: all ranks' rows, duplicates added up."""
+        """The sum of row-sparse gradients: all ranks' rows, duplicates added up in the order of replicas."""
         assert parameter is not None
         communicator = self._extended.communicator
         rows = [self._rows(parameter, gradient) for gradient in gradients]

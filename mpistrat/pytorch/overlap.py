@@ -65,6 +65,9 @@ class Overlap:
         self._why = "not measured yet"
         if extended.num_local_replicas > 1:
             self._overlaps, self._why = False, "several replicas of a rank take turns"
+        elif extended.deterministic:
+            # What is accumulated once more after its bucket has left would be added in another order.
+            self._overlaps, self._why = False, "deterministic=True"
 
     def begin(
         self, flat: FlatBuffers, parameters: Sequence[torch.Tensor | None], scale: float | None

@@ -118,6 +118,7 @@ class TorchState:
 
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
+            torch.get_num_threads()  # has torch set up this thread's OpenMP, which knows all cores else
             with contextlib.ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode())

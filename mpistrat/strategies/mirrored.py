@@ -30,8 +30,11 @@ def check_strategy_arguments(
     gradients: str | None,
     cross_device_ops: CrossDeviceOps | None = None,
     check: str = "always",
+    deterministic: bool = False,
 ) -> None:
     """ValueError for arguments of the wrong kind."""
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be True or False, got {deterministic!r:.60}")
     if not (isinstance(check, str) and check in CHECKS):
         raise ValueError(f"check must be one of {CHECKS}, got {check!r:.60}")
     if options is not None and not isinstance(options, CommunicationOptions):
@@ -43,6 +46,15 @@ def check_strategy_arguments(
         )
     if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
         raise ValueError(f"cross_device_ops must be a CrossDeviceOps, got {cross_device_ops!r:.60}")
+    if deterministic and cross_device_ops is not None:
+        raise ValueError(
+            "deterministic=True fixes the order in which replicas are added up; with a cross_device_ops of your own "
+            "that order is yours: give one of them"
+        )
+    if deterministic and options is not None and (options.wire_dtype or options.wire_format):
+        raise ValueError(
+            "deterministic=True keeps every bit of a sum, which wire_dtype and wire_format leave out: give one of them"
+        )
 
 
 @functools.cache
@@ -67,6 +79,8 @@ class MirroredStrategy(Strategy):
             call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
         shared_parameters: the ranks keep one copy of the parameters of torch modules on the CPU, as
             `MultiWorkerMirroredStrategy` does. Takes one replica per rank.
+        deterministic: sums over replicas have the same bits however many ranks the replicas are spread over, and
+            each rank computes with OMP_NUM_THREADS threads, or with 1. Not with `cross_device_ops`.
     """
 
     def __init__(
@@ -78,9 +92,12 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         gradients: str | None = None,
         check: str = "always",
+        deterministic: bool = False,
         shared_parameters: bool = False,
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, cross_device_ops, check)
+        check_strategy_arguments(
+            communication_options, gradients, cross_device_ops, check, deterministic
+        )
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
@@ -95,6 +112,7 @@ class MirroredStrategy(Strategy):
             cross_device_ops,
             communication_options,
             gradients,
+            deterministic,
             shared_parameters=shared_parameters,
         )
 
@@ -117,6 +135,7 @@ def setup(
     cross_device_ops: CrossDeviceOps | None,
     options: CommunicationOptions | None,
     gradients: str | None,
+    deterministic: bool,
     extended: type[StrategyExtended] = StrategyExtended,
     shared_parameters: bool = False,
 ) -> None:
@@ -134,6 +153,11 @@ def setup(
             f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
             "share their parameters anyway"
         )
+    if shared_parameters and deterministic:
+        raise ValueError(
+            "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
+            "one of them out"
+        )
     if shared_parameters and options is not None and (options.wire_dtype or options.wire_format):
         raise ValueError(
             "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
@@ -143,7 +167,7 @@ def setup(
     communicator.barrier(
         label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options}"
     )
-    share_cores(communicator, topology)
+    threads = share_cores(communicator, topology, deterministic)
     # One rank has nobody to agree with on a folder.
     folder = trace_folder() if communicator.size == 1 else None
     if folder is not None or communicator.timeline is not None:
@@ -153,4 +177,6 @@ def setup(
     devices = bind(communicator, topology, devices)
     strategy._gradients = gradients
     strategy._shared_parameters = shared_parameters
-    strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)
+    strategy._extended = extended(
+        strategy, communicator, devices, cross_device_ops, options, threads
+    )

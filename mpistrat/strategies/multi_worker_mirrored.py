@@ -49,9 +49,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             the "mean" (as DDP) of the replicas' gradients in `.grad`.
         check: "always" has the ranks agree on each collective before its bytes move; with "never", ranks that
             call different ones get wrong results, an error of MPI's, or wait until the stall is reported.
-        deterministic: replica i reads part i of each global batch, however the replicas are spread over ranks.
-            Otherwise the parts are dealt out to the ranks in turn, as in TensorFlow; with one replica per rank that is
-            the same. (How gradients are summed does not depend on it yet.)
+        deterministic: results do not depend on how replicas are spread over ranks. Sums over replicas have the same
+            bits, each rank computes with OMP_NUM_THREADS threads, or with 1, and replica i reads part i of each global
+            batch; otherwise the parts are dealt out to the ranks in turn, as in TensorFlow (with one replica per rank
+            that is the same).
         shared_parameters: the ranks of a node keep one copy of the parameters of torch modules on the CPU, of their
             gradients and of the optimizer's state; each rank updates a slice. For optimizers that update element by
             element: of others, each rank computes whole steps. Where memory cannot be shared, each rank has its own,
@@ -72,7 +73,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         deterministic: bool = False,
         shared_parameters: bool = False,
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, check=check)
+        check_strategy_arguments(
+            communication_options, gradients, check=check, deterministic=deterministic
+        )
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r:.60}"
@@ -100,8 +103,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             None,
             communication_options,
             gradients,
+            deterministic,
             _MultiWorkerExtended,
             shared_parameters,
         )
-        self._extended.deterministic = deterministic
         self._cluster_resolver = cluster_resolver or over_mpi

@@ -5,34 +5,47 @@ from __future__ import annotations
 import os
 import sys
 
-from mpistrat.cluster_resolver.cpu_share import intra_op_threads, user_set_threads
+from mpistrat.cluster_resolver.cpu_share import fixed_threads, intra_op_threads, user_set_threads
 from mpistrat.communicators import Communicator
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.topology import Topology
 
 _announced = False
 
 
-def share_cores(communicator: Communicator, topology: Topology) -> None:
+def share_cores(
+    communicator: Communicator, topology: Topology, deterministic: bool = False
+) -> int | None:
     """Set torch's intra-op threads to this rank's share of the cores it may run on.
 
     Every rank of `communicator` calls it. Ranks that are not bound would otherwise each start a thread
     for every core of the node. What the user set (OMP_NUM_THREADS, …) stays; a single rank keeps
     torch's own choice.
+
+    Args:
+        deterministic: the threads must be as many on all ranks, however many there are: the user's, or 1.
+    Returns: that number; None if not deterministic.
+    Raises: CollectiveMismatchError on all ranks when `deterministic`, or that number, differs among them.
     """
     global _announced
+    fixed = fixed_threads() if deterministic else None
     if communicator.size == 1:
-        return
+        if fixed is not None:
+            _set_threads(fixed)
+        return fixed
     mine = os.sched_getaffinity(0)
-    everyone = communicator.all_gather_object((topology.node, sorted(mine)), label="CPU affinity")
+    everyone = communicator.all_gather_object(
+        (topology.node, sorted(mine), fixed), label="CPU affinity"
+    )
+    _check_equal([threads for _, _, threads in everyone])
+    if fixed is not None:
+        _set_threads(fixed)
+        return fixed
     if user_set_threads():  # on this rank; others may differ
-        return
-    local = [set(cpus) for node, cpus in everyone if node == topology.node]
+        return None
+    local = [set(cpus) for node, cpus, _ in everyone if node == topology.node]
     threads = intra_op_threads(mine, local)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
-    else:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    _set_threads(threads)
     if communicator.rank == 0 and not _announced:
         _announced = True
         print(
@@ -40,4 +53,25 @@ def share_cores(communicator: Communicator, topology: Topology) -> None:
             f"this node share {len(set().union(*local))} cores); set OMP_NUM_THREADS to choose",
             file=sys.stderr,
             flush=True,
+        )
+    return None
+
+
+def _set_threads(threads: int) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+    else:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _check_equal(fixed: list[int | None]) -> None:
+    if len(set(fixed)) > 1:
+        told = ", ".join(
+            f"rank {rank}: {'not deterministic' if threads is None else f'{threads} threads'}"
+            for rank, threads in enumerate(fixed)
+        )
+        raise CollectiveMismatchError(
+            "deterministic=True needs the same on all ranks, and as many compute threads on each "
+            f"(OMP_NUM_THREADS, or 1 where it is not set); got {told}"
         )
