@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.options import CommunicationImplementation
 
 
 class WrappingCommunicator(Communicator):
@@ -31,6 +32,10 @@ class WrappingCommunicator(Communicator):
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return self.inner.split(color, key)
+
+    def by(self, implementation: CommunicationImplementation) -> Communicator:
+        own = (CommunicationImplementation.AUTO, CommunicationImplementation.NCCL)
+        return self if implementation in own else self.inner.by(implementation)
 
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)

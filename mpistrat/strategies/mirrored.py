@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.devices import check_devices, default_devices
-from mpistrat.options import CommunicationOptions
+from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
@@ -128,5 +128,6 @@ def setup(
         from mpistrat.traced_ranges import trace_ranges
 
         trace_ranges(communicator.timeline, folder)
+    communicator = communicator.by(implementation_of(options))
     strategy._gradients = gradients
     strategy._extended = extended(strategy, communicator, devices, cross_device_ops, options)
