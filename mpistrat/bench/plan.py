@@ -5,9 +5,10 @@ A node's ranks combine what they have in their memory, then each carries a slice
     t(S, N) = node(S) + between(S, N),   node(S) = alpha + beta S,
     between(S, N) = 2 ceil(log2 N) latency + 2 (N - 1) / N S byte
 
-for S bytes on N nodes: `node` is fitted to times of this run. `latency` and `byte` are of the network, for all ranks of
-a node together: fitted to times between the nodes of this run, or given. Sources: `communicators/cost_model.py`. What
-the model does not know: switches that are shared with others, and more than one level of them.
+for S bytes on N nodes. `node` is fitted to times of this run, with one alpha and beta for what the caches hold and
+others for what they do not. `latency` and `byte` are of the network, for all ranks of a node together: fitted to times
+between the nodes of this run, or given. Sources: `communicators/cost_model.py`. What the model does not know: switches
+that are shared with others, and more than one level of them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from mpistrat.bench.operations import AllReduce
 from mpistrat.bench.surroundings import surroundings
 from mpistrat.bench.sweep import measure
 from mpistrat.communicators import Communicator
-from mpistrat.communicators.cost_model import Cost, fitted, link, over_nodes, slowest
+from mpistrat.communicators.cost_model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 from mpistrat.topology import Topology
 
 SCHEMA = 1
 # Fitted from here, below which nothing goes by node, to the largest that is asked for, as far as memory should be had.
 SMALLEST, LARGEST = 1 << 16, 1 << 26
-_FACTOR = 4
+_FACTOR = 2
 _CALLS = 15  # of each size
 _FLOAT32 = np.dtype("float32")
 
@@ -85,30 +86,34 @@ class Model:
 
     Attributes:
         ranks_per_node: which all nodes have.
-        node: within a node.
+        in_caches, beyond_caches: within a node, of buffers of up to, and of more than, `caches` bytes.
         latency, byte: seconds of one message, and per byte that leaves a node; None where no network is known.
         network_error: of the fit, as `Cost.error`; None where the network was given.
     """
 
     ranks_per_node: int
-    node: Cost
+    caches: int
+    in_caches: Cost
+    beyond_caches: Cost
     latency: float | None = None
     byte: float | None = None
     network_error: float | None = None
 
     def seconds(self, nbytes: int, nodes: int) -> float:
+        node = self.in_caches if nbytes <= self.caches else self.beyond_caches
         if nodes == 1:
-            return self.node.seconds(nbytes)
+            return node.seconds(nbytes)
         assert self.latency is not None
         assert self.byte is not None
         between = over_nodes(nodes, self.latency, self.byte)
-        return self.node.followed_by(between).seconds(nbytes)
+        return node.followed_by(between).seconds(nbytes)
 
     def lines(self) -> list[str]:
         """As a formula."""
         told = [
             f"t(S, N) = node(S) + between(S, N), for S bytes on N nodes of {self.ranks_per_node} ranks",
-            f"node(S) = {str(self.node).replace(' per byte', ' S')}",
+            f"node(S) = {_line(self.in_caches)}, up to S = {self.caches}; then",
+            f"          {_line(self.beyond_caches)}",
         ]
         if self.latency is not None and self.byte is not None:
             error = self.network_error
@@ -123,6 +128,10 @@ class Model:
                 f"S ({speed}), {origin}"
             )
         return told
+
+
+def _line(cost: Cost) -> str:
+    return str(cost).replace(" per byte", " S")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,30 +211,34 @@ def _model(
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
     across = communicator.split(place)
     sizes = [SMALLEST]
-    while sizes[-1] < min(LARGEST, max(*given.bytes, 1 << 20)):
+    while sizes[-1] < min(LARGEST, max(*given.bytes, SMALLEST * _FACTOR**5)):
         sizes.append(sizes[-1] * _FACTOR)
-    nothing = Cost(0.0, 0.0)
-    mine = _fitted(node, sizes) if takes_part and per_node > 1 else nothing
-    within = slowest(communicator.all_gather_object(mine, label="within nodes"))
+
+    def slowest(part: Communicator, slices: int, label: str) -> list[float]:
+        mine = _seconds(part, sizes, slices) if takes_part else [0.0] * len(sizes)
+        return [
+            max(times)
+            for times in zip(*communicator.all_gather_object(mine, label=label), strict=True)
+        ]
+
+    node_model = (0, Cost(0.0, 0.0), Cost(0.0, 0.0))
+    if per_node > 1:
+        node_model = fitted_in_two(sizes, slowest(node, 1, "within nodes"))
     if given.gbit is not None:
-        return Model(per_node, within, given.alpha_us * 1e-6, 8e-9 / given.gbit)
+        return Model(per_node, *node_model, given.alpha_us * 1e-6, 8e-9 / given.gbit)
     if nodes == 1:
-        return Model(per_node, within)
-    mine = _fitted(across, sizes, per_node) if takes_part else nothing
-    between = slowest(communicator.all_gather_object(mine, label="between nodes"))
-    return Model(per_node, within, *link(between, nodes), between.error)
+        return Model(per_node, *node_model)
+    between = fitted(sizes, slowest(across, per_node, "between nodes"))
+    return Model(per_node, *node_model, *link(between, nodes), between.error)
 
 
-def _fitted(communicator: Communicator, sizes: Sequence[int], slices: int = 1) -> Cost:
-    """The cost of `sizes`, of which a rank carries one of `slices`."""
-    seconds = [
-        measure(
-            AllReduce, communicator, nbytes // slices, _FLOAT32, in_window=True, calls=_CALLS
-        ).p50
-        * 1e-6
-        for nbytes in sizes
-    ]
-    return fitted(sizes, seconds)
+def _seconds(communicator: Communicator, sizes: Sequence[int], slices: int) -> list[float]:
+    """Of all-reduces of one of `slices` of each of `sizes`."""
+    return [_p50(communicator, nbytes // slices) * 1e-6 for nbytes in sizes]
+
+
+def _p50(communicator: Communicator, nbytes: int) -> float:
+    return measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS).p50
 
 
 def _measured_here(
@@ -236,9 +249,7 @@ def _measured_here(
     if nodes not in given.nodes or communicator.size != nodes * per_node:
         return {}
     return {
-        (nodes, nbytes): measure(
-            AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS
-        ).p50
+        (nodes, nbytes): _p50(communicator, nbytes)
         for nbytes in given.bytes
         if nbytes <= LARGEST and communicator.size > 1
     }

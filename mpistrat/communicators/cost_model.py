@@ -82,6 +82,21 @@ def slowest(costs: Iterable[Cost]) -> Cost:
     )
 
 
+def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
+    """Where bytes come to cost more (they no longer fit into the caches): the last size of the first line, and both.
+
+    Args: ascending, as of `fitted`; six at least. Each line gets three at least; the errors decide how many.
+    """
+
+    def error(cut: int) -> float:
+        lines = fitted(nbytes[:cut], seconds[:cut]), fitted(nbytes[cut:], seconds[cut:])
+        return cut * lines[0].error ** 2 + (len(nbytes) - cut) * lines[1].error ** 2
+
+    best = min(range(3, len(nbytes) - 2), key=error)
+    lower, upper = fitted(nbytes[:best], seconds[:best]), fitted(nbytes[best:], seconds[best:])
+    return nbytes[best - 1], lower, upper
+
+
 def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
     """Of an all-reduce between `nodes`, by Rabenseifner's algorithm: reduce-scatter, then all-gather.
 
