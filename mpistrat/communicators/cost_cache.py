@@ -7,6 +7,7 @@ no error: the costs are measured again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -38,7 +39,10 @@ def read(folder: str, key: dict[str, Any]) -> tuple[dict[str, Cost], float] | No
             return None
         if not -_SECONDS_AHEAD < age < SECONDS_TO_LIVE:
             return None
-        costs = {str(way): Cost(*map(float, terms)) for way, terms in content["costs"].items()}
+        costs = {
+            str(way): Cost(float(terms["alpha"]), float(terms["beta"]), float(terms["error"]))
+            for way, terms in content["costs"].items()
+        }
         measured = float(content["measured"])
     except Exception:  # of any kind: what somebody else has written there, or half of it
         return None
@@ -54,7 +58,7 @@ def write(folder: str, key: dict[str, Any], costs: dict[str, Cost]) -> None:
         "format": FORMAT,
         "key": key,
         "measured": time.time(),
-        "costs": {way: [cost.alpha, cost.beta, cost.error] for way, cost in costs.items()},
+        "costs": {way: dataclasses.asdict(cost) for way, cost in costs.items()},
     }
     with contextlib.suppress(OSError):  # a home that is read-only, or full
         os.makedirs(folder, mode=0o700, exist_ok=True)
