@@ -168,7 +168,7 @@ def test_what_is_not_used_is_not_allocated(monkeypatch, way):
     strategy, _ = gradients(way)
     shared = strategy.extended.communicator
     assert shared_memory.own_bytes() == before
-    assert not shared.has_window
+    assert not shared.inner.has_window
     assert shared.window_buffer(1 << 20) is None
     told = strategy.extended.explain()
     assert f"implementation={way.name} was asked for" in told
