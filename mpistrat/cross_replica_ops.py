@@ -273,7 +273,8 @@ class CrossReplicaOps:
         with self.communicator.raising_together():
             components = components_of(PerReplica(self._components_of_rank(value)))
             accumulation.check_no_slices(components)
-        return self._over_ranks.all_gather(components, axis, label)
+            merged = self.options.merge(options)
+        return self._over_ranks.all_gather(components, axis, label, merged)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""

@@ -14,7 +14,13 @@ def _is_integer(value: object) -> bool:
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which transport a collective should prefer; `AUTO` lets the strategy choose."""
+    """By which way a collective moves bytes.
+
+    AUTO: by size, whichever has been measured to be the fastest (`strategy.extended.explain()` says what is).
+    RING: from each rank to the next, all-reduces and gathers; the rest through MPI.
+    NCCL: between GPUs. What lies in host memory goes as with AUTO.
+    MPI: everything through MPI's own collectives, without shared memory.
+    """
 
     AUTO = "AUTO"
     RING = "RING"
@@ -30,8 +36,8 @@ class CommunicationOptions:
         bytes_per_pack: close a bucket of fused arrays once it exceeds this many bytes; 0 puts
             everything into one bucket per dtype.
         timeout_seconds: accepted for compatibility; a collective that can never end is ended without it.
-        implementation: a `CommunicationImplementation` or its name in any case; accepted for
-            compatibility: bytes move over MPI.
+        implementation: a `CommunicationImplementation` or its name in any case; the same on all ranks. Given to a
+            strategy it counts for all that the strategy combines, gradients included.
         overlap: of a strategy, whether gradients leave, in buckets of `bytes_per_pack` (0: 4 MiB), while `backward()`
             runs. None times both ways over the first steps and keeps the faster one.
         wire_dtype: of a strategy, "bfloat16" or "float16" (or torch's, NumPy's): sums of gradients cross the network in
@@ -110,6 +116,13 @@ def check_options(options: CommunicationOptions | None) -> CommunicationOptions:
     if not isinstance(options, CommunicationOptions):
         raise TypeError(f"options must be CommunicationOptions or None, got {options!r:.60}")
     return options
+
+
+def implementation_of(options: CommunicationOptions | None) -> CommunicationImplementation:
+    """By which way `options` have bytes move; TypeError for what are none."""
+    implementation = check_options(options).implementation
+    assert isinstance(implementation, CommunicationImplementation)
+    return implementation
 
 
 def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keeps

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # once pytest's own terminal reporter is there
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("MPISTRAT_CACHE", "off")  # a test must not find what another has measured
     config.addinivalue_line("markers", "time_limit(seconds): a test may take longer than usual")
     config.addinivalue_line("markers", "quick: a test under tests/launch for `scripts/test quick`")
     config.addinivalue_line(

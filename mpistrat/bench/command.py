@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.bench import plan
 from mpistrat.bench.operations import OPERATIONS
 from mpistrat.bench.surroundings import surroundings
 from mpistrat.bench.sweep import Row, measure, sizes
@@ -71,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="of buffers in shared memory, as gradients are",
             )
+    planning = commands.add_parser(
+        "plan",
+        help="predict all_reduce on other numbers of nodes",
+        description="The time of an all_reduce on N nodes, from a model that is fitted to what this run measures; "
+        "where the run itself is such a one, beside the time that it takes.",
+    )
+    plan.add_arguments(planning, number_of_bytes)
     return top
 
 
@@ -78,6 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 when results were wrong. Called by: every rank."""
     top = parser()
     given = top.parse_args(arguments)
+    if given.command == "plan":
+        if wrong_arguments := plan.mistake(given):
+            top.error(wrong_arguments)
+        return plan.main(given)
     if given.factor < 2:
         top.error(f"--factor must be at least 2, got {given.factor}")
     if given.iters is not None and given.iters < 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.cluster_resolver.cpu_model import cpu_model
 from mpistrat.communicators import Communicator
 
 
@@ -25,7 +26,7 @@ def surroundings(communicator: Communicator) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
+        "cpu": cpu_model(),
         "cores_of_rank_0": cores,
         "ranks": communicator.size,
         "hosts": sorted({host for host, _ in everyone}),
@@ -42,9 +43,3 @@ def _version() -> str:
         return importlib.metadata.version("mpistrat")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _cpu() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

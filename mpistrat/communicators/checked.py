@@ -32,6 +32,7 @@ from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.flight_recorder.record import ABORT, text_of
+from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
     from mpistrat.communicators.common_memory import CommonMemory, Part, View
@@ -84,6 +85,7 @@ class CheckedCommunicator(Communicator):
         self._called_at: tuple[CodeType, int] | None = None
         self._thread = 0  # the one that is, or was last, inside a collective
         self._forked = False
+        self._overridden: dict[CommunicationImplementation, CheckedCommunicator] = {}
         self._abandoned: BaseException | None = None  # what this rank left its last call for
         os.register_at_fork(after_in_child=_Forked(self))
 
@@ -216,6 +218,13 @@ class CheckedCommunicator(Communicator):
     def _part(self, inner: Communicator, name: str, station: Station | None) -> CheckedCommunicator:
         return CheckedCommunicator(inner, name, station, self.check)
 
+    def by(self, implementation: CommunicationImplementation) -> CheckedCommunicator:
+        if implementation is CommunicationImplementation.AUTO:
+            return self
+        if implementation not in self._overridden:
+            self._overridden[implementation] = _Overridden(self, implementation)
+        return self._overridden[implementation]
+
     def explain(self) -> str:
         return self.inner.explain()
 
@@ -294,6 +303,35 @@ class CheckedCommunicator(Communicator):
             self._inside.leave()
             raise
         return self._inside
+
+
+class _Overridden(CheckedCommunicator):
+    """Its calls are those of `checked`, and are counted and recorded there; their bytes move by `implementation`."""
+
+    def __init__(
+        self, checked: CheckedCommunicator, implementation: CommunicationImplementation
+    ) -> None:
+        super().__init__(
+            checked.inner.by(implementation), checked.name, checked.station, check="never"
+        )
+        self.check = checked.check
+        self.timeline = checked.timeline
+        self._checked, self._implementation = checked, implementation
+
+    def _enter(self, signature: tuple[Any, ...], cause: Exception | None = None) -> _Inside:
+        if signature[0] != "raise":
+            signature += (f"by {self._implementation.name}",)
+        return self._checked._enter(signature, cause)
+
+    def split(self, color: int, key: int = 0) -> CheckedCommunicator:
+        return self._checked.split(color, key).by(self._implementation)
+
+    def by(self, implementation: CommunicationImplementation) -> CheckedCommunicator:
+        auto = implementation is CommunicationImplementation.AUTO
+        return self if auto else self._checked.by(implementation)
+
+    def explain(self) -> str:
+        return f"implementation={self._implementation.name} was asked for:\n{self.inner.explain()}"
 
 
 class _Inside:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.errors import CollectiveMismatchError, StallError
+from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
     from mpistrat.communicators.common_memory import CommonMemory, Part, View
@@ -171,6 +172,13 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def abort(self, code: int) -> NoReturn:
         """End the whole job with exit code `code`. Not collective."""
+
+    def by(self, implementation: CommunicationImplementation) -> Communicator:
+        """What moves the bytes of the same ranks by `implementation`: itself for AUTO, or where there is no choice.
+
+        Not collective, but ranks must use the same. NCCL moves memory of GPUs: for all else it is AUTO.
+        """
+        return self
 
     @abc.abstractmethod
     def explain(self) -> str:

@@ -6,6 +6,7 @@ network as often as if the node were one rank.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,15 +15,18 @@ from mpistrat.arrays import Array, copy
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.common_memory import CommonMemory, Part, View
 from mpistrat.communicators.communicator import Communicator, Wire
+from mpistrat.communicators.cost_model import slowest
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.selection import Costs, Way, costs_of, from_bytes
+from mpistrat.communicators.shared_window import MEMORY, MPI, SharedWindowCommunicator
 from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, what is saved on the network is less than what the meetings within a node cost.
 SMALLEST = 1 << 16
+BY_NODE, BETWEEN = "by node", "slices between nodes"  # the former is memory, followed by the latter
 
 
 class HierarchicalCommunicator(WrappingCommunicator):
@@ -33,6 +37,10 @@ class HierarchicalCommunicator(WrappingCommunicator):
         node: over this node's.
         across: over the ranks that stand where this one stands on their nodes; None where some node has none.
         carriers: the ranks of the smallest node: as many of each carry a slice.
+
+    Attributes:
+        costs: of its ways; known once the nodes have memory, at the first large buffer.
+        smallest: bytes from which on a buffer goes by node, by these costs.
     """
 
     has_window = True
@@ -48,6 +56,8 @@ class HierarchicalCommunicator(WrappingCommunicator):
         self.node, self.across, self.carriers = node, across, carriers
         self._shared: bool | None = None
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
+        self.costs = Costs()
+        self.smallest = float(SMALLEST)
         # By rank: the rank that is the first of its node, and its place there.
         first = node.all_gather_object(self.rank)[0]
         self._places: list[tuple[int, int]] = inner.all_gather_object((first, node.rank))
@@ -55,14 +65,40 @@ class HierarchicalCommunicator(WrappingCommunicator):
     def _goes_by_node(self, buffer: Array, op: str) -> bool:
         if buffer.nbytes < SMALLEST or arithmetic_of(buffer, op) is None:
             return False
+        return self._by_node(int(buffer.nbytes))
+
+    def _by_node(self, nbytes: int) -> bool:
+        """Collective."""
         if self._shared is None:
             everywhere = np.array(self.node.is_shared(), np.int32)
             self.inner.all_reduce(everywhere, "min")
             self._shared = bool(everywhere)
-        return self._shared
+            if self._shared:
+                self._measure()
+        return self._shared and nbytes >= self.smallest
+
+    def _measure(self) -> None:
+        """From which size on going by node is faster than MPI over all ranks."""
+
+        def between(buffer: np.ndarray) -> None:
+            if self.across is not None:
+                self.across.all_reduce(buffer[: len(buffer) // self.carriers])
+
+        ways: dict[str, Way] = {BETWEEN: between, MPI: self.inner.all_reduce}
+        ranks_of_nodes = list(collections.Counter(first for first, _ in self._places).values())
+        costs = costs_of(ways, self.inner, self.node.inner.library, ranks_of_nodes)
+        nodes: list[Costs] = self.inner.all_gather_object(self.node.costs)
+        known = {}
+        if costs.ways and all(node.ways for node in nodes):
+            memory = slowest(node.ways[MEMORY] for node in nodes)
+            by_node = memory.followed_by(costs.ways[BETWEEN])
+            known = {BY_NODE: by_node, MEMORY: memory, **costs.ways}
+        disturbed = costs.disturbed or any(node.disturbed for node in nodes)
+        self.costs = costs = Costs(known, costs.origin, disturbed)
+        self.smallest = costs.cheaper_from(BY_NODE, MPI, SMALLEST)
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
-        if nbytes < SMALLEST:
+        if nbytes < SMALLEST or not self._by_node(nbytes):
             return None
         memory = self.node.window_buffer(nbytes)
         if nbytes > self.window_capacity:
@@ -188,10 +224,11 @@ class HierarchicalCommunicator(WrappingCommunicator):
 
     def explain(self) -> str:
         nodes = len({first for first, _ in self._places})
-        by_node = "once something large has been combined" if self._shared is None else "always"
-        if self._shared is False:
-            by_node = "never, for a node has no shared memory"
-        return (
-            f"{self.size} ranks on {nodes} nodes: from {SMALLEST} bytes on by node ({by_node}), in {self.carriers} "
-            f"slices between the nodes\n{self.node.explain()}"
-        )
+        told = f"{self.size} ranks on {nodes} nodes: by node, in {self.carriers} slices between the nodes, "
+        if self._shared is None:
+            told += "once something large has been combined"
+        elif not self._shared:
+            told += "never, for a node has no shared memory"
+        else:
+            told += f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}"
+        return f"{told}\n{self.node.explain()}"

@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, copy, dtype_name, is_torch
+from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators import job_end
 from mpistrat.communicators.arithmetic import (
     KNOWN_TO_MPI,
@@ -23,7 +24,9 @@ from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.node_memory import share_of
 from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.ring import RingCommunicator
 from mpistrat.communicators.tree_sum import tree_sum_of
+from mpistrat.options import CommunicationImplementation
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 # Bytes of short floats from which on two exchanges of them are cheaper than one reduction of float32.
@@ -185,9 +188,17 @@ class MpiCommunicator(Communicator):
             parts.append(as_buffer_of(buffer, part))
         return parts
 
+    def by(self, implementation: CommunicationImplementation) -> Communicator:
+        ring = implementation is CommunicationImplementation.RING
+        return RingCommunicator(self) if ring else self
+
+    @property
+    def library(self) -> str:
+        """MPI's name and version."""
+        return library_name(MPI.Get_library_version())
+
     def explain(self) -> str:
-        version = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
-        return f"{self.size} ranks, through MPI: {version}"
+        return f"{self.size} ranks, through MPI: {self.library}"
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         return self.comm.bcast(value, root)

@@ -6,9 +6,7 @@ of every rank's buffer. What lies in the window already is combined where it is,
 
 from __future__ import annotations
 
-import functools
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -23,6 +21,7 @@ from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.node_memory import NOWHERE, Scratch, Window, share_of
 from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.selection import Costs, Way, costs_of, from_bytes
 from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.tree_sum import tree_sum_of
@@ -30,8 +29,7 @@ from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15
-_COMPARED = (1 << 20, 1 << 18, 1 << 16, 1 << 15)
-_COMPARED_TIMES = 11
+MEMORY, MPI = "memory", "MPI"  # the ways that are compared
 
 
 class SharedWindowCommunicator(WrappingCommunicator):
@@ -44,8 +42,8 @@ class SharedWindowCommunicator(WrappingCommunicator):
 
     Attributes:
         why_not: why there is no shared memory, where there is none: then `inner` does everything.
-        smallest: bytes from which on a buffer outside the window is combined through it; measured at the first large
-            one.
+        costs: of its ways; known once there is memory, at the first large buffer.
+        smallest: bytes from which on a buffer outside the window is combined through it, by these costs.
     """
 
     inner: MpiCommunicator
@@ -55,7 +53,8 @@ class SharedWindowCommunicator(WrappingCommunicator):
         super().__init__(inner)
         self._station, self._limit = station, limit
         self.why_not = ""
-        self.smallest = 0
+        self.costs = Costs()
+        self.smallest = 0.0
         self._scratch: Scratch | None = None
         self._window: Window | None = None
 
@@ -90,7 +89,7 @@ class SharedWindowCommunicator(WrappingCommunicator):
                     self._warn("all messages go through MPI, which is slower", why)
             else:
                 self._scratch = Scratch(segments, self.rank, self._station)
-                self.smallest = self._compare(self._scratch)
+                self._measure(self._scratch)
         return self._scratch is not None
 
     def common_memory(
@@ -119,23 +118,17 @@ class SharedWindowCommunicator(WrappingCommunicator):
                 f"no shared memory on this node, so {what}: {why}", RuntimeWarning, stacklevel=2
             )
 
-    def _compare(self, scratch: Scratch) -> int:
-        """From which size on memory is faster than MPI, for all ranks."""
-        smallest = 2 * _COMPARED[0]
-        for nbytes in _COMPARED:
-            buffer = np.zeros(nbytes // 4, np.float32)
+    def _measure(self, scratch: Scratch) -> None:
+        """From which size on memory is faster than MPI."""
+
+        def through_memory(buffer: np.ndarray) -> None:
             how, memory = arithmetic_of(buffer, "sum"), bytes_of(buffer)
             assert how is not None
-            ways = (
-                functools.partial(scratch.all_reduce, how, memory, memory, None),
-                functools.partial(self.inner.all_reduce, buffer),
-            )
-            seconds = np.array([_median_seconds(way) for way in ways])
-            self.inner.all_reduce(seconds, "max")
-            if seconds[0] > seconds[1]:
-                break
-            smallest = nbytes
-        return smallest
+            scratch.all_reduce(how, memory, memory, None)
+
+        ways: dict[str, Way] = {MEMORY: through_memory, MPI: self.inner.all_reduce}
+        self.costs = costs_of(ways, self.inner, self.inner.library, [self.size])
+        self.smallest = self.costs.cheaper_from(MEMORY, MPI, SMALLEST)
 
     def _through_memory(self, nbytes: int) -> Scratch | None:
         """What to use for a buffer of so many bytes, or None to use MPI. Collective."""
@@ -314,17 +307,8 @@ class SharedWindowCommunicator(WrappingCommunicator):
         if self._window is not None:
             window = f"up to {self._window.nbytes_for(self._window.capacity) / 1e6:.1f} MB, as far as it is used"
         return (
-            f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else from "
-            f"{self.smallest} bytes on, as measured\n"
+            f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else "
+            f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}\n"
             f"    of each rank: {Scratch.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{self.inner.explain()}"
         )
-
-
-def _median_seconds(way: Callable[[], object]) -> float:
-    tries = []
-    for _ in range(1 + _COMPARED_TIMES):
-        started = time.perf_counter()
-        way()
-        tries.append(time.perf_counter() - started)
-    return sorted(tries[1:])[_COMPARED_TIMES // 2]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.options import CommunicationImplementation
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.reduction_tree import ReductionTree
 
 
 class WrappingCommunicator(Communicator):
@@ -20,6 +24,11 @@ class WrappingCommunicator(Communicator):
     def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
         return self.inner.start_all_reduce(buffer, op)
 
+    def all_reduce_by_tree(
+        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+    ) -> None:
+        self.inner.all_reduce_by_tree(sums, tree, scale=scale)
+
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         return self.inner.broadcast_object(value, root)
 
@@ -31,6 +40,10 @@ class WrappingCommunicator(Communicator):
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return self.inner.split(color, key)
+
+    def by(self, implementation: CommunicationImplementation) -> Communicator:
+        own = (CommunicationImplementation.AUTO, CommunicationImplementation.NCCL)
+        return self if implementation in own else self.inner.by(implementation)
 
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)

@@ -13,7 +13,7 @@ from mpistrat.cross_device_ops import accumulation, packing
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.options import CommunicationOptions
+from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.recycled_buffers import RecycledBuffers
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
@@ -168,17 +168,18 @@ class MpiAllReduce(CrossDeviceOps):
             sums = [_add_up(components) for components in values]
         except Exception as error:
             self.communicator.raise_together(error)
+        communicator = self.communicator.by(implementation_of(options))
         label = f"{reduce_op.name} of {label}" if label else reduce_op.name
         results: list[Any] = [None] * len(sums)
         dense = [i for i, total in enumerate(sums) if not isinstance(total, IndexedSlices)]
         for i, total in enumerate(sums):
             if isinstance(total, IndexedSlices):
-                results[i] = self._all_gather_slices(total, label)
+                results[i] = self._all_gather_slices(communicator, total, label)
         groups = packing.group_by_size([sums[i] for i in dense], options.bytes_per_pack)
         position = len(dense)
         for group in reversed(groups):
             position -= len(group)
-            for offset, total in enumerate(self._reduce_pack(group, label)):
+            for offset, total in enumerate(self._reduce_pack(communicator, group, label)):
                 results[dense[position + offset]] = total
         if reduce_op is ReduceOp.MEAN:
             size = self.communicator.size
@@ -188,27 +189,33 @@ class MpiAllReduce(CrossDeviceOps):
             ]
         return results
 
-    def _reduce_pack(self, group: list[Array], label: str) -> list[Array]:
-        as_it_is = self._goes_as_it_is(group[0])
+    def _reduce_pack(
+        self, communicator: Communicator, group: list[Array], label: str
+    ) -> list[Array]:
+        as_it_is = self._goes_as_it_is(communicator, group[0])
         if len(group) == 1 and not as_it_is:
             host = arrays.to_host(group[0])
             total = self._results.like(host)
-            self.communicator.all_reduce(host, out=total, label=label)
+            communicator.all_reduce(host, out=total, label=label)
             return [arrays.to_device_of(total, group[0])]
         flat = arrays.detach(arrays.concatenate([value.reshape(-1) for value in group]))
         if not as_it_is:
             flat = arrays.to_host(flat)
         shapes = ",".join(str(list(value.shape)) for value in group)
-        self.communicator.all_reduce(flat, label=f"{label} {shapes}")
+        communicator.all_reduce(flat, label=f"{label} {shapes}")
         return packing.unpack(arrays.to_device_of(flat, group[0]), group)
 
-    def _goes_as_it_is(self, value: Array) -> bool:
-        """Whether the communicator takes it from the GPU that it is on."""
-        return self.communicator.takes_device_buffers and arrays.is_on_gpu(value)
+    @staticmethod
+    def _goes_as_it_is(communicator: Communicator, value: Array) -> bool:
+        """Whether `communicator` takes it from the GPU that it is on."""
+        return communicator.takes_device_buffers and arrays.is_on_gpu(value)
 
-    def _all_gather_slices(self, slices: IndexedSlices, label: str) -> IndexedSlices:
-        values = self.communicator.all_gather(arrays.to_host(slices.values), label=label)
-        indices = self.communicator.all_gather(arrays.to_host(slices.indices), label=label)
+    @staticmethod
+    def _all_gather_slices(
+        communicator: Communicator, slices: IndexedSlices, label: str
+    ) -> IndexedSlices:
+        values = communicator.all_gather(arrays.to_host(slices.values), label=label)
+        indices = communicator.all_gather(arrays.to_host(slices.indices), label=label)
         return IndexedSlices(
             arrays.to_device_of(arrays.concatenate(values), slices.values),
             arrays.to_device_of(arrays.concatenate(indices), slices.indices),
@@ -222,9 +229,16 @@ class MpiAllReduce(CrossDeviceOps):
         axis: int,
         options: CommunicationOptions,
     ) -> Any:
-        return place(self.all_gather(per_replica_value.values, axis), destinations)
+        values = per_replica_value.values
+        return place(self.all_gather(values, axis, options=options), destinations)
 
-    def all_gather(self, values: Sequence[Array], axis: int, label: str = "") -> Array:
+    def all_gather(
+        self,
+        values: Sequence[Array],
+        axis: int,
+        label: str = "",
+        options: CommunicationOptions | None = None,
+    ) -> Array:
         """Concatenate `values` of all ranks along `axis`, in rank order.
 
         Args:
@@ -234,8 +248,13 @@ class MpiAllReduce(CrossDeviceOps):
         with self.communicator.raising_together():
             front = accumulation.check_joinable(values, axis)
             local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
-        operand = arrays.copy(local) if self._goes_as_it_is(local) else arrays.to_host(local)
-        parts = self.communicator.all_gather(operand, label=f"{label} along axis {front}".lstrip())
+            communicator = self.communicator.by(implementation_of(options))
+        operand = (
+            arrays.copy(local)
+            if self._goes_as_it_is(communicator, local)
+            else arrays.to_host(local)
+        )
+        parts = communicator.all_gather(operand, label=f"{label} along axis {front}".lstrip())
         accumulation.check_joinable(parts, front, "rank")
         return arrays.to_device_of(arrays.concatenate(parts, front), values[0])
 

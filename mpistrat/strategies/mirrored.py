@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.devices import check_devices
-from mpistrat.options import CommunicationOptions
+from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
@@ -175,6 +175,7 @@ def setup(
 
         trace_ranges(communicator.timeline, folder)
     devices = bind(communicator, topology, devices)
+    communicator = communicator.by(implementation_of(options))
     strategy._gradients = gradients
     strategy._shared_parameters = shared_parameters
     strategy._extended = extended(

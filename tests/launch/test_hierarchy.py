@@ -20,6 +20,9 @@ communicator = strategy.extended.communicator
 inner, rank, size = communicator.inner, communicator.rank, communicator.size
 assert isinstance(inner, HierarchicalCommunicator)
 assert inner.carriers == size // 2
+communicator.all_reduce(np.zeros(1 << 18))  # measures, once
+assert set(inner.costs.ways) == {"by node", "memory", "slices between nodes", "MPI"}
+inner.smallest = 0
 
 taken = []
 by_node = inner.node.all_reduce_across
@@ -75,7 +78,7 @@ alone(examples).square().mean().backward()
 torch.testing.assert_close(model.weight.grad, alone.weight.grad, rtol=1e-4, atol=1e-6)
 assert taken
 assert len(set(MPI.COMM_WORLD.allgather(model.weight.grad.numpy().tobytes()))) == 1
-assert f"{size} ranks on 2 nodes: from 65536 bytes on by node (always)" in strategy.extended.explain()
+assert f"{size} ranks on 2 nodes: by node, in {size // 2} slices between the nodes" in strategy.extended.explain()
 if rank == 0:
     print("all is well", flush=True)
 """

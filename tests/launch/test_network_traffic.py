@@ -23,6 +23,8 @@ def sent():
     with open("/proc/net/dev") as devices:
         return int(next(line for line in devices if "wire:" in line).split()[9])
 
+communicator.all_reduce(np.zeros(1 << 18))  # measures, once
+communicator.inner.smallest = 0
 nbytes = 16 << 20
 ordinary, out = np.ones((2, nbytes // 4), np.float32)
 window = communicator.window_buffer(nbytes).view(np.float32)

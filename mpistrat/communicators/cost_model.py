@@ -1,0 +1,117 @@
+"""What a collective costs by its size, fitted to a few measured times, and from which size on one way beats another.
+
+t(S) = alpha + beta S: a start-up time, and a time for each byte (R. W. Hockney, "The communication challenge for MPP:
+Intel Paragon and Meiko CS-2", Parallel Computing 20, 1994). How both grow with the number of ranks is known for the
+algorithms of MPI (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
+International Journal of High Performance Computing Applications 19, 2005).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one way to move bytes.
+
+    Attributes:
+        alpha: seconds, whatever the size.
+        beta: seconds per byte.
+        error: of the fit: the root of the mean square of (fitted - measured) / measured.
+    """
+
+    alpha: float
+    beta: float
+    error: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha + self.beta * nbytes
+
+    def followed_by(self, other: Cost) -> Cost:
+        """Of one way after the other."""
+        error = max(self.error, other.error)
+        return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
+
+    def cheaper_from(self, other: Cost) -> float:
+        """Bytes from which on this costs no more than `other`; infinite where it comes to cost more."""
+        if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
+            return math.inf
+        if self.alpha <= other.alpha:
+            return 0.0
+        return (self.alpha - other.alpha) / (other.beta - self.beta)
+
+    def __str__(self) -> str:
+        speed = f" ({1e-9 / self.beta:.3g} GB/s)" if self.beta else ""
+        return (
+            f"{self.alpha * 1e6:.3g} us + {self.beta * 1e9:.3g} ns per byte{speed}, fitted within "
+            f"{100 * self.error:.0f} %"
+        )
+
+
+def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
+    """The line with the least squares of relative errors: small sizes count as much as large ones. No term is negative.
+
+    Args:
+        nbytes, seconds: the same number of sizes and of times > 0; two at least.
+    """
+    times = np.asarray(seconds, float)
+    largest = max(nbytes)
+    terms = np.stack([1 / times, np.asarray(nbytes, float) / largest / times], axis=1)
+    ones = np.ones(len(times))
+    found: np.ndarray = np.linalg.lstsq(terms, ones, rcond=None)[0]
+    if found.min() < 0:  # the other term alone
+        kept = int(found.argmax())
+        found = np.zeros(2)
+        found[kept] = terms[:, kept].sum() / (terms[:, kept] ** 2).sum()
+    error = math.sqrt(((terms @ found - 1) ** 2).mean())
+    return Cost(float(found[0]), float(found[1]) / largest, error)
+
+
+def slowest(costs: Iterable[Cost]) -> Cost:
+    """What bounds all of them."""
+    each = list(costs)
+    return Cost(
+        max(cost.alpha for cost in each),
+        max(cost.beta for cost in each),
+        max(cost.error for cost in each),
+    )
+
+
+def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
+    """Where bytes come to cost more (they no longer fit into the caches): the last size of the first line, and both.
+
+    Args: ascending, as of `fitted`; six at least. Each line gets three at least; the errors decide how many.
+    """
+
+    def error(cut: int) -> float:
+        lines = fitted(nbytes[:cut], seconds[:cut]), fitted(nbytes[cut:], seconds[cut:])
+        return cut * lines[0].error ** 2 + (len(nbytes) - cut) * lines[1].error ** 2
+
+    best = min(range(3, len(nbytes) - 2), key=error)
+    lower, upper = fitted(nbytes[:best], seconds[:best]), fitted(nbytes[best:], seconds[best:])
+    return nbytes[best - 1], lower, upper
+
+
+def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
+    """Of an all-reduce between `nodes`, by Rabenseifner's algorithm: reduce-scatter, then all-gather.
+
+    Each has log2(N) steps (rounded up), and sends (N - 1) / N of the bytes (Thakur et al., section 4.5; what adding
+    them up costs is part of a byte's time here).
+
+    Args:
+        latency: seconds of one message of no bytes.
+        seconds_per_byte: of a link.
+    """
+    steps = 2 * math.ceil(math.log2(nodes))
+    return Cost(steps * latency, 2 * (nodes - 1) / nodes * seconds_per_byte)
+
+
+def link(between: Cost, nodes: int) -> tuple[float, float]:
+    """The inverse of `over_nodes`: what one message, and one byte of a link, must cost. For two nodes or more."""
+    unit = over_nodes(nodes, 1.0, 1.0)
+    return between.alpha / unit.alpha, between.beta / unit.beta

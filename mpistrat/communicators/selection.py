@@ -1,0 +1,185 @@
+"""Which way is the fastest for how many bytes: measured once by all ranks together, or read from an earlier job's file.
+
+Ranks must decide alike, so one of them fits the costs and tells the others, and a time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrat.cluster_resolver.cache_folder import cache_folder
+from mpistrat.cluster_resolver.cpu_model import cpu_model
+from mpistrat.cluster_resolver.transport_settings import transport_settings
+from mpistrat.communicators import cost_cache
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.cost_model import Cost, fitted
+
+# What is timed: from the least bytes that go another way than MPI's to more than the caches of a core hold.
+SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
+LARGEST = SIZES[-1]
+# Of each way and size, beside the first, which finds pages and connections missing.
+ROUNDS = 9
+SECONDS = 0.3  # for all of them; a call that has begun ends, too
+# Ranks that wait spin: one that had less of its core was disturbed by other programs, or by ranks without a core.
+LEAST_CPU_SHARE = 0.9
+# Where time ran out.
+UNMEASURED = 1 << 18
+# By how much a way must be the dearer at LARGEST to be left out: what is larger gains by it.
+CLEARLY = 1.25
+
+Way = Callable[[np.ndarray], object]
+
+_of_this_job: dict[str, Costs] = {}  # by key, where this process is the first rank
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the ways between the ranks of one communicator, equal on all of them.
+
+    Attributes:
+        ways: by name; empty where time ran out.
+        origin: how they came to be known.
+        disturbed: other programs ran, too: what is so slow may be they.
+    """
+
+    ways: Mapping[str, Cost] = field(default_factory=dict)
+    origin: str = "not measured yet"
+    disturbed: bool = False
+
+    def cheaper_from(self, way: str, other: str, floor: int) -> float:
+        """Bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
+
+        From LARGEST on it is taken anyway, unless it is clearly, and undisturbedly, the dearer there.
+        """
+        if not self.ways:
+            return max(floor, UNMEASURED)
+        one, another = self.ways[way], self.ways[other]
+        clearly = one.seconds(LARGEST) > CLEARLY * another.seconds(LARGEST)
+        if clearly and not self.disturbed:
+            return math.inf
+        return max(floor, math.ceil(min(LARGEST, one.cheaper_from(another))))
+
+    def explain(self) -> str:
+        """A line for each way, and where they come from."""
+        lines = [f"    {way}: {cost}" for way, cost in self.ways.items()]
+        return "\n".join([*lines, f"    {self.origin}"])
+
+
+def from_bytes(smallest: float) -> str:
+    return "never" if math.isinf(smallest) else f"from {smallest:.0f} bytes on"
+
+
+def costs_of(
+    ways: Mapping[str, Way], communicator: Communicator, mpi: str, ranks_of_nodes: Sequence[int]
+) -> Costs:
+    """What each of `ways` to all-reduce costs. Collective over `communicator`; it takes less than half a second.
+
+    Args:
+        ways: given zeros of float32, combine them in place with those of all ranks.
+        mpi: the library's name and version.
+        ranks_of_nodes: how many ranks each node has, the same on all ranks.
+    """
+    mine = (cpu_model(), len(os.sched_getaffinity(0)))
+    everyone = communicator.all_gather_object(mine)
+    key = {
+        "ways": sorted(ways),
+        "mpi": mpi,
+        "settings": transport_settings(),
+        "ranks_of_nodes": sorted(ranks_of_nodes),
+        "cpus": sorted([*cpu, ranks] for cpu, ranks in collections.Counter(everyone).items()),
+    }
+    folder = cache_folder()
+    known = _known(folder, key, ways) if communicator.rank == 0 else None
+    known = communicator.broadcast_object(known)
+    if known is None:
+        measured = measure(ways, SIZES, communicator, SECONDS)
+        if communicator.rank == 0:
+            known = _of_this_job[repr(key)] = _fitted(ways, measured)
+            if folder is not None and known.ways and not known.disturbed:
+                cost_cache.write(folder, key, dict(known.ways))
+        known = communicator.broadcast_object(known)
+    assert isinstance(known, Costs)
+    return known
+
+
+def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> Costs | None:
+    """What another communicator of this process has measured, or another job."""
+    if repr(key) in _of_this_job:
+        return _of_this_job[repr(key)]
+    found = None if folder is None else cost_cache.read(folder, key)
+    if folder is None or found is None or found[0].keys() != ways.keys():
+        return None
+    costs = {way: found[0][way] for way in ways}
+    return Costs(costs, f"measured {_date(found[1])}, read from {cost_cache.path_of(folder, key)}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of calls, equal on all ranks.
+
+    Attributes:
+        seconds: by round, size and way; the slowest rank's. There are fewer sizes where time ran out.
+        cpu_share: which part of the time the rank ran that ran least.
+    """
+
+    seconds: np.ndarray
+    cpu_share: float
+
+
+def measure(
+    ways: Mapping[str, Way], sizes: Sequence[int], communicator: Communicator, seconds: float
+) -> Measured:
+    """Time rounds of all ways and sizes, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
+
+    In a round each takes its turn, so that what else the machine does hits all of them alike.
+    """
+    buffers = [np.zeros(nbytes // 4, np.float32) for nbytes in sizes]
+    rounds: list[list[np.ndarray]] = []
+    started, ran = time.perf_counter(), time.thread_time()
+    in_time = True
+    while in_time and len(rounds) <= ROUNDS:
+        rows: list[np.ndarray] = []
+        rounds.append(rows)
+        for buffer in buffers:
+            took = np.empty(len(ways) + 1)
+            for i, way in enumerate(ways.values()):
+                begun = time.perf_counter()
+                way(buffer)
+                took[i] = time.perf_counter() - begun
+            took[-1] = time.perf_counter() - started
+            communicator.all_reduce(took, "max")
+            rows.append(took[:-1])
+            in_time = bool(took[-1] < seconds)
+            if not in_time:
+                break
+    share = np.array((time.thread_time() - ran) / (time.perf_counter() - started))
+    communicator.all_reduce(share, "min")
+    whole = [rows for rows in rounds[1:] if len(rows) == len(sizes)]
+    return Measured(np.array(whole or rounds[:1]), float(share))
+
+
+def _fitted(ways: Mapping[str, Way], measured: Measured) -> Costs:
+    """Lines through the medians of the rounds."""
+    rounds, known, _ = measured.seconds.shape
+    if known < 2:
+        return Costs({}, f"not measured: calls of two sizes took longer than {SECONDS} s")
+    medians = np.median(measured.seconds, axis=0)
+    costs = {way: fitted(SIZES[:known], list(medians[:, i])) for i, way in enumerate(ways)}
+    disturbed = measured.cpu_share < LEAST_CPU_SHARE
+    origin = f"measured {_date(time.time())}, in this job: medians of {rounds} calls of each of {known} sizes"
+    if disturbed:
+        share = f"{100 * measured.cpu_share:.0f} %"
+        origin += f"; other programs or ranks left a rank {share} of its core, so it is not kept for other jobs"
+    return Costs(costs, origin, disturbed)
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

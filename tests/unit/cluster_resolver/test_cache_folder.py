@@ -1,0 +1,24 @@
+"""MPISTRAT_CACHE."""
+
+import os
+
+import pytest
+
+from mpistrat.cluster_resolver.cache_folder import cache_folder
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HOME": "/home/ann"}, "/home/ann/.cache/mpistrat"),
+        ({"HOME": "/home/ann", "XDG_CACHE_HOME": "/scratch/ann"}, "/scratch/ann/mpistrat"),
+        ({"HOME": "/home/ann", "XDG_CACHE_HOME": "relative"}, "/home/ann/.cache/mpistrat"),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": "/scratch/costs"}, "/scratch/costs"),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": "here"}, os.path.abspath("here")),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": "Off"}, None),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": ""}, "/home/ann/.cache/mpistrat"),
+        ({"HOME": "nowhere"}, None),
+    ],
+)
+def test_folders(environ: dict[str, str], expected: str | None) -> None:
+    assert cache_folder(environ) == expected

@@ -1,0 +1,126 @@
+"""What is measured, in which time, and what follows from it."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpistrat.communicators import LocalCommunicator, selection
+from mpistrat.communicators.cost_model import Cost
+from mpistrat.communicators.selection import LARGEST, SIZES, Costs, costs_of, measure
+
+ALONE = LocalCommunicator()
+FLOOR = 1 << 15
+
+
+@pytest.fixture(autouse=True)
+def of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_of_this_job", {})
+    monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 0.0)  # what runs beside tests is not theirs
+
+
+def spinning(alpha: float, beta: float) -> Any:
+    """A way of that cost."""
+
+    def way(buffer: np.ndarray) -> None:
+        until = time.perf_counter() + alpha + beta * buffer.nbytes
+        while time.perf_counter() < until:
+            pass
+
+    return way
+
+
+def test_costs_are_measured() -> None:
+    """The median of nine leaves out what some calls take longer."""
+    costs = costs_of({"slow": spinning(5e-4, 1e-10), "fast": spinning(1e-4, 5e-10)}, ALONE, "", [1])
+    assert costs.ways["slow"].alpha == pytest.approx(5e-4, rel=0.3)
+    assert costs.ways["fast"].beta == pytest.approx(5e-10, rel=0.3)
+    assert costs.cheaper_from("slow", "fast", FLOOR) == pytest.approx(1e6, rel=0.5)
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.2, 0.6])
+def test_it_takes_less_than_a_second(seconds: float) -> None:
+    """Also of calls that are very slow: one that has begun ends, and there is no other."""
+    started = time.perf_counter()
+    costs = costs_of({"one": lambda buffer: time.sleep(seconds)}, ALONE, "", [1])
+    assert time.perf_counter() - started < 1
+    assert bool(costs.ways) == (seconds < 0.3)
+    if seconds == 0.6:
+        assert costs.cheaper_from("one", "another", FLOOR) == selection.UNMEASURED
+        assert "not measured: calls of two sizes took longer than 0.3 s" in costs.explain()
+
+
+def test_rounds_are_whole() -> None:
+    """What time runs out in is not counted, unless there is nothing else."""
+    taken: list[int] = []
+    measured = measure(
+        {"one": lambda b: (taken.append(b.nbytes), time.sleep(0.02))}, SIZES, ALONE, 0.2
+    )
+    rounds, sizes, ways = measured.seconds.shape
+    assert (sizes, ways) == (len(SIZES), 1)
+    assert rounds <= len(taken) // len(SIZES) - 1
+    assert taken[: len(SIZES)] == list(SIZES)
+    assert measured.cpu_share < 0.5
+    cut = measure({"one": lambda b: time.sleep(0.02)}, SIZES, ALONE, 0.03)
+    assert cut.seconds.shape == (1, 2, 1)
+
+
+def costs(one: Cost, other: Cost, disturbed: bool = False) -> Costs:
+    return Costs({"one": one, "other": other}, disturbed=disturbed)
+
+
+@pytest.mark.parametrize(
+    ("known", "smallest"),
+    [
+        (costs(Cost(20e-6, 0.1e-9), Cost(10e-6, 0.2e-9)), 100_000),
+        (costs(Cost(1e-6, 0.1e-9), Cost(10e-6, 0.2e-9)), FLOOR),  # however small, it would win
+        (costs(Cost(1e-3, 0.1e-9), Cost(1e-6, 0.56e-9)), LARGEST),  # from 2.2 MB on
+        (costs(Cost(1e-5, 0.22e-9), Cost(1e-5, 0.2e-9)), LARGEST),  # dearer, as far as noise goes
+        (costs(Cost(1e-5, 0.4e-9), Cost(1e-5, 0.2e-9)), math.inf),
+        (costs(Cost(1e-5, 0.4e-9), Cost(1e-5, 0.2e-9), disturbed=True), LARGEST),
+        (Costs(), selection.UNMEASURED),
+    ],
+)
+def test_from_which_size_on(known: Costs, smallest: float) -> None:
+    assert known.cheaper_from("one", "other", FLOOR) == pytest.approx(smallest, abs=1)
+
+
+def test_a_file_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same ways, MPI and ranks, in another job; what was disturbed is kept in this job only."""
+    monkeypatch.setenv("MPISTRAT_CACHE", str(tmp_path))
+    calls: list[int] = []
+    ways: dict[str, Any] = {"one": calls.append, "other": lambda buffer: None}
+
+    def anew(mpi: str = "MPI 1", ranks: int = 2) -> tuple[Costs, bool]:
+        del calls[:]
+        return costs_of(ways, ALONE, mpi, [ranks]), bool(calls)
+
+    first, measured = anew()
+    assert measured
+    assert anew() == (first, False)  # another communicator
+    selection._of_this_job.clear()  # another job
+    again, measured = anew()
+    assert not measured
+    assert again.ways == first.ways
+    assert f"read from {tmp_path}" in again.explain()
+    assert anew(mpi="MPI 2")[1]
+    assert anew(ranks=3)[1]
+    assert len(list(tmp_path.iterdir())) == 3
+    monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 2.0)
+    assert anew(ranks=4)[0].disturbed
+    assert len(list(tmp_path.iterdir())) == 3
+    assert not anew(ranks=4)[1]
+    selection._of_this_job.clear()
+    assert anew(ranks=4)[1]
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert anew()[1]
+
+
+def test_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MPISTRAT_CACHE", "off")
+    costs_of({"one": lambda buffer: None}, ALONE, "", [1])
+    assert not list(tmp_path.iterdir())
