@@ -95,7 +95,8 @@ def _stacks_not_printed(output: Path) -> str:
 
 
 def stages(mode: str) -> Iterator[Stage]:
-    scripts = ["scripts/quickstart", "scripts/test", "scripts/environment.sh", ".ci/run"]
+    scripts = ["quickstart", "test", "benchmark", "environment.sh"]
+    scripts = [*(f"scripts/{name}" for name in scripts), ".ci/run"]
     yield Stage("format", ["ruff", "format", "--check", "."])
     yield Stage("lint", ["ruff", "check", "."])
     yield Stage("types", ["mypy"])
