@@ -1,76 +1,41 @@
-"""all_reduce over the ranks of one node, of 4 KB to 64 MB, beside MPI, gloo and a plain copy.
+"""all_reduce over the ranks of one node, of 4 KB to 64 MB, beside MPI, gloo, TensorFlow and a plain copy.
 
     mpiexec -n 2 python benchmarks/collectives.py
 
-*In the window*: the buffer lies in the memory that the ranks share, as gradients do. *Copy*: all ranks at once copy as
-many bytes, which is a limit of the machine.
+`mpistrat-bench compare all_reduce`, and its ratios over all large sizes. *In the window*: the buffer lies in the memory
+that the ranks share, as gradients do. *Copy*: all ranks at once copy as many bytes, which is a limit of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from typing import Any
+import statistics
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from measurement import compare, gloo, report, world
-from mpi4py import MPI
-
-from mpistrat.communicators.construction import communicator_for
-
-SIZES = [1 << power for power in range(12, 27, 2)]
-
-
-def all_reduce(nbytes: int) -> dict[str, Any]:
-    """Microseconds for `nbytes` of float32."""
-    raw, ours = MPI.COMM_WORLD, communicator_for(world())
-    # Of zeros: sums in place must not grow with each call.
-    given, result = (np.zeros(nbytes // 4, np.float32) for _ in range(2))
-    in_place, other = given.copy(), given.copy()
-    memory = ours.window_buffer(nbytes)
-    window = given.copy() if memory is None else memory.view(np.float32)
-    window[:] = 0
-    tensor = torch.zeros(nbytes // 4)
-    medians = compare(
-        {
-            "MPI": lambda: raw.Allreduce(given, result),
-            "MPI, in place": lambda: raw.Allreduce(MPI.IN_PLACE, in_place),
-            "ordinary": lambda: ours.all_reduce(given, out=result),
-            "ordinary, in place": lambda: ours.all_reduce(in_place),
-            "in the window": lambda: ours.all_reduce(window),
-            "gloo": lambda: dist.all_reduce(tensor),
-            "copy": lambda: np.copyto(other, given),
-        },
-        repeat=max(1, min(100, (1 << 23) // nbytes)),
-        num_rounds=15,
-    )
-    return {
-        "bytes": nbytes,
-        **{f"{name} us": us for name, us in medians.items()},
-        "MPI / ordinary": medians["MPI"] / medians["ordinary"],
-        "in place": medians["MPI, in place"] / medians["ordinary, in place"],
-        "MPI / window": medians["MPI, in place"] / medians["in the window"],
-        "gloo / window": medians["gloo"] / medians["in the window"],
-        "window / copy": medians["in the window"] / medians["copy"],
-    }
+from mpistrat.bench.arguments import number_of_bytes
+from mpistrat.bench.comparison import all_reduce_contestants, compare_all_reduce
+from mpistrat.bench.report import report
+from mpistrat.bench.rounds import all_ranks
+from mpistrat.bench.sweep import sizes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--maxbytes", type=number_of_bytes, default="64M")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
     )
-    prefix = parser.parse_args().json
-    torch.set_num_threads(1)
-    with gloo():
-        rows = [all_reduce(nbytes) for nbytes in SIZES]
-    report("all_reduce over one node", rows, prefix and f"{prefix}collectives.json")
+    given = parser.parse_args()
+    rows, left_out = [], {}
+    for nbytes in sizes(4096, given.maxbytes, 4):
+        contestants, left_out = all_reduce_contestants(nbytes)
+        rows.append(compare_all_reduce(nbytes, contestants, given.rounds))
+    path = given.json and f"{given.json}collectives.json"
+    report("all_reduce over one node", rows, path, left_out)
     large = [row for row in rows if row["bytes"] >= 1 << 20]
-    if world().rank == 0:
-        for name in ("MPI / ordinary", "in place", "MPI / window"):
-            mean = math.exp(sum(math.log(row[name]) for row in large) / len(large))
+    if all_ranks().rank == 0:
+        for name in (name for name in large[0] if " / " in name or name == "in place"):
+            mean = statistics.geometric_mean(row[name] for row in large)
             print(f"{name}, 1 MB and more: {mean:.2f} (geometric mean)")
 
 

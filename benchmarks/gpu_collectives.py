@@ -11,9 +11,11 @@ import argparse
 from typing import Any
 
 import torch
-from measurement import compare, gloo, report, world
 
 import mpistrat as ms
+from mpistrat.bench.peers import torch_gloo
+from mpistrat.bench.report import report
+from mpistrat.bench.rounds import all_ranks, compare, medians
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 
@@ -28,7 +30,7 @@ def main() -> None:
     strategy = ms.MultiWorkerMirroredStrategy(devices=devices)
     communicator = strategy.extended.communicator
     device = strategy.extended.worker_devices[0]
-    if world().rank == 0:
+    if all_ranks().rank == 0:
         print(strategy.extended.explain())
 
     def wait() -> None:
@@ -36,36 +38,37 @@ def main() -> None:
             torch.cuda.synchronize(device)
 
     rows: list[dict[str, Any]] = []
-    with gloo():
-        for nbytes in SIZES if kind == "cuda" else SIZES[:4]:
-            buffer = torch.ones(nbytes // 4, device=device) / world().size
+    torch_gloo.start()
+    for nbytes in SIZES if kind == "cuda" else SIZES[:4]:
+        buffer = torch.ones(nbytes // 4, device=device) / all_ranks().size
 
-            def ours(buffer: torch.Tensor = buffer) -> None:
-                communicator.all_reduce(buffer)
-                wait()
+        def ours(buffer: torch.Tensor = buffer) -> None:
+            communicator.all_reduce(buffer)
+            wait()
 
-            def through_host(buffer: torch.Tensor = buffer) -> None:
-                host = buffer.cpu()
-                communicator.all_reduce(host)
-                buffer.copy_(host)
-                wait()
+        def through_host(buffer: torch.Tensor = buffer) -> None:
+            host = buffer.cpu()
+            communicator.all_reduce(host)
+            buffer.copy_(host)
+            wait()
 
-            def by_gloo(buffer: torch.Tensor = buffer) -> None:
-                torch.distributed.all_reduce(buffer)
-                wait()
+        def by_gloo(buffer: torch.Tensor = buffer) -> None:
+            torch.distributed.all_reduce(buffer)
+            wait()
 
-            contestants = {"mpistrat": ours, "plain copies": through_host, "gloo": by_gloo}
-            medians = compare(contestants, repeat=max(2, min(50, (1 << 26) // nbytes)))
-            rows += [
-                {
-                    "bytes": nbytes,
-                    "all_reduce": who,
-                    "us": us,
-                    "GB/s": nbytes / us / 1000,
-                    "mpistrat / this": medians["mpistrat"] / us,
-                }
-                for who, us in medians.items()
-            ]
+        contestants = {"mpistrat": ours, "plain copies": through_host, "gloo": by_gloo}
+        rounds = compare(contestants, repeat=max(2, min(50, (1 << 26) // nbytes)))
+        times = medians(rounds)
+        rows += [
+            {
+                "bytes": nbytes,
+                "all_reduce": who,
+                "us": us,
+                "GB/s": nbytes / us / 1000,
+                "mpistrat / this": times["mpistrat"] / us,
+            }
+            for who, us in times.items()
+        ]
     path = arguments.json and f"{arguments.json}gpu_collectives.json"
     report(f"all_reduce on {kind}", rows, path)
 

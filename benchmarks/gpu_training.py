@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measurement import compare, gloo, report, world
 
 import mpistrat as ms
+from mpistrat.bench.peers import torch_gloo
+from mpistrat.bench.report import report
+from mpistrat.bench.rounds import all_ranks, compare, medians
 
 STEPS = 10
 
@@ -56,7 +58,7 @@ class Contestant:
         torch.manual_seed(0)
         self.model = make().to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(world().rank)
+        generator = torch.Generator().manual_seed(all_ranks().rank)
         self.x = torch.randn(shape, generator=generator).to(device)
         self.y = torch.randint(0, 10, shape[:1], generator=generator).to(device)
 
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu: only tries the program")
     arguments = parser.parse_args()
     kind = arguments.device
-    ranks = world().size
+    ranks = all_ranks().size
     strategy = ms.MultiWorkerMirroredStrategy(
         gradients="mean", devices=["cpu:0"] if kind == "cpu" else None
     )
@@ -106,24 +108,25 @@ def main() -> None:
         return call
 
     rows: list[dict[str, Any]] = []
-    with gloo():
-        for name in MODELS:
-            contestants = {
-                "plain PyTorch, one rank" if ranks > 1 else "plain PyTorch": plain(name, device),
-                "mpistrat": with_mpistrat(strategy, name, device),
+    torch_gloo.start()
+    for name in MODELS:
+        contestants = {
+            "plain PyTorch, one rank" if ranks > 1 else "plain PyTorch": plain(name, device),
+            "mpistrat": with_mpistrat(strategy, name, device),
+        }
+        if ranks > 1:
+            contestants["DDP, gloo"] = with_ddp(name, device)
+        rounds = compare({who: steps(step) for who, step in contestants.items()}, repeat=2)
+        times = medians(rounds)
+        rows += [
+            {
+                "model": name,
+                "training step": who,
+                "ms": us / 1000 / STEPS,
+                "mpistrat / this": times["mpistrat"] / us,
             }
-            if ranks > 1:
-                contestants["DDP, gloo"] = with_ddp(name, device)
-            medians = compare({who: steps(step) for who, step in contestants.items()}, repeat=2)
-            rows += [
-                {
-                    "model": name,
-                    "training step": who,
-                    "ms": us / 1000 / STEPS,
-                    "mpistrat / this": medians["mpistrat"] / us,
-                }
-                for who, us in medians.items()
-            ]
+            for who, us in times.items()
+        ]
     path = arguments.json and f"{arguments.json}gpu_training.json"
     report(f"training step on {kind}", rows, path)
 

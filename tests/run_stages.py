@@ -95,7 +95,7 @@ def _stacks_not_printed(output: Path) -> str:
 
 
 def stages(mode: str) -> Iterator[Stage]:
-    scripts = ["quickstart", "test", "test-gpu", "environment.sh"]
+    scripts = ["quickstart", "test", "test-gpu", "benchmark", "environment.sh"]
     scripts = [*(f"scripts/{name}" for name in scripts), ".ci/run"]
     yield Stage("format", ["ruff", "format", "--check", "."])
     yield Stage("lint", ["ruff", "check", "."])

@@ -15,22 +15,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat.bench.operations import AllReduce
+from mpistrat.bench.report import oversubscription
 from mpistrat.bench.surroundings import surroundings
 from mpistrat.bench.sweep import measure
+from mpistrat.bench.usage_error import UsageError
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.cost_model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 from mpistrat.topology import Topology
 
-SCHEMA = 1
 # Fitted from here, below which nothing goes by node, to the largest that is asked for, as far as memory should be had.
 SMALLEST, LARGEST = 1 << 16, 1 << 26
 _FACTOR = 2
@@ -38,46 +37,26 @@ _CALLS = 15  # of each size
 _FLOAT32 = np.dtype("float32")
 
 
-def add_arguments(parser: argparse.ArgumentParser, nbytes: Callable[[str], int]) -> None:
-    """`nbytes` reads an argument in bytes."""
-    add = parser.add_argument
-    add("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="1 2 4 8 16")
-    add("--ranks-per-node", type=int, metavar="K", help="as many of a node's ranks (all of them)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--size", type=nbytes, nargs="+", metavar="BYTES", help="1M 16M 64M")
-    what.add_argument(
-        "--model-parameters",
-        type=float,
-        nargs="+",
-        metavar="P",
-        help="gradients of so many parameters of float32: 25e6",
-    )
-    add("--alpha-us", type=float, help="a network's latency in microseconds, where there is none")
-    add("--gbit", type=float, help="its bandwidth per node in 1e9 bits per second")
-    add("--json", metavar="FILE", help="write the model and the predictions")
-
-
-def mistake(given: argparse.Namespace) -> str:
-    """What is wrong with the arguments; empty if nothing is. Sets `given.bytes`."""
+def sizes_of(given: argparse.Namespace) -> list[int]:
+    """Bytes of the buffers that are asked for. Raises: UsageError for those that the model says nothing of."""
+    sizes = given.size or [1 << 20, 16 << 20, 64 << 20]
     if given.model_parameters:
-        given.bytes = [4 * int(parameters) for parameters in given.model_parameters]
-    else:
-        given.bytes = given.size or [1 << 20, 16 << 20, 64 << 20]
-    network = (given.alpha_us, given.gbit)
-    if min(given.nodes) < 1:
-        return f"--nodes must be at least 1, got {min(given.nodes)}"
-    if given.ranks_per_node is not None and given.ranks_per_node < 1:
-        return f"--ranks-per-node must be at least 1, got {given.ranks_per_node}"
-    if min(given.bytes) < SMALLEST:
-        return (
-            f"{min(given.bytes)} bytes go through MPI alone, of which the model says nothing; "
-            f"{SMALLEST} at least go by node"
+        sizes = [4 * int(parameters) for parameters in given.model_parameters]
+    if min(sizes) < SMALLEST:
+        raise UsageError(
+            f"{min(sizes)} bytes go through MPI alone, of which the model says nothing; {SMALLEST} at least go by node"
         )
-    if (network[0] is None) != (network[1] is None):
-        return "--alpha-us and --gbit describe one network: give both or neither"
+    return sizes
+
+
+def check_network(given: argparse.Namespace) -> None:
+    """Raises: UsageError for a network that is half described, or none."""
+    if (given.alpha_us is None) != (given.gbit is None):
+        raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
     if given.gbit is not None and not (given.gbit > 0 and given.alpha_us >= 0):
-        return f"--alpha-us must be >= 0 and --gbit > 0, got {given.alpha_us} and {given.gbit}"
-    return ""
+        raise UsageError(
+            f"--alpha-us must be >= 0 and --gbit > 0, got {given.alpha_us} and {given.gbit}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +132,13 @@ class Prediction:
     off: float | None
 
 
-def main(given: argparse.Namespace) -> int:
-    """Returns the exit code: 0, or 2 when this run cannot tell. Called by: every rank."""
+def predictions(given: argparse.Namespace) -> tuple[Model, list[Prediction], dict[str, Any]]:
+    """The model, what it says of the nodes and sizes asked for, and what it was measured on. Called by: every rank.
+
+    Raises: UsageError when this run cannot tell.
+    """
+    sizes = sizes_of(given)
+    check_network(given)
     strategy = MultiWorkerMirroredStrategy()
     communicator = strategy.extended.communicator
     resolver = strategy.cluster_resolver
@@ -162,34 +146,24 @@ def main(given: argparse.Namespace) -> int:
     topology = resolver.topology()
     fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
     per_node = given.ranks_per_node or fewest
-    first = communicator.rank == 0
-    why_not = ""
     if per_node > fewest:
-        why_not = f"--ranks-per-node {per_node}: this run has {fewest} on a node, and what more of them would make of "
-        why_not += f"its memory cannot be told from that; start {per_node} on each node"
-    elif max(given.nodes) > 1 and topology.num_nodes == 1 and given.gbit is None:
-        why_not = "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, "
-        why_not += "ask for --nodes 1, or start ranks on several nodes"
-    if why_not:
-        if first:
-            print(f"mpistrat-bench plan: {why_not}", file=sys.stderr, flush=True)
-        communicator.barrier()
-        return 2
-
-    model = _model(communicator, topology, per_node, given)
-    here = _measured_here(communicator, topology, per_node, given)
+        raise UsageError(
+            f"--ranks-per-node {per_node}: this run has {fewest} on a node, and what more of them would make of its "
+            f"memory cannot be told from that; start {per_node} on each node"
+        )
+    if max(given.nodes) > 1 and topology.num_nodes == 1 and given.gbit is None:
+        raise UsageError(
+            "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, ask for "
+            "--nodes 1, or start ranks on several nodes"
+        )
+    model = _model(communicator, topology, per_node, sizes, given)
+    here = _measured_here(communicator, topology, per_node, sizes, given.nodes)
     rows = [
         predict(model, nodes, nbytes, here.get((nodes, nbytes)))
         for nodes in given.nodes
-        for nbytes in given.bytes
+        for nbytes in sizes
     ]
-    where = surroundings(communicator)
-    if first:
-        print(_table(model, rows, where), flush=True)
-        if given.json:
-            _write_json(given.json, model, rows, where)
-    communicator.barrier()
-    return 0
+    return model, rows, surroundings(communicator)
 
 
 def predict(model: Model, nodes: int, nbytes: int, measured: float | None) -> Prediction:
@@ -203,7 +177,11 @@ def predict(model: Model, nodes: int, nbytes: int, measured: float | None) -> Pr
 
 
 def _model(
-    communicator: Communicator, topology: Topology, per_node: int, given: argparse.Namespace
+    communicator: Communicator,
+    topology: Topology,
+    per_node: int,
+    wanted: Sequence[int],
+    given: argparse.Namespace,
 ) -> Model:
     """Fitted to what the first `per_node` ranks of each node measure. Collective."""
     place, nodes = topology.local_rank, topology.num_nodes
@@ -211,7 +189,7 @@ def _model(
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
     across = communicator.split(place)
     sizes = [SMALLEST]
-    while sizes[-1] < min(LARGEST, max(*given.bytes, SMALLEST * _FACTOR**5)):
+    while sizes[-1] < min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5)):
         sizes.append(sizes[-1] * _FACTOR)
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
@@ -242,20 +220,25 @@ def _p50(communicator: Communicator, nbytes: int) -> float:
 
 
 def _measured_here(
-    communicator: Communicator, topology: Topology, per_node: int, given: argparse.Namespace
+    communicator: Communicator,
+    topology: Topology,
+    per_node: int,
+    wanted: Sequence[int],
+    nodes_wanted: Sequence[int],
 ) -> dict[tuple[int, int], float]:
     """Microseconds by nodes and bytes, of what is asked for and what this run can try. Collective."""
     nodes = topology.num_nodes
-    if nodes not in given.nodes or communicator.size != nodes * per_node:
+    if nodes not in nodes_wanted or communicator.size != nodes * per_node:
         return {}
     return {
         (nodes, nbytes): _p50(communicator, nbytes)
-        for nbytes in given.bytes
+        for nbytes in wanted
         if nbytes <= LARGEST and communicator.size > 1
     }
 
 
-def _table(model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> str:
+def table(model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
+    """The model and its predictions, for people."""
     columns = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
     widths = [7, 7, 14, 16, 14, 14, 15, 8]
     names = (*columns, "measured (us)", "off (%)")
@@ -272,23 +255,4 @@ def _table(model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> s
         if row.measured is not None and row.off is not None:
             cells[-2:] = [f"{row.measured:.1f}", f"{100 * row.off:+.0f}"]
         lines.append(" " + "".join(c.rjust(width) for c, width in zip(cells, widths, strict=True)))
-    if where["oversubscribed"]:
-        lines.append(
-            f"# OVERSUBSCRIBED: {where['ranks']} ranks on {where['usable_cores']} cores. These times say nothing of "
-            "what as many cores would do"
-        )
-    return "\n".join(lines)
-
-
-def _write_json(path: str, model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> None:
-    content = {
-        "schema": SCHEMA,
-        "operation": "plan",
-        "arguments": sys.argv[1:],
-        "surroundings": where,
-        "model": dataclasses.asdict(model),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+    return [*lines, *(f"# {warning}" for warning in oversubscription(where))]

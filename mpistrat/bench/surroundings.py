@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import sys
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ def surroundings(communicator: Communicator) -> dict[str, Any]:
         "hosts": sorted({host for host, _ in everyone}),
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
+        "mpi": _mpi(),
+        **_torch(),
         "ways": communicator.explain().split("\n"),
     }
     told: dict[str, Any] = communicator.broadcast_object(here)
@@ -43,3 +46,20 @@ def _version() -> str:
         return importlib.metadata.version("mpistrat")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def _mpi() -> str:
+    """The name and version of the library, of which some tell much more."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return "no MPI"
+    return " ".join(mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ").split())
+
+
+def _torch() -> dict[str, Any]:
+    """Its version, compute threads and GPUs, where a benchmark uses it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"torch": torch.__version__, "threads_per_rank": torch.get_num_threads(), "gpus": gpus}

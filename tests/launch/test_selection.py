@@ -104,7 +104,7 @@ def test_a_plan_of_one_node(launcher: Launcher, tmp_path: Path) -> None:
     assert "node(S) =" in job.stdout
     assert "between(S, N) = 2 ceil(log2 N) 2 us + 2 (N - 1) / N 0.08 ns S (100 Gbit/s" in job.stdout
     content = json.loads(file.read_text())
-    assert content["operation"] == "plan"
+    assert content["title"] == "plan"
     rows = content["rows"]
     assert [(row["nodes"], row["bytes"]) for row in rows] == [
         (1, 1 << 16),

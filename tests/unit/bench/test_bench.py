@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mpistrat.bench import operations, sweep
-from mpistrat.bench.command import main, number_of_bytes
+from mpistrat.bench.arguments import number_of_bytes
+from mpistrat.bench.command import main
 from mpistrat.bench.operations import OPERATIONS
 from mpistrat.communicators import LocalCommunicator
 
@@ -27,10 +28,10 @@ def test_bytes(text: str, expected: int) -> None:
         (["all_reduce", "-b", "much"], "expected bytes such as 4096"),
         (["all_reduce", "-b", "0"], "expected bytes such as 4096"),
         (["all_reduce", "-b", "2M", "-e", "1M"], "is more than --maxbytes"),
-        (["all_reduce", "-f", "1"], "--factor must be at least 2"),
-        (["all_reduce", "-n", "0"], "--iters must be at least 1"),
-        (["all_reduce", "-d", "str"], "--dtype must be a number of NumPy's"),
-        (["all_reduce", "-d", "float99"], "--dtype must be a number of NumPy's"),
+        (["all_reduce", "-f", "1"], "--factor: must be at least 2"),
+        (["all_reduce", "-n", "0"], "--iters: must be at least 1"),
+        (["all_reduce", "-d", "str"], "--dtype: must be a number of NumPy's"),
+        (["all_reduce", "-d", "float99"], "--dtype: must be a number of NumPy's"),
         (["broadcast", "--window"], "unrecognized arguments"),
     ],
 )

@@ -58,8 +58,8 @@ def test_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", "0"], "--nodes must be at least 1"),
-        (["--ranks-per-node", "0"], "--ranks-per-node must be at least 1"),
+        (["--nodes", "0"], "--nodes: must be at least 1"),
+        (["--ranks-per-node", "0"], "--ranks-per-node: must be at least 1"),
         (["--size", "4K"], "4096 bytes go through MPI alone"),
         (["--model-parameters", "100"], "400 bytes go through MPI alone"),
         (["--gbit", "100"], "give both or neither"),
@@ -70,9 +70,11 @@ def test_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    assert ended.value.code == 2
+    try:
+        code = main(["plan", *arguments])
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    assert code == 2
     assert words in capsys.readouterr().err
 
 

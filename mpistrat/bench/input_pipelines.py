@@ -1,11 +1,7 @@
-"""What distributed datasets cost: beside a DataLoader with a DistributedSampler, and per step beside the same batches.
-
-mpiexec -n 2 python benchmarks/input.py
-"""
+"""`mpistrat-bench input`: distributed datasets beside a DistributedSampler, and beside the same batches alone."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import os
 import tempfile
@@ -14,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from measurement import compare, report, world
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-import mpistrat as ms
+from mpistrat.bench.rounds import all_ranks, compare, medians
 from mpistrat.input import BatchedDataset, FileDataset
+from mpistrat.strategies import MultiWorkerMirroredStrategy
 
-IMAGE, EXAMPLES, BATCH = (3, 32, 32), 16384, 64  # BATCH examples per rank and step
+IMAGE, BATCH = (3, 32, 32), 64  # BATCH examples per rank and step
 BYTES = 3 * 32 * 32
 ROUNDS_OF_EPOCHS = 15
+EXAMPLES = 16384  # of an epoch whose throughput is measured
 STEPS = 400  # of an epoch whose overhead is measured
 
 
@@ -31,10 +28,11 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._examples = os.path.getsize(path) // BYTES
         self._file: int | None = None
 
     def __len__(self) -> int:
-        return EXAMPLES
+        return self._examples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self._file is None:  # opened by the process that reads
@@ -44,8 +42,8 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         return torch.from_numpy(image.reshape(IMAGE)), index % 10
 
 
-def write_images(path: str) -> str:
-    pixels = np.random.default_rng(0).integers(0, 256, (EXAMPLES, *IMAGE), np.uint8)
+def write_images(path: str, examples: int) -> str:
+    pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
     pixels.tofile(path)
     return path
 
@@ -59,7 +57,7 @@ def with_sampler(path: str, **how: Any) -> Callable[[], object]:
     """An epoch of the loop that people write for DistributedDataParallel."""
     images = Images(path)
     sampler: DistributedSampler[Any] = DistributedSampler(
-        images, world().size, world().rank, shuffle=True
+        images, all_ranks().size, all_ranks().rank, shuffle=True
     )
     loader = DataLoader(images, BATCH, sampler=sampler, **how)
     epoch = through(loader)
@@ -71,12 +69,20 @@ def with_sampler(path: str, **how: Any) -> Callable[[], object]:
     return shuffled_epoch
 
 
-def throughput(path: str) -> list[dict[str, Any]]:
-    """Examples per second of all ranks, with and without a worker process per rank."""
-    strategy = ms.MultiWorkerMirroredStrategy()
+def throughput(
+    examples: int = EXAMPLES, num_rounds: int = ROUNDS_OF_EPOCHS
+) -> list[dict[str, Any]]:
+    """Examples per second of all ranks, with and without a worker process per rank. Called by: every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_images(os.path.join(folder, "images"), examples)
+        return _throughput(path, num_rounds)
+
+
+def _throughput(path: str, num_rounds: int) -> list[dict[str, Any]]:
+    strategy = MultiWorkerMirroredStrategy()
 
     def ours(**how: Any) -> Callable[[], object]:
-        loader = DataLoader(Images(path), BATCH * world().size, shuffle=True, **how)
+        loader = DataLoader(Images(path), BATCH * all_ranks().size, shuffle=True, **how)
         return through(strategy.experimental_distribute_dataset(loader))
 
     worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
@@ -94,15 +100,17 @@ def throughput(path: str) -> list[dict[str, Any]]:
             },
         ),
     ):
-        medians = compare(contestants, repeat=1, num_rounds=ROUNDS_OF_EPOCHS)
+        rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
+        times = medians(rounds)
         rows += [
             {
                 "DataLoader": name,
                 "workers per rank": workers,
-                "examples/s": EXAMPLES / us * 1e6,
-                "mpistrat / this": us / medians["mpistrat"],
+                "examples/s": os.path.getsize(path) // BYTES / us * 1e6,
+                "mpistrat / this": us / times["mpistrat"],
+                "samples": rounds[name],
             }
-            for name, us in medians.items()
+            for name, us in times.items()
         ]
     return rows
 
@@ -121,15 +129,19 @@ class Endless:
         return iter(self._batches)
 
 
-def overhead() -> list[dict[str, Any]]:
-    """Microseconds per step of a distributed dataset beside those of the same batches, of this rank only."""
-    strategy = ms.MultiWorkerMirroredStrategy()
+def overhead(num_rounds: int = ROUNDS_OF_EPOCHS) -> list[dict[str, Any]]:
+    """Microseconds per step of a distributed dataset beside those of the same batches, of this rank only.
+
+    Called by: every rank.
+    """
+    strategy = MultiWorkerMirroredStrategy()
     distribute = strategy.experimental_distribute_dataset
-    rank, size = world().rank, world().size
+    rank, size = all_ranks().rank, all_ranks().size
     whole = np.zeros((STEPS * 4 * size, 8), np.float32)
     mine = np.split(whole, size)[rank]
     files, my_files = np.split(whole, 4 * size), np.split(mine, 4)
-    tensors, my_tensors = torch.from_numpy(whole), torch.from_numpy(mine)
+    tensors: Any = torch.from_numpy(whole)
+    my_tensors: Any = torch.from_numpy(mine)
     batches = np.split(mine, STEPS)
     pairs: dict[str, tuple[Iterable[Any], Iterable[Any]]] = {
         "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
@@ -152,8 +164,8 @@ def overhead() -> list[dict[str, Any]]:
         steps = sum(1 for _ in distributed)
         assert steps == sum(1 for _ in alone) == STEPS
         contestants = {"alone": through(alone), "distributed": through(distributed)}
-        medians = compare(contestants, repeat=1, num_rounds=ROUNDS_OF_EPOCHS)
-        us = {which: median / STEPS for which, median in medians.items()}
+        rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
+        us = {which: median / STEPS for which, median in medians(rounds).items()}
         rows.append(
             {
                 "a step of": name,
@@ -161,23 +173,7 @@ def overhead() -> list[dict[str, Any]]:
                 "distributed us": us["distributed"],
                 "difference us": us["distributed"] - us["alone"],
                 "limit us": 30.0,
+                "samples": rounds,
             }
         )
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json", help="prefix of the files to write, e.g. benchmarks/results/mpich-"
-    )
-    prefix = parser.parse_args().json
-    torch.set_num_threads(1)
-    report("input, overhead per step", overhead(), prefix and f"{prefix}input_overhead.json")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = throughput(write_images(os.path.join(folder, "images")))
-    report("input, throughput", rows, prefix and f"{prefix}input_throughput.json")
-
-
-if __name__ == "__main__":
-    main()

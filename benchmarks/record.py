@@ -1,0 +1,94 @@
+"""Runs every program behind the recorded results under one MPI, one after the other, and keeps what they write.
+
+scripts/benchmark calls it, in an environment with both MPIs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TOP = Path(__file__).parents[1]
+sys.path.insert(0, str(TOP / "tests"))
+
+from mpi_launcher import MPI_NAMES, Launcher, run_job  # noqa: E402
+
+SECONDS_PER_PROGRAM = 300.0
+BENCH = ("-m", "mpistrat.bench")
+
+
+def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
+    """What follows `mpiexec -n 2 python`. PREFIX begins the names of files; `quick`: only whether they run."""
+    here = {name: f"benchmarks/{name}.py" for name in ("overheads", "collectives", "training_step")}
+    rounds = ("--rounds", "1") if quick else ()
+    yield here["overheads"], *rounds, "--json", "PREFIX"
+    sizes = ("--maxbytes", "1M") if quick else ()
+    yield here["collectives"], *sizes, *rounds, "--json", "PREFIX"
+    models = ("--models", "mlp") if quick else ()
+    yield here["training_step"], *models, *rounds, "--json", "PREFIX"
+
+    examples = ("--examples", "512") if quick else ()
+    yield *BENCH, "input", "overhead", *rounds, "--json", "PREFIXinput_overhead.json"
+    yield *BENCH, "input", "throughput", *examples, *rounds, "--json", "PREFIXinput_throughput.json"
+    calls = ("--maxbytes", "64K", "--iters", "5") if quick else ()
+    yield *BENCH, "all_reduce", "--window", *calls, "--json", "PREFIXsweep.json"
+
+    # Few of ResNet-50's pictures, of which a core computes about three in a second.
+    batches = {"mlp": 64, "mlp-large": 64, "resnet50": 4, "transformer": 16}
+    for model in ("mlp",) if quick else ("resnet50", "transformer"):
+        work = ("--model", model, "--batch-size", str(batches[model] * ranks))
+        turns = rounds or ("--rounds", "5")
+        yield *BENCH, "compare", "train", *work, *turns, "--json", f"PREFIX{model}.json"
+    for model in ("mlp",) if quick else batches:
+        work = ("--model", model, "--batch-size", str(batches[model] * ranks))
+        steps = ("--steps", "2" if quick else "20")
+        yield *BENCH, "train", *work, *steps, "--json", f"PREFIXtrain-{model}.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/benchmark", description=__doc__)
+    names = {name.lower().replace(" ", ""): name for name in MPI_NAMES}
+    parser.add_argument("mpi", choices=names, nargs="?", default="mpich")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=TOP / "benchmarks" / "results")
+    parser.add_argument("--quick", action="store_true", help="sees whether all programs run")
+    given = parser.parse_args()
+    launcher = Launcher.named(names[given.mpi])
+    given.folder.mkdir(parents=True, exist_ok=True)
+    prefix = f"{given.folder.resolve()}/{given.mpi}-{given.ranks}-ranks-"
+
+    failed = []
+    for arguments in programs(given.ranks, given.quick):
+        program = [part.replace("PREFIX", prefix) for part in arguments]
+        command = launcher.command(given.ranks, [sys.executable, *program])
+        if not succeeds(command, launcher):
+            failed.append(" ".join(arguments))
+    slow = ["benchmarks/slow_link.py", "--mpi", launcher.name]
+    slow += ["--json", f"{given.folder.resolve()}/{given.mpi}-2x2-ranks-"]
+    slow += ["--models", "mlp", "--steps", "2"] if given.quick else []
+    if not succeeds([sys.executable, *slow], launcher):
+        failed.append(" ".join(slow))
+    for command_line in failed:
+        print(f"FAILED: {command_line}")
+    return int(bool(failed))
+
+
+def succeeds(command: list[str], launcher: Launcher) -> bool:
+    """Whether it ends well; what it prints is printed."""
+    started = time.monotonic()
+    try:
+        job = run_job(command, launcher.environment(), SECONDS_PER_PROGRAM, TOP)
+    except subprocess.TimeoutExpired:
+        print(f"killed after {SECONDS_PER_PROGRAM:g} s: {' '.join(command)}", flush=True)
+        return False
+    print(job.output if job.returncode else job.stdout, end="")
+    print(f"({time.monotonic() - started:.0f} s)", flush=True)
+    return job.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

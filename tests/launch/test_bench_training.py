@@ -1,0 +1,146 @@
+"""`mpistrat-bench train`, `input` and `compare`, and the programs behind the recorded results, as they are started."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpi_launcher import Launcher
+
+TOP = Path(__file__).parents[2]
+BENCH = ("-m", "mpistrat.bench")
+PEERS = ["raw MPI, flat buffer", "raw MPI, .grad in the buffer", "DDP, gloo"]
+
+
+def test_train(launcher: Launcher, tmp_path: Path) -> None:
+    """With real input, of which each rank reads its part; efficiency is given only where there are cores."""
+    file, picture = tmp_path / "row.json", tmp_path / "picture.png"
+    ranks = 2
+    arguments = (*BENCH, "train", "--batch-size", "8", "--steps", "6", "--input", "digits")
+    job = launcher.run_python(ranks, *arguments, "--json", file, "--plot", picture, seconds=90)
+    assert job.returncode == 0, job.output
+    content = json.loads(file.read_text())
+    row = content["rows"][0]
+    assert (row["batch_size"], row["examples_per_rank"]) == (8, 4)
+    assert np.array(row["samples"]["step_ms"]).shape == (ranks, 6)
+    assert row["ranks_that_differ"] == []
+    assert row["slowest_rank"] in range(ranks)
+    oversubscribed = len(os.sched_getaffinity(0)) < ranks
+    assert (
+        (row["efficiency"] is None) == content["surroundings"]["oversubscribed"] == oversubscribed
+    )
+    assert "parameters equal on all ranks, losses finite: OK" in job.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_efficiency_where_ranks_share_cores(launcher: Launcher) -> None:
+    ranks = len(os.sched_getaffinity(0)) + 1
+    job = launcher.run_python(
+        ranks, *BENCH, "train", "--steps", "1", "--batch-size", str(ranks), seconds=120
+    )
+    assert job.returncode == 0, job.output
+    assert f"not given: {ranks} ranks share {ranks - 1} cores" in job.stdout
+
+
+def test_a_batch_that_ranks_do_not_divide(launcher: Launcher) -> None:
+    job = launcher.run_python(2, *BENCH, "train", "--batch-size", "65", seconds=60)
+    assert job.returncode == 2, job.output
+    expected = "--batch-size 65 is the global batch and does not divide by 2 ranks; give a multiple, such as 64"
+    assert job.output.count(expected) == 1
+
+
+def test_a_file_that_one_rank_lacks(launcher: Launcher, tmp_path: Path) -> None:
+    """All ranks end, with that rank's reason."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom mpi4py import MPI\nfrom mpistrat.bench.command import main\n"
+        f"file = {str(__file__)!r} if MPI.COMM_WORLD.rank else 'nowhere'\n"
+        "sys.exit(main(['train', '--model', 'transformer', '--input', file]))\n"
+    )
+    job = launcher.run_python(2, program, seconds=60)
+    assert job.returncode == 2, job.output
+    assert "--input nowhere: " in job.output
+
+
+def test_compare_training_steps(launcher: Launcher, tmp_path: Path) -> None:
+    """All train alike: a rank alone does not."""
+    file, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    job = launcher.run_python(
+        2,
+        *(*BENCH, "compare", "train", "--batch-size", "4", "--rounds", "2"),
+        *("--json", file, "--plot", picture),
+        seconds=90,
+    )
+    assert job.returncode == 0, job.output
+    content = json.loads(file.read_text())
+    rows = {row["training step"]: row for row in content["rows"]}
+    assert [name for name in rows if name in PEERS] == PEERS
+    ours, alone = rows["mpistrat"]["loss"], rows["one rank alone"]["loss"]
+    assert all(rows[name]["loss"] == pytest.approx(ours, rel=1e-4) for name in PEERS)
+    assert alone != pytest.approx(ours, rel=1e-4)
+    assert set(content["left_out"]) <= {"Horovod", "TensorFlow"}
+    for name, reason in content["left_out"].items():
+        assert f"{name}: skipped, {reason}" in job.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_sums(launcher: Launcher, tmp_path: Path) -> None:
+    file, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    job = launcher.run_python(
+        3,
+        *(*BENCH, "compare", "allreduce", "-b", "64K", "-e", "1M", "-f", "16", "--rounds", "2"),
+        *("--json", file, "--plot", picture),
+        seconds=90,
+    )
+    assert job.returncode == 0, job.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["bytes"] for row in rows] == [1 << 16, 1 << 20]
+    assert all(row["wrong"] == 0 and row["gloo / window"] > 0 for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_input(launcher: Launcher, tmp_path: Path) -> None:
+    file, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    job = launcher.run_python(
+        2, *BENCH, "input", "overhead", "--rounds", "2", "--json", file, "--plot", picture
+    )
+    assert job.returncode == 0, job.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["a step of"] for row in rows][:3] == ["DataLoader", "BatchedDataset", "FileDataset"]
+    assert all(row["distributed us"] > 0 for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.time_limit(300)
+def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
+    """What scripts/benchmark starts once there are environments."""
+    command = [sys.executable, "benchmarks/record.py", "--quick", "--folder", str(tmp_path)]
+    job = subprocess.run(command, cwd=TOP, capture_output=True, text=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    written = {path.name.removeprefix("mpich-2-ranks-") for path in tmp_path.iterdir()}
+    expected = {
+        "run",
+        "all_reduce",
+        "agreement",
+        "collectives",
+        "training_step",
+        "mlp",
+        "train-mlp",
+    }
+    expected |= {"input_overhead", "input_throughput", "sweep"}
+    assert {f"{name}.json" for name in expected} <= written
+    for path in tmp_path.iterdir():
+        content = json.loads(path.read_text())
+        assert content["schema"] == 1
+        assert all(row["samples"] for row in content["rows"])
+    if "mpich-2x2-ranks-slow_link.json" in written:
+        row = json.loads((tmp_path / "mpich-2x2-ranks-slow_link.json").read_text())["rows"][0]
+        assert row["wire limit ms"] == pytest.approx(
+            4_208_650 * 32 / 1e9 * 1e3
+        )  # of one billion bits per second
+    else:
+        assert "not measured: needs" in job.stdout
