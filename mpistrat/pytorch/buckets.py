@@ -51,6 +51,7 @@ class Buckets:
         self._pieces: dict[int, torch.Tensor] = {}
         self._buckets: list[_Bucket] = []
         self._sent: list[Future[None]] = []
+        self._shown: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for group in flat.groups(thread.communicator, slots[::-1], parameters):
             for bucket in _cut(group, nbytes or DEFAULT_BYTES):
                 self._buckets.append(bucket)
@@ -77,7 +78,10 @@ class Buckets:
                 self._send(following)
 
     def finish(self) -> frozenset[int]:
-        """Send the rest, with zeros for what has not come. Returns the slots that got something on this rank."""
+        """Send the rest, with zeros for what has not come. Returns the slots that got something on this rank.
+
+        Raises: RuntimeError when a gradient has changed that a hook of the program was to see.
+        """
         absent: set[int] = set()
         for bucket in self._buckets[len(self._sent) :]:
             for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
@@ -89,6 +93,14 @@ class Buckets:
                         self._take(bucket, slot, parameter)
             bucket.missing.clear()
             self._send(bucket)
+        for parameter, gradient, version in self._shown:
+            if parameter.grad is not gradient or gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} changed after it was sent: it has a "
+                    "post-accumulate hook, for which it was kept, and grew once more or was written to. Use "
+                    "CommunicationOptions(overlap=False)"
+                )
+            parameter.grad = None
         return frozenset(self._pieces) - absent
 
     def wait(self) -> dict[int, torch.Tensor]:
@@ -101,7 +113,12 @@ class Buckets:
         gradient = parameter.grad
         assert gradient is not None
         self._pieces[slot].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        parameter.grad = None  # its memory serves the gradients that come next
+        if (
+            len(parameter._post_accumulate_grad_hooks) > 1
+        ):  # the program has one, too, which will look at it
+            self._shown.append((parameter, gradient, gradient._version))
+        else:
+            parameter.grad = None  # its memory serves the gradients that come next
         bucket.missing.discard(slot)
 
     def _send(self, bucket: _Bucket) -> None:

@@ -114,7 +114,10 @@ class GradientReducer:
             if rule is None:
                 unsynchronized.keep(parameters, aside)
                 return
-            sent = frozenset() if buckets is None else buckets.finish()
+            sent: frozenset[int] = frozenset()
+            if buckets is not None:
+                with self._extended.communicator.raising_together():
+                    sent = buckets.finish()
             contributions = [None if p is None else p.grad for p in parameters]
             operands = (contributions, buffers.snapshot(self.registry), aside)
             if alone:
@@ -232,6 +235,7 @@ class GradientReducer:
             reduced[slot] = self._reduce_sparse(
                 parameters[slot], [gradients[slot] for gradients in contributions], scale
             )
+        self._flat.wires.end_backward()
         written = buffers.to_average(flags[_HEADER + slots :])
         buffers.average(self._extended, self.registry.buffers, snapshots, written)
         return [

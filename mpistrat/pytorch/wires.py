@@ -9,6 +9,9 @@ import torch
 from mpistrat.communicators import Communicator
 from mpistrat.wire_formats import WireFormat
 
+# Of parameters that take turns, such as a generator's and a discriminator's, each turn keeps its residuals.
+_BACKWARDS_KEPT = 8
+
 
 class Wire:
     """A format and what it has held back of one buffer; called by communicators where messages go."""
@@ -34,13 +37,25 @@ class Wires:
 
     def __init__(self, wire_format: WireFormat | None) -> None:
         self._format = wire_format
-        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._wires: dict[
+            tuple[int, ...], tuple[Wire, int]
+        ] = {}  # and the backward that used it last
+        self._backwards = 0
 
     def of(self, slots: list[int]) -> Wire | None:
         """That of the buffer of the gradients of `slots`, whose residual it keeps."""
         if self._format is None:
             return None
-        return self._wires.setdefault(tuple(slots), Wire(self._format))
+        key = tuple(slots)
+        wire = self._wires[key][0] if key in self._wires else Wire(self._format)
+        self._wires[key] = wire, self._backwards
+        return wire
+
+    def end_backward(self) -> None:
+        """Forget the buffers that no recent backward has had: those of parameters that are used no more."""
+        self._backwards += 1
+        oldest = self._backwards - _BACKWARDS_KEPT
+        self._wires = {key: kept for key, kept in self._wires.items() if kept[1] >= oldest}
 
     def __str__(self) -> str:
         return "" if self._format is None else f", as {self._format}"

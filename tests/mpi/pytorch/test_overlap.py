@@ -9,6 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpistrat as ms
+from mpistrat.pytorch.wires import Wires
+from mpistrat.wire_formats import ShortFloats
 from whole_batch import BATCH, Pair, equal_on_all_ranks, loss_of, plain_step
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -187,3 +189,38 @@ def test_virtual_replicas_take_turns() -> None:
     )
     Pair(strategy).train(plain_step, steps=KNOWN)
     assert "several replicas of a rank take turns" in strategy.extended.explain()
+
+
+def test_a_hook_of_the_program_sees_gradients(overlapping: ms.Strategy) -> None:
+    """Its own, of this replica; one that writes to them is told that they have left."""
+    with overlapping.scope():
+        layer = torch.nn.Linear(3, 3)
+    rank, size = overlapping.extended.communicator.rank, overlapping.extended.communicator.size
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad[0, 0].item()))
+
+    def step() -> None:
+        layer.zero_grad()
+        (layer(torch.ones(1, 3)).sum() * (rank + 1)).backward()
+
+    for _ in range(KNOWN + 2):
+        overlapping.run(step)
+        assert layer.weight.grad[0, 0] == size * (size + 1) / 2
+    assert seen == [rank + 1] * (KNOWN + 2)
+
+    def double(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(2)
+
+    layer.weight.register_post_accumulate_grad_hook(double)
+    with pytest.raises(RuntimeError, match="changed after it was sent"):
+        overlapping.run(step)
+
+
+def test_residuals_of_what_is_used_no_more_are_dropped() -> None:
+    wires = Wires(ShortFloats("bfloat16"))
+    for backward in range(100):
+        first = wires.of([0])
+        wires.of([1, backward])
+        wires.end_backward()
+        assert wires.of([0]) is first
+    assert len(wires._wires) < 12
