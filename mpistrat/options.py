@@ -50,7 +50,7 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     overlap: bool | None = None
     wire_dtype: Any = None
-    wire_format: Any = None
+    wire_format: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not _is_integer(self.bytes_per_pack):

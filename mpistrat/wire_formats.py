@@ -33,6 +33,12 @@ class WireFormat(Protocol):
         """
 
 
+def name_of(wire_format: WireFormat) -> str:
+    """The same on all ranks: what a class of a program's own has no words for is called by its name."""
+    described = type(wire_format).__repr__ is not object.__repr__
+    return repr(wire_format) if described else type(wire_format).__qualname__
+
+
 @dataclasses.dataclass(frozen=True)
 class ShortFloats:
     """Values cross as "bfloat16" or "float16", and are added in float32: half the bytes.

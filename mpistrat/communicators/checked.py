@@ -125,6 +125,8 @@ class CheckedCommunicator(Communicator):
         if scale is not None:
             signature += (f"times {scale!r}",)
         with self._enter(signature, cause=error):
+            if self.on_one_node:
+                wire = None  # messages within it are copies in memory, too
             self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
 
     def all_reduce_by_tree(
@@ -145,10 +147,19 @@ class CheckedCommunicator(Communicator):
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         if not self.inner.has_window:
             return None
-        if nbytes <= self.inner.window_capacity:
+        if nbytes <= self.window_capacity:
             return self.inner.window_buffer(nbytes)
         with self._enter(("window_buffer", nbytes)):
             return self.inner.window_buffer(nbytes)
+
+    @property
+    def window_capacity(self) -> int:  # type: ignore[override]
+        return self.inner.window_capacity
+
+    def move_by(self, inner: Communicator) -> None:
+        """From now on bytes move by `inner`, over the same ranks. Collective."""
+        self.inner = inner
+        self._overridden.clear()
 
     def common_memory(
         self, nbytes: int, *, summed: bool = False

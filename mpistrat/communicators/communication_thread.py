@@ -14,6 +14,8 @@ from types import FrameType
 from mpistrat.communicators.call_site import standing_for
 from mpistrat.communicators.communicator import Communicator
 
+_threads: dict[Communicator, CommunicationThread] = {}
+
 
 class CommunicationThread:
     """Runs what it is given, one after the other, in collectives of a communicator that nobody else uses.
@@ -34,6 +36,16 @@ class CommunicationThread:
         # A daemon: a program that ends by an error must not wait for ranks that will never come.
         threading.Thread(target=self._run, name="mpistrat communication", daemon=True).start()
         atexit.register(self._check_idle)
+
+    @classmethod
+    def beside(cls, communicator: Communicator) -> CommunicationThread:
+        """The one whose communicator is over the same ranks; made at the first call, which is collective.
+
+        One for all strategies over `communicator`: a program that makes many does not use communicators up.
+        """
+        if communicator not in _threads:
+            _threads[communicator] = cls(communicator.split(0))
+        return _threads[communicator]
 
     def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
         """Have `work` done after what was given before. `frame`: where the program asked for it, told in reports.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, copy, is_on_gpu, is_torch, to_device_of, to_host
@@ -13,6 +13,7 @@ from mpistrat.communicators.waiting import wait_until
 from mpistrat.communicators.wrapping import WrappingCommunicator
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 
@@ -138,6 +139,22 @@ class DeviceCommunicator(WrappingCommunicator):
 
     def window_buffer(self, nbytes: int) -> Any:
         return self.inner.window_buffer(nbytes)
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        return self.inner.common_memory(nbytes, summed=summed)
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None = None,
+        *,
+        label: str = "",
+    ) -> None:
+        self.inner.sum_into(memory, parts, view, scale)
 
     def explain(self) -> str:
         return f"buffers on GPUs: {self._why}\nbuffers on the host: {self.inner.explain()}"

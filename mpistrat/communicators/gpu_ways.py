@@ -42,7 +42,7 @@ def use_gpus(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int)
         with start_deadline(
             "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
         ):
-            communicator.inner = _best_way(communicator, gpus, index)
+            communicator.move_by(_best_way(communicator, gpus, index))
 
 
 def _best_way(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int) -> Communicator:

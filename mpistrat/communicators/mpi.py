@@ -89,11 +89,13 @@ class MpiCommunicator(Communicator):
         memory, total = bytes_of(buffer), bytes_of(out)
         bounds = share_of(len(memory), how.itemsize, self.size)
         first, end = bounds[self.rank]
-        lengths = [stop - start for start, stop in bounds]
+        lengths = [(stop - start) // how.itemsize for start, stop in bounds]
         pieces = np.empty((self.size, end - first), np.uint8)
-        self.comm.Alltoallv([memory, lengths, MPI.BYTE], [pieces, end - first, MPI.BYTE])
-        how.combine([how.view(piece) for piece in pieces], how.view(total[first:end]), scale)
-        self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, MPI.BYTE])
+        with _elements_of(how.itemsize) as element:
+            mine = lengths[self.rank]
+            self.comm.Alltoallv([memory, lengths, element], [pieces, mine, element])
+            how.combine([how.view(piece) for piece in pieces], how.view(total[first:end]), scale)
+            self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, element])
 
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None

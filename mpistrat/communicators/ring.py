@@ -43,22 +43,19 @@ class RingCommunicator(WrappingCommunicator):
         scale: float | None = None,
         wire: Wire | None = None,
     ) -> None:
-        if arithmetic_of(buffer, op) is None:
+        if arithmetic_of(buffer, op) is None or wire is not None:  # which has a way of its own
             self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
             return
         target = buffer if out is None else out
         bytes_of(target)  # is contiguous
         if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
-            self.all_reduce(wide, op, wire=wire)
+            self.all_reduce(wide, op)
             target[...] = wide if scale is None else wide * scale  # rounded once
             return
         if out is not None:
             out[...] = buffer
-        if wire is not None and dtype_name(buffer) == "float32":
-            wire(self, target.reshape(-1))
-        else:
-            self._around(view_of(target), op)
+        self._around(view_of(target), op)
         if scale is not None:
             target *= scale
 

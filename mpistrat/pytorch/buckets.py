@@ -52,7 +52,7 @@ class Buckets:
         self._buckets: list[_Bucket] = []
         self._sent: list[Future[None]] = []
         self._shown: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        for group in flat.groups(thread.communicator, slots[::-1], parameters):
+        for group in flat.groups(thread.communicator, slots[::-1], parameters, asks=False):
             for bucket in _cut(group, nbytes or DEFAULT_BYTES):
                 self._buckets.append(bucket)
                 for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):

@@ -10,6 +10,7 @@ import torch
 
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
+from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.wires import Wire, Wires
 from mpistrat.recycled_buffers import RecycledBuffers
 from mpistrat.wire_formats import WireFormat
@@ -29,13 +30,14 @@ class FlatBuffers:
     """Packs contributions, reduces them, and hands out views of the sums as gradients.
 
     Args:
+        registry: of the parameters.
         wire_format: in which sums cross the network; None sends them as they are.
 
     A buffer on the host is used again once no gradient, and nothing the program made of one, refers to it.
     """
 
-    def __init__(self, wire_format: WireFormat | None = None) -> None:
-        self.wires = Wires(wire_format)
+    def __init__(self, registry: Registry, wire_format: WireFormat | None = None) -> None:
+        self.wires = Wires(wire_format, registry)
         self._recycled = RecycledBuffers()
 
     def groups(
@@ -43,11 +45,18 @@ class FlatBuffers:
         communicator: Communicator,
         slots: Sequence[int],
         parameters: Sequence[torch.Tensor | None],
+        *,
+        asks: bool = True,
     ) -> Iterator[Group]:
-        """One for each dtype and device, with the slots in their order; uninitialized."""
+        """One for each dtype and device, with the slots in their order; uninitialized.
+
+        Collective, unless `asks` is False: then there is no larger window than there has been.
+        """
         for (dtype, device), group in alike(slots, parameters).items():
             like: list[Any] = [parameters[slot] for slot in group]
-            flat = self._buffer(communicator, sum(p.numel() for p in like), dtype, device)
+            length = sum(p.numel() for p in like)
+            has_window = asks or length * dtype.itemsize <= communicator.window_capacity
+            flat = self._buffer(communicator if has_window else None, length, dtype, device)
             yield Group(flat, group, like, as_pieces(flat, like))
 
     def reduce(

@@ -65,7 +65,7 @@ class GradientReducer:
         options = strategy.extended.cross_replica_ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
         kind = OrderedFlatBuffers if strategy.extended.deterministic else FlatBuffers
-        self._flat = kind(options.wire_format or short)
+        self._flat = kind(registry, options.wire_format or short)
         self.overlap = Overlap(strategy.extended)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [

@@ -172,6 +172,7 @@ class Mirroring:
             self._extended.communicator.all_reduce(alive, "max", label="parameters still in use")
             if not alive.all():
                 self.registry.keep([bool(a) for a in alive])
+                self.reducer.overlap.forget()
 
 
 def _flatten(given: Any) -> Iterator[torch.nn.Module | torch.Tensor]:

@@ -63,11 +63,16 @@ class Overlap:
         self._started = 0.0
         self._overlaps: bool | None = None
         self._why = "not measured yet"
+        self._has_wire = options.wire_dtype is not None or options.wire_format is not None
         if extended.num_local_replicas > 1:
-            self._overlaps, self._why = False, "several replicas of a rank take turns"
+            self.decline("several replicas of a rank take turns")
         elif extended.deterministic:
             # What is accumulated once more after its bucket has left would be added in another order.
-            self._overlaps, self._why = False, "deterministic=True"
+            self.decline("deterministic=True")
+
+    def forget(self) -> None:
+        """Slots have got other numbers. Called by: all ranks."""
+        self._expected, self._last, self._like = None, (), {}
 
     def begin(
         self, flat: FlatBuffers, parameters: Sequence[torch.Tensor | None], scale: float | None
@@ -83,6 +88,8 @@ class Overlap:
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
             like = [self._like.get(s) if p is None else p for s, p in enumerate(parameters)]
+            if any(not (like[s].is_cpu or like[s].is_meta) for s in self._expected):  # type: ignore[union-attr]
+                return None  # they were moved to a device
             buckets = Buckets(self._thread, flat, like, self._expected, scale, self._nbytes)
         self._started = time.perf_counter()
         return buckets
@@ -136,9 +143,13 @@ class Overlap:
         )
         why_not = _why_not(everyone, communicator.on_one_node)
         if not why_not:
-            self._thread = CommunicationThread(communicator.split(0))
+            self._thread = CommunicationThread.beside(communicator)
             if self._asked:
                 self._overlaps, self._why = True, "as asked for"
+            elif (
+                self._has_wire
+            ):  # a trial would lose what is held back of the buffers that are given up
+                self._overlaps, self._why = True, "as wire formats are better off"
             return True
         self.decline(why_not)
         return False

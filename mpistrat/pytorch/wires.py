@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from mpistrat.communicators import Communicator
-from mpistrat.wire_formats import WireFormat
+from mpistrat.pytorch.registry import ParameterSlot, Registry
+from mpistrat.wire_formats import WireFormat, name_of
 
-# Of parameters that take turns, such as a generator's and a discriminator's, each turn keeps its residuals.
-_BACKWARDS_KEPT = 8
+# Of parameters that take turns, such as a generator's and a discriminator's, each turn keeps its residuals: in all so
+# many times what the largest backward has.
+_TURNS = 4
 
 
 class Wire:
@@ -19,6 +21,11 @@ class Wire:
     def __init__(self, wire_format: WireFormat) -> None:
         self._format = wire_format
         self._residual = torch.zeros(0)
+
+    @property
+    def size(self) -> int:
+        """Values held back."""
+        return len(self._residual)
 
     def __call__(self, communicator: Communicator, values: Any) -> None:
         """`values`: a NumPy array or tensor, float32, of this rank."""
@@ -33,29 +40,33 @@ class Wires:
 
     Args:
         wire_format: None leaves everything as it is.
+        registry: of the parameters, whose slots change their numbers when others are dropped.
     """
 
-    def __init__(self, wire_format: WireFormat | None) -> None:
-        self._format = wire_format
-        self._wires: dict[
-            tuple[int, ...], tuple[Wire, int]
-        ] = {}  # and the backward that used it last
-        self._backwards = 0
+    def __init__(self, wire_format: WireFormat | None, registry: Registry) -> None:
+        self._format, self._registry = wire_format, registry
+        self._wires: dict[tuple[ParameterSlot, ...], Wire] = {}  # the least recently used first
+        self._used: set[tuple[ParameterSlot, ...]] = set()  # in this backward
+        self._most = 0
 
     def of(self, slots: list[int]) -> Wire | None:
         """That of the buffer of the gradients of `slots`, whose residual it keeps."""
         if self._format is None:
             return None
-        key = tuple(slots)
-        wire = self._wires[key][0] if key in self._wires else Wire(self._format)
-        self._wires[key] = wire, self._backwards
+        key = tuple(self._registry.slots[slot] for slot in slots)
+        wire = self._wires.pop(key, None) or Wire(self._format)
+        self._wires[key] = wire
+        self._used.add(key)
         return wire
 
     def end_backward(self) -> None:
-        """Forget the buffers that no recent backward has had: those of parameters that are used no more."""
-        self._backwards += 1
-        oldest = self._backwards - _BACKWARDS_KEPT
-        self._wires = {key: kept for key, kept in self._wires.items() if kept[1] >= oldest}
+        """Forget the buffers that were not used for longest, where there are too many."""
+        self._most = max(self._most, sum(self._wires[key].size for key in self._used))
+        self._used.clear()
+        total = sum(wire.size for wire in self._wires.values())
+        while total > _TURNS * self._most:
+            key = next(iter(self._wires))
+            total -= self._wires.pop(key).size
 
     def __str__(self) -> str:
-        return "" if self._format is None else f", as {self._format}"
+        return "" if self._format is None else f", as {name_of(self._format)}"

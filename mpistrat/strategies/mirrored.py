@@ -17,6 +17,7 @@ from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.topology import Topology
+from mpistrat.wire_formats import name_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -164,8 +165,9 @@ def setup(
         )
     what = f"{type(strategy).__name__} with {replicas} replicas per rank"
     sharing = ", shared_parameters=True" if shared_parameters else ""
+    wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
     communicator.barrier(
-        label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options}"
+        label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options} {wire}".rstrip()
     )
     threads = share_cores(communicator, topology, deterministic)
     # One rank has nobody to agree with on a folder.

@@ -1,5 +1,6 @@
 """Gradients that leave while `backward()` runs: early, right whatever each rank uses, None where nobody does."""
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpistrat as ms
-from mpistrat.pytorch.wires import Wires
-from mpistrat.wire_formats import ShortFloats
+from mpistrat.communicators import LocalCommunicator
+from mpistrat.pytorch.registry import Registry
+from mpistrat.pytorch.wires import Wire, Wires
+from mpistrat.wire_formats import TopK
 from whole_batch import BATCH, Pair, equal_on_all_ranks, loss_of, plain_step
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -216,11 +219,68 @@ def test_a_hook_of_the_program_sees_gradients(overlapping: ms.Strategy) -> None:
         overlapping.run(step)
 
 
-def test_residuals_of_what_is_used_no_more_are_dropped() -> None:
-    wires = Wires(ShortFloats("bfloat16"))
+def test_residuals_do_not_pile_up() -> None:
+    """Of sets of parameters that come again they are kept, though others come in between."""
+    registry = Registry()
+    parameters = [torch.zeros(10, requires_grad=True) for _ in range(102)]
+    for parameter in parameters:
+        registry.add_parameter("", parameter)
+    wires = Wires(TopK(1.0), registry)
+    alone = LocalCommunicator()
+
+    def use(*slots: int) -> Wire:
+        wire = wires.of(list(slots))
+        assert wire is not None
+        wire(alone, torch.zeros(10 * len(slots)))
+        return wire
+
     for backward in range(100):
-        first = wires.of([0])
-        wires.of([1, backward])
+        first = use(0)
+        use(1, 2 + backward)
         wires.end_backward()
         assert wires.of([0]) is first
-    assert len(wires._wires) < 12
+        assert sum(wire.size for wire in wires._wires.values()) <= 4 * 30
+
+
+def test_a_model_in_place_of_another(overlapping: ms.Strategy) -> None:
+    """Its parameters have the numbers that the other's had."""
+    Pair(overlapping).train(plain_step, steps=KNOWN + 1)
+    gc.collect()
+    Pair(overlapping, Recurring).train(plain_step, steps=KNOWN + 1)
+    gc.collect()
+    Pair(overlapping).train(plain_step, steps=KNOWN + 1)
+
+
+def test_strategies_share_a_thread(overlapping: ms.Strategy) -> None:
+    threads = set()
+    for _ in range(3):
+        strategy = ms.MultiWorkerMirroredStrategy(
+            communication_options=ms.CommunicationOptions(overlap=True), gradients="sum"
+        )
+        Pair(strategy).train(plain_step, steps=KNOWN + 1)
+        threads.add(reducer_of(strategy).overlap._thread)
+    assert len(threads) == 1
+    assert None not in threads
+
+
+class OwnFormat:
+    """A plug-in without a `__repr__`, which prints an address of its own on each rank."""
+
+    def combine(self, communicator: Any, values: torch.Tensor, residual: torch.Tensor) -> None:
+        communicator.all_reduce(values)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_wire_formats_of_a_program(overlap: bool) -> None:
+    options = ms.CommunicationOptions(overlap=overlap, wire_format=OwnFormat())
+    strategy = ms.MultiWorkerMirroredStrategy(communication_options=options, gradients="sum")
+    Pair(strategy).train(plain_step, steps=KNOWN + 2)
+
+
+@pytest.mark.parametrize("implementation", ["RING", "MPI"])
+def test_by_another_implementation(implementation: str) -> None:
+    options = ms.CommunicationOptions(
+        overlap=True, implementation=implementation, wire_dtype="bfloat16"
+    )
+    strategy = ms.MultiWorkerMirroredStrategy(communication_options=options, gradients="sum")
+    Pair(strategy).train(plain_step, steps=KNOWN + 2)
