@@ -117,7 +117,7 @@ class Communicator(abc.ABC):
             nbytes: whole pages (`common_memory.PAGE`), equally many on all ranks.
             summed: with memory for contributions, that `sum_into` sums.
         """
-        return None, "the ranks of a node share no memory"
+        return None, "bytes move by messages alone, as explain() says"
 
     def sum_into(
         self,

@@ -14,6 +14,8 @@ import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators.hierarchical import HierarchicalCommunicator
+from mpistrat.pytorch.wires import Wire
+from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
@@ -64,6 +66,18 @@ short = torch.full((40_000,), 1.0 if rank == 0 else 2.0**-8 * 0.75).to(torch.bfl
 exact = (1.0 + (size - 1) * float(short.new_tensor(2.0**-8 * 0.75)))
 communicator.all_reduce(short)
 assert float(short[0]) == float(torch.tensor(exact).to(torch.bfloat16))
+
+# Wire formats are given what this node's ranks have added up already, slice by slice.
+for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1.0), 1e-4)):
+    wire = Wire(wire_format)
+    everyone_has = [torch.randn(100_001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    buffer = everyone_has[rank].clone()
+    communicator.all_reduce(buffer, wire=wire, scale=0.5)
+    error = (buffer - 0.5 * sum(everyone_has)).abs().max()
+    assert error < most, (wire_format, error)
+    assert len(set(MPI.COMM_WORLD.allgather(buffer.numpy().tobytes()))) == 1
+    carries = inner.node.rank < inner.carriers
+    assert abs(wire.size - (100_001 / inner.carriers if carries else 0)) <= 1
 
 with strategy.scope():
     torch.manual_seed(0)

@@ -13,6 +13,8 @@ import sys
 import numpy as np
 from mpi4py import MPI
 from mpistrat.communicators.construction import communicator_for
+from mpistrat.pytorch.wires import Wire
+from mpistrat.wire_formats import ShortFloats
 
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)
@@ -28,7 +30,13 @@ communicator.inner.smallest = 0
 nbytes = 16 << 20
 ordinary, out = np.ones((2, nbytes // 4), np.float32)
 window = communicator.window_buffer(nbytes).view(np.float32)
-for name, buffer, how in (("ordinary", ordinary, {"out": out}), ("window", window, {})):
+wire = Wire(ShortFloats("bfloat16"))
+ways = (
+    ("ordinary", ordinary, {"out": out}),
+    ("window", window, {}),
+    ("bfloat16", window, {"wire": wire}),
+)
+for name, buffer, how in ways:
     for turn in range(6):
         buffer[:] = 1
         world.Barrier()
@@ -39,8 +47,19 @@ for name, buffer, how in (("ordinary", ordinary, {"out": out}), ("window", windo
         assert result[0] == result[-1] == 4
         if node.rank == 0 and turn:
             print(f"{name} {(sent() - before) / nbytes:.4f}", flush=True)
+for name in ("broadcast", "reduce"):
+    for turn in range(6):
+        ordinary[:] = world.rank + 1
+        world.Barrier()
+        before = sent()
+        getattr(communicator, name)(ordinary, 1)
+        world.Barrier()
+        assert ordinary[-1] == {"broadcast": 2, "reduce": 10 if world.rank == 1 else world.rank + 1}[name]
+        if node.rank == 0 and turn and (name == "reduce" or world.rank == 0):
+            print(f"{name} {(sent() - before) / nbytes:.4f}", flush=True)
 """
-# Of N = 2 nodes: 2 (N - 1) / N times the buffer leaves each, and 5 % for headers and acknowledgements.
+# Of N = 2 nodes: 2 (N - 1) / N times the buffer leaves each (of a broadcast the root's), and 5 % for headers and
+# acknowledgements. A reduction to one rank is one to all, of which the others take nothing.
 MOST = 1.05
 
 
@@ -55,7 +74,8 @@ def test_a_node_sends_each_byte_once(tmp_path: Path, mpi: str) -> None:
     with two_nodes.two_nodes(tmp_path) as nodes:
         job = nodes.run_python(Launcher.named(mpi), 2, program, seconds=100)
     assert job.returncode == 0, job.output
-    for name in ("ordinary", "window"):
+    expected = {"ordinary": 1.0, "window": 1.0, "bfloat16": 0.5, "broadcast": 1.0, "reduce": 1.0}
+    for name, part in expected.items():
         sent = sorted(map(float, re.findall(rf"{name} (\d\.\d{{4}})", job.stdout)))
-        assert len(sent) == 10, job.output
-        assert 0.95 < sent[5] < MOST, (name, sent)
+        assert len(sent) == (5 if name == "broadcast" else 10), job.output
+        assert 0.95 * part < sent[len(sent) // 2] < MOST * part, (name, sent)
