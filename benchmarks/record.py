@@ -67,13 +67,15 @@ def main() -> int:
         command = launcher.command(given.ranks, [sys.executable, *program])
         if not succeeds(command, launcher):
             failed.append(" ".join(arguments))
-    for wire_dtype in ("",) if given.quick else ("", "bfloat16"):
-        slow = ["benchmarks/slow_link.py", "--mpi", launcher.name]
-        slow += ["--communication-options", f"wire_dtype={wire_dtype}"] if wire_dtype else []
-        slow += ["--json", f"{given.folder.resolve()}/{given.mpi}-2x2-ranks-{wire_dtype}"]
+    links = {"": (), "bfloat16-": ("--communication-options", "wire_dtype=bfloat16")}
+    for name, options in links.items():
+        slow = ["benchmarks/slow_link.py", "--mpi", launcher.name, *options]
+        slow += ["--json", f"{given.folder.resolve()}/{given.mpi}-2x2-ranks-{name}"]
         slow += ["--models", "mlp", "--steps", "2"] if given.quick else []
         if not succeeds([sys.executable, *slow], launcher):
             failed.append(" ".join(slow))
+        if given.quick:
+            break
     for command_line in failed:
         print(f"FAILED: {command_line}")
     return int(bool(failed))

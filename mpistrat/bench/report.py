@@ -68,7 +68,7 @@ def write_json(
     content = {
         "schema": SCHEMA,
         "title": title,
-        "arguments": sys.argv[1:],
+        "arguments": _without_files(sys.argv[1:]),
         "surroundings": where,
         **more,
         "rows": rows,
@@ -76,6 +76,16 @@ def write_json(
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")
+
+
+def _without_files(arguments: Sequence[str]) -> list[str]:
+    """Where results were written says nothing of them."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument.split("=")[0] not in ("--json", "--plot"):
+            kept.append(argument)
+        skip = argument in ("--json", "--plot")
+    return kept
 
 
 def _cell(value: object) -> str:

@@ -10,6 +10,7 @@ from mpistrat.bench import operations, sweep
 from mpistrat.bench.arguments import number_of_bytes
 from mpistrat.bench.command import main
 from mpistrat.bench.operations import OPERATIONS
+from mpistrat.bench.report import report
 from mpistrat.communicators import LocalCommunicator
 
 
@@ -108,3 +109,16 @@ def test_an_operand_is_what_it_was_before_each_call() -> None:
         operation()
     assert operation.wrong() == operation.count  # twice what it must be, not eight times
     assert set(np.unique(operation._result)) == {2, 4, 6}
+
+
+def test_files_are_no_argument_of_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results can be handed on: they tell no paths of the machine."""
+    path = str(tmp_path / "rows.json")
+    given = ["all_reduce", "--json", path, "-n", "3", f"--plot={tmp_path}/a.png"]
+    monkeypatch.setattr("sys.argv", ["mpistrat-bench", *given])
+    report("rows", [{"us": 1.0}], path)
+    content = Path(path).read_text()
+    assert json.loads(content)["arguments"] == ["all_reduce", "-n", "3"]
+    assert str(tmp_path) not in content
