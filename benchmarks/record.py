@@ -23,19 +23,24 @@ BENCH = ("-m", "mpistrat.bench")
 
 def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     """What follows `mpiexec -n 2 python`. PREFIX begins the names of files; `quick`: only whether they run."""
-    here = {name: f"benchmarks/{name}.py" for name in ("overheads", "collectives", "training_step")}
+    names = ("overheads", "collectives", "training_step", "checkpoints")
+    here = {name: f"benchmarks/{name}.py" for name in names}
     rounds = ("--rounds", "1") if quick else ()
     yield here["overheads"], *rounds, "--json", "PREFIX"
     sizes = ("--maxbytes", "1M") if quick else ()
     yield here["collectives"], *sizes, *rounds, "--json", "PREFIX"
     models = ("--models", "mlp") if quick else ()
     yield here["training_step"], *models, *rounds, "--json", "PREFIX"
+    yield here["checkpoints"], *models, *rounds, "--json", "PREFIX"
 
     examples = ("--examples", "512") if quick else ()
     yield *BENCH, "input", "overhead", *rounds, "--json", "PREFIXinput_overhead.json"
     yield *BENCH, "input", "throughput", *examples, *rounds, "--json", "PREFIXinput_throughput.json"
     calls = ("--maxbytes", "64K", "--iters", "5") if quick else ()
     yield *BENCH, "all_reduce", "--window", *calls, "--json", "PREFIXsweep.json"
+    calls = calls or ("--maxbytes", "16M", "--iters", "20")
+    for collective in ("broadcast", "reduce", "all_gather", "reduce_scatter"):
+        yield *BENCH, collective, *calls, "--json", f"PREFIXsweep-{collective}.json"
 
     # Few of ResNet-50's pictures, of which a core computes about three in a second.
     batches = {"mlp": 64, "mlp-large": 64, "resnet50": 4, "transformer": 16}

@@ -1,9 +1,11 @@
 """The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
+from mpistrat import checkpoint as checkpoint
 from mpistrat import cluster_resolver as cluster_resolver
 from mpistrat import compat as compat
 from mpistrat import errors as errors
 from mpistrat import experimental as experimental
+from mpistrat import fault_tolerance as fault_tolerance
 from mpistrat import input as input
 from mpistrat.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from mpistrat.context import get_replica_context as get_replica_context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpistrat import arrays
@@ -46,7 +46,7 @@ class CrossReplicaOps:
 
     Args:
         communicator: the ranks.
-        num_local_replicas: replicas on each of them.
+        replicas_of_ranks: how many replicas each of them has, in rank order.
         cross_device_ops: the user's policy for the components on one rank, or None.
         options: defaults of every collective.
         deterministic: whether sums are not to depend on how replicas are spread over ranks.
@@ -55,17 +55,29 @@ class CrossReplicaOps:
     def __init__(
         self,
         communicator: Communicator,
-        num_local_replicas: int,
+        replicas_of_ranks: tuple[int, ...],
         cross_device_ops: CrossDeviceOps | None,
         options: CommunicationOptions,
         deterministic: bool = False,
     ) -> None:
         self.communicator = communicator
-        self.num_local_replicas = num_local_replicas
-        self.num_replicas = communicator.size * num_local_replicas
+        self.num_local_replicas = replicas_of_ranks[communicator.rank]
+        self.num_replicas = sum(replicas_of_ranks)
         self._custom = cross_device_ops
         self.options = options
-        self._over_ranks = (OrderedAllReduce if deterministic else MpiAllReduce)(communicator)
+        self._over_ranks = (
+            OrderedAllReduce(communicator, replicas_of_ranks)
+            if deterministic
+            else MpiAllReduce(communicator)
+        )
+        # A plain value counts once for its rank, however many replicas that has.
+        self._of_plain = (
+            OrderedAllReduce(communicator, (1,) * communicator.size)
+            if deterministic and max(replicas_of_ranks) > 1
+            else self._over_ranks
+        )
+        self._unequal = min(replicas_of_ranks) < max(replicas_of_ranks)
+        self._rank_of_most = replicas_of_ranks.index(max(replicas_of_ranks))
 
     @property
     def has_custom_ops(self) -> bool:
@@ -92,8 +104,9 @@ class CrossReplicaOps:
         values: Sequence[Sequence[Any]],
         options: CommunicationOptions | None,
         label: str,
+        over_ranks: MpiAllReduce | None = None,
     ) -> list[Any]:
-        """Reduce over all replicas of all ranks; Python numbers give Python numbers."""
+        """Reduce over all replicas of all ranks, or as `over_ranks` does; Python numbers give Python numbers."""
         numbers = [arrays.is_number(components[0]) for components in values]
         try:
             operands = [
@@ -106,7 +119,7 @@ class CrossReplicaOps:
             merged = self.options.merge(options) if options is not None else self.options
         except Exception as error:
             self.communicator.raise_together(error)
-        reduced = self._over_ranks.all_reduce(op, operands, merged, label)
+        reduced = (over_ranks or self._over_ranks).all_reduce(op, operands, merged, label)
         return [r.item() if n else r for r, n in zip(reduced, numbers, strict=True)]
 
     def all_reduce(
@@ -144,16 +157,16 @@ class CrossReplicaOps:
 
     def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
         results: list[Any] = [None] * len(flat)
-        batched: dict[int, Sequence[Any]] = {}
+        others: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
             with self.communicator.raising_together():
                 if self._is_local(leaf):
                     results[i] = arrays.detach_read(self._reduce_local(op, leaf))
                 else:
-                    batched[i] = self._components_of_rank(leaf)
-        if batched:
-            reduced = self.reduce_leaves(op, list(batched.values()), None, label)
-            for i, result in zip(batched, reduced, strict=True):
+                    others[i] = self._components_of_rank(leaf)
+        for over_ranks, chosen in self._by_kind({i: flat[i] for i in others}):
+            reduced = self.reduce_leaves(op, [others[i] for i in chosen], None, label, over_ranks)
+            for i, result in zip(chosen, reduced, strict=True):
                 results[i] = result
         return results
 
@@ -181,6 +194,24 @@ class CrossReplicaOps:
         reduced = self.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
         totals, elements = reduced[: len(sums)], reduced[len(sums) :]
         return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
+
+    def _by_kind(self, values: Mapping[int, Any]) -> list[tuple[MpiAllReduce, list[int]]]:
+        """Who adds up which of `values`: those with a component per replica, and the plain ones. Called by every rank.
+
+        What `run` returned is plain on a rank with one replica; so where others have several, one of these tells.
+        """
+        if not values or self._of_plain is self._over_ranks:
+            return [(self._over_ranks, list(values))] if values else []
+        plain = [i for i, value in values.items() if not isinstance(value, DistributedValues)]
+        if self._unequal:
+            plain = self.communicator.broadcast_object(
+                plain, root=self._rank_of_most, label="which values are plain"
+            )
+        kinds = (
+            (self._over_ranks, [i for i in values if i not in plain]),
+            (self._of_plain, [i for i in values if i in plain]),
+        )
+        return [(over_ranks, chosen) for over_ranks, chosen in kinds if chosen]
 
     def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
         """Like `components`, but a plain value counts once for its rank."""
@@ -223,7 +254,8 @@ class CrossReplicaOps:
             if self._is_local(value):
                 return place(self._reduce_local(op, value), destinations)
             components = self._components_of_rank(value)
-        reduced = self.reduce_leaves(op, [components], options, "")[0]
+        ((over_ranks, _),) = self._by_kind({0: value})
+        reduced = self.reduce_leaves(op, [components], options, "", over_ranks)[0]
         if arrays.is_number(reduced):
             return reduced
         return place(reduced, destinations)
@@ -237,11 +269,12 @@ class CrossReplicaOps:
         """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
-        ops = self._custom or self._over_ranks
-        if ops is self._over_ranks or self.communicator.size == 1:
-            return ops.batch_reduce(op, pairs, options)
+        if self._custom is None:
+            return self._batch_reduce_over_ranks(op, pairs, options)
+        if self.communicator.size == 1:
+            return self._custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
-            local = ops.batch_reduce(ReduceOp.SUM, pairs, options)
+            local = self._custom.batch_reduce(ReduceOp.SUM, pairs, options)
         firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
         totals = self._over_ranks.all_reduce(
             ReduceOp.SUM, [(value,) for value in firsts], self.options.merge(options)
@@ -249,6 +282,19 @@ class CrossReplicaOps:
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
+
+    def _batch_reduce_over_ranks(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        results: list[Any] = [None] * len(pairs)
+        for over_ranks, chosen in self._by_kind({i: value for i, (value, _) in enumerate(pairs)}):
+            reduced = over_ranks.batch_reduce(op, [pairs[i] for i in chosen], options)
+            for i, result in zip(chosen, reduced, strict=True):
+                results[i] = result
+        return results
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
         """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""

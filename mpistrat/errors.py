@@ -46,11 +46,33 @@ class UnavailableError(OpError):
     """A peer that the operation needs cannot be reached."""
 
 
+class RankLostError(UnavailableError):
+    """A rank of the communicator has failed: nothing moves in it any more. `run_elastic` goes on with the others."""
+
+
+class TooFewReplicasError(UnavailableError):
+    """Fewer replicas are left than training was to go on with. Raised by all ranks that are left."""
+
+
 class CollectiveMismatchError(RuntimeError):
     """The ranks called different collectives, or the same one with different operands.
 
     Raised by every rank of the group, before any bytes move.
     """
+
+
+class DivergenceError(RuntimeError):
+    """What is mirrored is not equal on all ranks any more. Raised by every rank, with the same text.
+
+    Attributes:
+        name: the first tensor that differs.
+        ranks: which ranks have other bits than the majority; empty where there is no majority.
+    """
+
+    def __init__(self, message: str, name: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.ranks = ranks
 
 
 class TopologyError(RuntimeError):

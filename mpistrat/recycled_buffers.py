@@ -47,6 +47,12 @@ class RecycledBuffers:
                 return self._buffers[i][:nbytes]
         return None
 
+    def are_idle(self) -> bool:
+        """Whether nothing refers to any of the buffers."""
+        return all(
+            _references(self._buffers, i) == _OWN_REFERENCES for i in range(len(self._buffers))
+        )
+
     def like(self, array: Array) -> Array:
         """A C-contiguous array of the shape and dtype of `array`, a NumPy array or a CPU tensor."""
         nbytes = num_elements(array) * itemsize(array)

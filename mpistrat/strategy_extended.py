@@ -7,6 +7,7 @@ replicas hold copies: k replicas on each of `communicator.size` ranks.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from mpistrat.variables import (
 )
 
 if TYPE_CHECKING:
+    from mpistrat.riders import Rider
     from mpistrat.strategy import Strategy
 
 
@@ -55,19 +57,23 @@ class StrategyExtended:
     Args:
         strategy: the face.
         communicator: the ranks that take part.
-        worker_devices: this rank's devices, one replica each; as many on every rank.
+        worker_devices: this rank's devices, one replica each.
         cross_device_ops: a policy of the user's, or None.
         options: defaults of every collective.
         fixed_threads: how many intra-op threads every rank computes with, if results are not to depend on how replicas
             are spread over ranks; else None.
+        replicas_of_ranks: how many replicas each rank has, in rank order; None where each has as many as this one.
 
     Attributes:
         communicator, worker_devices: as given.
         num_local_replicas: k, this rank's replicas.
-        num_replicas_in_sync: replicas over all ranks, size · k.
-        first_replica_id: the global id of this rank's first replica, rank · k.
+        replicas_of_ranks: as given.
+        num_replicas_in_sync: replicas over all ranks.
+        first_replica_id: the global id of this rank's first replica; ids go on from rank to rank.
         cross_replica_ops: how values of all replicas are combined.
         deterministic: whether results do not depend on how replicas are spread over ranks.
+        mirrored_variables: those that the program still has, by number in the order of their making.
+        riders: what rides along with the agreement before gradients are reduced; equally many on every rank.
     """
 
     experimental_between_graph = False
@@ -88,6 +94,7 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
         fixed_threads: int | None = None,
+        replicas_of_ranks: tuple[int, ...] | None = None,
     ) -> None:
         if not isinstance(communicator, Communicator):
             raise TypeError(f"communicator must be a Communicator, got {communicator!r:.60}")
@@ -95,17 +102,23 @@ class StrategyExtended:
         self.communicator = communicator
         self.worker_devices = tuple(worker_devices)
         self.num_local_replicas = len(worker_devices)
-        self.num_replicas_in_sync = communicator.size * self.num_local_replicas
-        self.first_replica_id = communicator.rank * self.num_local_replicas
+        self.replicas_of_ranks = replicas_of_ranks or (len(worker_devices),) * communicator.size
+        self.num_replicas_in_sync = sum(self.replicas_of_ranks)
+        self.first_replica_id = sum(self.replicas_of_ranks[: communicator.rank])
         self.deterministic = fixed_threads is not None
         self._fixed_threads = fixed_threads
         self.cross_replica_ops = CrossReplicaOps(
             communicator,
-            self.num_local_replicas,
+            self.replicas_of_ranks,
             cross_device_ops,
             options or CommunicationOptions(),
             self.deterministic,
         )
+        self.mirrored_variables: weakref.WeakValueDictionary[int, MirroredVariable] = (
+            weakref.WeakValueDictionary()
+        )
+        self._variables_made = 0
+        self.riders: list[Rider] = []
         self.replicas = LocalReplicas(self.num_local_replicas)
         self._contexts = [
             ReplicaContext(strategy, self.first_replica_id + i, i)
@@ -165,7 +178,8 @@ class StrategyExtended:
             raise ValueError(
                 f"the saved job was deterministic, with {dict(state)}; this one is {own}, and would go on with other "
                 "bits. Start it with as many replicas in all (ranks times devices=), deterministic=True, and "
-                f"OMP_NUM_THREADS={state['intra_op_threads']}; or leave this check out"
+                f"OMP_NUM_THREADS={state['intra_op_threads']}; or leave this check out (of a "
+                "Checkpoint: del checkpoint.objects['strategy'])"
             )
 
     def seconds_waited(self, last: int = 60) -> list[float]:
@@ -413,7 +427,10 @@ class StrategyExtended:
         ]
         if synchronization is VariableSynchronization.ON_READ:
             return SyncOnReadVariable(self.strategy, components, synchronization, aggregation)
-        return MirroredVariable(self.strategy, components, synchronization, aggregation)
+        variable = MirroredVariable(self.strategy, components, synchronization, aggregation)
+        self.mirrored_variables[self._variables_made] = variable
+        self._variables_made += 1
+        return variable
 
     def variable_created_in_scope(self, variable: Any) -> bool:
         """Whether `variable` was made in this strategy's scope."""

@@ -79,7 +79,7 @@ class TopK:
         self, communicator: Communicator, values: torch.Tensor, residual: torch.Tensor
     ) -> None:
         residual += values
-        count = max(1, int(self.fraction * values.numel()))
+        count = min(values.numel(), max(1, int(self.fraction * values.numel())))
         places = residual.abs().nan_to_num_(nan=math.inf).topk(count, sorted=False).indices.int()
         chosen = residual[places]
         residual[places] = 0

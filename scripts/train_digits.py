@@ -130,6 +130,8 @@ def main() -> int:
             )
 
     if first_rank:
+        if options.explain:
+            print(strategy.extended.explain())
         plot(history, options.out, strategy.num_replicas_in_sync)
         print(f"Test accuracy {accuracy:.4f}; learning curve in {options.out}")
         if accuracy < REQUIRED_ACCURACY:
@@ -147,6 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     wire = parser.add_mutually_exclusive_group()
     wire.add_argument("--wire-dtype", help="in which gradients cross a network: bfloat16, float16")
     wire.add_argument("--top-k", type=float, help="fraction of them that crosses, the largest")
+    parser.add_argument("--explain", action="store_true", help="print how values travelled")
     return parser.parse_args()
 
 

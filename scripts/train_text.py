@@ -106,13 +106,6 @@ def write_text(folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def save(checkpoint: Path, content: dict[str, Any]) -> None:
-    """A run that is killed meanwhile leaves the previous checkpoint whole."""
-    unfinished = checkpoint.with_name(checkpoint.name + ".unfinished")
-    torch.save(content, unfinished)
-    os.replace(unfinished, checkpoint)
-
-
 def main() -> None:
     options = parse_arguments()
     torch.manual_seed(options.seed)
@@ -125,14 +118,11 @@ def main() -> None:
     communicator = strategy.extended.communicator
     first_rank = communicator.rank == 0
 
-    # Rank 0 looks at the disk, the others learn from it what is there: all go the same way.
-    folder = options.data or options.checkpoint.with_name(options.checkpoint.stem + "_data")
-    saved: dict[str, Any] | None = None
+    # Rank 0 writes what the others read.
+    folder = options.data or options.checkpoint.with_name(options.checkpoint.name + "_data")
     if first_rank:
         write_text(folder)
-        if options.resume and options.checkpoint.exists():
-            saved = torch.load(options.checkpoint)
-    saved = communicator.broadcast_object(saved, label="checkpoint")
+    communicator.barrier(label="files of text")
 
     text = Text(folder)
     with strategy.scope():
@@ -151,13 +141,12 @@ def main() -> None:
     validation = strategy.experimental_distribute_dataset(
         ms.input.BatchedDataset(text.windows(text.validation), options.batch_size)
     )
-    done = 0
-    if saved is not None:
-        done = saved["step"]
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        training.load_state_dict(saved["input"])
+    checkpoint = ms.checkpoint.Checkpoint(
+        model=model, optimizer=optimizer, schedule=schedule, data=training
+    )
+    manager = ms.checkpoint.CheckpointManager(checkpoint, options.checkpoint, keep=1)
+    resumed = options.resume and manager.restore_or_initialize() is not None
+    done = schedule.last_epoch  # steps
 
     def bits(batch: Batch) -> torch.Tensor:
         """Per example. A rank whose files are read to the end gets batches of no examples until all are."""
@@ -189,25 +178,13 @@ def main() -> None:
     def validate() -> float:
         return mean([total(validation_step, batch) for batch in validation])
 
-    def write_checkpoint(step: int) -> None:
-        where = training.state_dict()  # of all ranks, which tell each other: not on rank 0 only
-        if first_rank:
-            content = {
-                "step": step,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "input": where,
-            }
-            save(options.checkpoint, content)
-
     bar = tqdm(total=options.steps, initial=done, unit="step", disable=not first_rank)
 
     def report(step: int, figures: str) -> None:
         if first_rank:
             bar.write(f"step {step:4}/{options.steps}  {figures} bits per character")
 
-    if saved is not None:
+    if resumed:
         report(done, f"resumed, validation {validate():.3f}")
     else:
         report(0, f"validation {validate():.3f}")
@@ -219,9 +196,11 @@ def main() -> None:
         if step % options.every == 0 or step == options.steps:
             report(step, f"training {mean(since_report):.3f}, validation {validate():.3f}")
             since_report.clear()
-            write_checkpoint(step)
+            manager.save(step, wait=False)
     bar.close()
     if first_rank:
+        if options.explain:
+            print(strategy.extended.explain())
         print(f"A sample:\n{text.decode(sample(model, 300, options.seed))}")
 
 
@@ -233,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--every", type=int, default=100, help="steps between validations, and between checkpoints"
     )
-    parser.add_argument("--checkpoint", type=Path, default=Path("train_text.pt"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("train_text"), help="folder")
     parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
@@ -248,6 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     wire = parser.add_mutually_exclusive_group()
     wire.add_argument("--wire-dtype", help="in which gradients cross a network: bfloat16, float16")
     wire.add_argument("--top-k", type=float, help="fraction of them that crosses, the largest")
+    parser.add_argument("--explain", action="store_true", help="print how values travelled")
     return parser.parse_args()
 
 

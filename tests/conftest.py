@@ -9,13 +9,14 @@ import pytest
 
 from hang_watch import HangWatch
 from mpi_outcomes import Agreement, MPIOutcomes
-from result_lines import ResultLines, leave_out
+from result_lines import ResultLines, Results, leave_out
 from time_limit import TimeLimit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="write a JSON line per started and ended test")
     parser.addoption("--leave-out", type=Path, help="run no test that this --results file names")
+    parser.addoption("--run-again", type=Path, help="run those that failed in this --results file")
 
 
 @pytest.hookimpl(trylast=True)  # once pytest's own terminal reporter is there
@@ -52,7 +53,10 @@ def _new_folder() -> Path:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.leave_out:
-        leave_out(config, items, config.option.leave_out)
+        leave_out(config, items, Results.read(config.option.leave_out).outcomes)
+    if config.option.run_again:
+        failed = Results.read(config.option.run_again).tests("failed", "started")
+        leave_out(config, items, {item.nodeid for item in items}.difference(failed))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

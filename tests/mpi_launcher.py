@@ -105,7 +105,8 @@ def run_job(
     started = time.monotonic()
     process = subprocess.Popen(
         command,
-        env={**env, _JOB_VARIABLE: mark},
+        # Unbuffered, Python writes a line and its end in two pieces, between which other ranks' output can come.
+        env={**env, _JOB_VARIABLE: mark, "PYTHONUNBUFFERED": ""},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """Records each test as it starts and ends: scripts/test counts even when a job dies, and goes on after it."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,12 +55,13 @@ class Results:
                 results.texts[record["test"]] = record["text"]
         return results
 
+    def tests(self, *outcomes: str) -> list[str]:
+        return [test for test, outcome in self.outcomes.items() if outcome in outcomes]
+
     def count(self, *outcomes: str) -> int:
-        return sum(outcome in outcomes for outcome in self.outcomes.values())
+        return len(self.tests(*outcomes))
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item], path: Path) -> None:
-    """Deselect the tests that the results in `path` name."""
-    known = Results.read(path).outcomes
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
-    items[:] = [item for item in items if item.nodeid not in known]
+def leave_out(config: pytest.Config, items: list[pytest.Item], tests: Collection[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in tests])
+    items[:] = [item for item in items if item.nodeid not in tests]

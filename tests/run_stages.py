@@ -17,8 +17,9 @@ from mpi_launcher import MPI_NAMES, Launcher, run_job
 from result_lines import Results
 
 TOP = Path(__file__).parents[1]
-SECONDS_PER_LAUNCH = 1800.0  # a last resort: tests have limits of their own
+SECONDS_PER_LAUNCH = 3600.0  # a last resort: tests have limits of their own
 NEW_LAUNCHES = 3  # after a test that ended its job, the tests after it run in a new one
+RUN_AGAIN = 3  # so many failed tests of a stage at most: more have a cause in common
 NO_TESTS_COLLECTED = 5
 
 
@@ -34,6 +35,7 @@ class Stage:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    unsteady: tuple[str, ...] = ()  # tests that failed, and passed when they were run again
     seconds: float = 0.0
     output: str = field(default="", repr=False)
 
@@ -66,11 +68,21 @@ class Stage:
             self.output += text + _stacks_not_printed(output)
             results = Results.read(lines)
             new = [test for test in results.outcomes if test not in known]
+            if not new and code not in (0, NO_TESTS_COLLECTED):
+                continue  # the launcher itself failed, or the job before its first test
             if not any(results.outcomes[test] == "started" for test in new):
                 break  # it got to its end, and pytest has shown what failed
             for test in new:
                 if results.outcomes[test] == "failed":
                     self.output += f"\n{f' {test} ':_^100}\n{results.texts[test]}\n"
+        if 0 < len(failed := results.tests("failed", "started")) <= RUN_AGAIN:
+            output = Path(tempfile.mkdtemp(dir=folder))
+            again = [argument for argument in command if argument != f"--leave-out={lines}"]
+            env["MPISTRAT_TEST_OUTPUT"] = str(output)
+            code, text = _launch([*again, f"--run-again={lines}"], env)
+            self.output += text + _stacks_not_printed(output)
+            results = Results.read(lines)
+            self.unsteady = tuple(test for test in failed if results.outcomes[test] == "passed")
         self.passed, self.skipped = results.count("passed"), results.count("skipped")
         self.failed = results.count("failed", "started")
         if code not in (0, NO_TESTS_COLLECTED) and not self.failed:
@@ -95,8 +107,9 @@ def _stacks_not_printed(output: Path) -> str:
 
 
 def stages(mode: str) -> Iterator[Stage]:
-    scripts = ["quickstart", "test", "test-gpu", "benchmark", "environment.sh"]
+    scripts = ["quickstart", "test", "test-gpu", "benchmark", "mini-slurm", "environment.sh"]
     scripts = [*(f"scripts/{name}" for name in scripts), ".ci/run"]
+    scripts += sorted(str(path.relative_to(TOP)) for path in (TOP / "slurm").glob("*.sbatch"))
     yield Stage("format", ["ruff", "format", "--check", "."])
     yield Stage("lint", ["ruff", "check", "."])
     yield Stage("types", ["mypy"])
@@ -126,7 +139,7 @@ def report(stage: Stage) -> None:
     lines = stage.output.strip().splitlines()
     if stage.pytest:  # below pytest's last line a launcher may have the last word
         lines = [line for line in lines if re.search(r" in [0-9.]+s\b", line)]
-    if stage.failed:
+    if stage.failed or stage.unsteady:
         width = shutil.get_terminal_size((100, 24)).columns
         print(f" {title} ".center(width, "="), stage.output.strip(), sep="\n")
     print(f"{mark:6}  {title:24}  {stage.seconds:6.1f} s  {lines[-1] if lines else ''}", flush=True)
@@ -147,6 +160,8 @@ def main() -> int:
     print(f"{'all':<28}{'':>16}{sum(stage.seconds for stage in done):>9.1f}\n")
     passed, failed = (sum(getattr(stage, what) for stage in done) for what in ("passed", "failed"))
     skipped = sum(stage.skipped for stage in done)
+    for test in (test for stage in done for test in stage.unsteady):
+        print(f"unsteady: {test} failed, and passed when it was run again")
     print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
     return int(failed > 0)
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,13 +45,13 @@ def why_not() -> str:
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if made.returncode:
         return f"needs network namespaces: {made.stderr.strip()}"
-    _run("ip", "netns", "del", probe)
+    run("ip", "netns", "del", probe)
     return ""
 
 
-class TwoNodes:
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+class Nodes:
+    def __init__(self, folder: Path, name: str, number: int = 2) -> None:
+        self._folder, self._numbers = folder, range(1, number + 1)
         self._agent = folder / "as-ssh"
         self._agent.write_text(_AS_SSH.format(name=name))
         self._agent.chmod(0o755)
@@ -66,17 +66,18 @@ class TwoNodes:
     ) -> Job:
         """As `Launcher.run_python`; ranks are dealt out node by node."""
         program = [sys.executable, *map(str, arguments)]
-        ranks = 2 * ranks_per_node
+        ranks = len(self._numbers) * ranks_per_node
         if launcher.name == "MPICH":  # waits for ever for names of nodes that nobody can look up
-            first = _address(1)
+            first = address(1)
             hosts = self._folder / "hosts"
-            hosts.write_text("".join(f"{_address(n)}:{ranks_per_node}\n" for n in (1, 2)))
+            hosts.write_text("".join(f"{address(n)}:{ranks_per_node}\n" for n in self._numbers))
             options = ["-launcher", "ssh", "-launcher-exec", str(self._agent), "-f", str(hosts)]
             # Else UCX finds shared memory between namespaces.
             settings = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": f"{WIRE},lo"}
         else:
             first = "node1"
-            options = ["--host", f"node1:{ranks_per_node},node2:{ranks_per_node}"]
+            named = ",".join(f"node{n}:{ranks_per_node}" for n in self._numbers)
+            options = ["--host", named]
             options += ["--map-by", f"ppr:{ranks_per_node}:node"]
             options += ["--prtemca", "plm_ssh_agent", str(self._agent)]
             options += ["--prtemca", "prte_if_include", WIRE]
@@ -89,14 +90,14 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes(folder: Path, rate: str | None = None) -> Iterator[TwoNodes]:
+def two_nodes(folder: Path, rate: str | None = None) -> Iterator[Nodes]:
     """For the length of the block. `rate`: of the wire, as tc has it ("1gbit"); None does not slow it down."""
     name = f"mpistrat-{os.getpid()}"
     ends = [f"{name}-{node}" for node in (1, 2)]
     try:
         for end in ends:
-            _run("ip", "netns", "add", end)
-        _run(
+            run("ip", "netns", "add", end)
+        run(
             "ip",
             "link",
             "add",
@@ -113,27 +114,31 @@ def two_nodes(folder: Path, rate: str | None = None) -> Iterator[TwoNodes]:
             ends[1],
         )
         for node, end in enumerate(ends, 1):
-            _run("ip", "-n", end, "addr", "add", f"{_address(node)}/24", "dev", WIRE)
+            run("ip", "-n", end, "addr", "add", f"{address(node)}/24", "dev", WIRE)
             for device in (WIRE, "lo"):
-                _run("ip", "-n", end, "link", "set", device, "up")
+                run("ip", "-n", end, "link", "set", device, "up")
             if rate is not None:
                 shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-                _run("tc", "-n", end, "qdisc", "add", "dev", WIRE, "root", *shape)
-        deadline = time.monotonic() + SECONDS_TO_COME_UP
-        for end in ends:
-            while time.monotonic() < deadline and "state UP" not in _run(
-                "ip", "-n", end, "link", "show", "dev", WIRE
-            ):
-                time.sleep(0.01)
-        yield TwoNodes(folder, name)
+                run("tc", "-n", end, "qdisc", "add", "dev", WIRE, "root", *shape)
+        wait_until_up(ends)
+        yield Nodes(folder, name)
     finally:
         for end in ends:
             subprocess.run(["ip", "netns", "del", end], capture_output=True)
 
 
-def _address(node: int) -> str:
+def wait_until_up(ends: Sequence[str]) -> None:
+    deadline = time.monotonic() + SECONDS_TO_COME_UP
+    for end in ends:
+        while time.monotonic() < deadline and "state UP" not in run(
+            "ip", "-n", end, "link", "show", "dev", WIRE
+        ):
+            time.sleep(0.01)
+
+
+def address(node: int) -> str:
     return f"10.77.0.{node}"
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from mpistrat.private_files import private
 
 
 def can_be_drawn() -> bool:
@@ -25,7 +28,9 @@ def _picture(path: str, columns: int) -> Iterator[Any]:
     yield (figure, *axes) if columns > 1 else (figure, axes)
     for one in figure.axes:
         one.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    kind = os.path.splitext(path)[1].removeprefix(".") or "png"
+    with open(path, "wb", opener=private) as file:
+        figure.savefig(file, dpi=120, format=kind)
     pyplot.close(figure)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpistrat.bench.rounds import all_ranks
 from mpistrat.bench.surroundings import surroundings
+from mpistrat.private_files import private
 
 SCHEMA = 1
 SAMPLES = "samples"  # the key of what is in the file only
@@ -73,7 +74,7 @@ def write_json(
         **more,
         "rows": rows,
     }
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=private) as file:
         json.dump(content, file, indent=1)
         file.write("\n")
 

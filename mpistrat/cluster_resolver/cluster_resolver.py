@@ -85,6 +85,11 @@ class ClusterResolver(ABC):
             parameter server.
         """
         spec = self.cluster_spec()
+        if not spec and self.task_id:
+            raise ValueError(
+                f"{type(self).__name__}: task_type={self.task_type!r:.80} and task_id={self.task_id} name a task "
+                "beside others, but the cluster has none; give the cluster, too"
+            )
         if not spec or self.task_type == "evaluator":
             return Topology.single()
         addresses = worker_addresses(spec)

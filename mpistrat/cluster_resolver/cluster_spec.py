@@ -32,7 +32,7 @@ class ClusterSpec:
             cluster = {job: dict(tasks) for job, tasks in cluster.jobs}
         if not isinstance(cluster, dict):
             raise TypeError(
-                f"ClusterSpec: expected a dict of job name to addresses, got {cluster!r}"
+                f"ClusterSpec: expected a dict of job name to addresses, got {cluster!r:.200}"
             )
         self._jobs: dict[str, dict[int, str]] = {
             job: _tasks(job, tasks) for job, tasks in cluster.items()
@@ -53,7 +53,7 @@ class ClusterSpec:
         job = self._job(job_name)
         if task_index not in job:
             raise ValueError(
-                f"there is no task {task_index!r} in job {job_name!r}: its tasks are {sorted(job)}"
+                f"there is no task {task_index!r:.200} in job {job_name!r:.200}: its tasks are {sorted(job)}"
             )
         return job[task_index]
 
@@ -64,7 +64,7 @@ class ClusterSpec:
         """
         job = self._job(job_name)
         if not job:
-            raise ValueError(f"job {job_name!r} has no tasks")
+            raise ValueError(f"job {job_name!r:.200} has no tasks")
         return [job.get(index) for index in range(max(job) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
@@ -79,7 +79,7 @@ class ClusterSpec:
     def _job(self, job_name: str) -> dict[int, str]:
         if job_name not in self._jobs:
             raise ValueError(
-                f"there is no job {job_name!r} in this cluster: its jobs are {self.jobs}"
+                f"there is no job {job_name!r:.200} in this cluster: its jobs are {self.jobs}"
             )
         return self._jobs[job_name]
 
@@ -98,20 +98,24 @@ class ClusterSpec:
 
 def _tasks(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
-        raise TypeError(f"ClusterSpec: a job name must be a str, got {job!r}")
+        raise TypeError(f"ClusterSpec: a job name must be a str, got {job!r:.200}")
     if isinstance(tasks, (list, tuple)):
         tasks = dict(enumerate(tasks))
     if not isinstance(tasks, dict):
         raise TypeError(
-            f"ClusterSpec: the tasks of job {job!r} must be a list or a dict of addresses, got "
-            f"{tasks!r}"
+            f"ClusterSpec: the tasks of job {job!r:.200} must be a list or a dict of addresses, got "
+            f"{tasks!r:.200}"
         )
     indexed = {_index(job, index): address for index, address in tasks.items()}
+    if len(indexed) < len(tasks):
+        raise ValueError(
+            f"ClusterSpec: a task index of job {job!r:.200} is given twice in {tasks!r:.200}"
+        )
     for index, address in indexed.items():
         if not isinstance(address, str):
             raise TypeError(
-                f"ClusterSpec: the address of task {index} of job {job!r} must be a str, got "
-                f"{address!r}"
+                f"ClusterSpec: the address of task {index} of job {job!r:.200} must be a str, got "
+                f"{address!r:.200}"
             )
     return indexed
 
@@ -123,7 +127,7 @@ def _index(job: str, index: Any) -> int:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
-            f"ClusterSpec: a task index of job {job!r} must be a number from 0 on, got {index!r}"
+            f"ClusterSpec: a task index of job {job!r:.200} must be a number from 0 on, got {index!r:.200}"
         ) from None
     return number
 

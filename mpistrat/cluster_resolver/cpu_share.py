@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,16 @@ def fixed_threads(environ: Mapping[str, str] | None = None) -> int:
     """Threads that do not depend on how many ranks share a node: the user's OMP_NUM_THREADS ("4", "4,2"), or 1."""
     text = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
     first = text.split(",")[0].strip()
-    return max(1, int(first)) if first.isdigit() else 1
+    return max(1, int(first)) if re.fullmatch("[0-9]{1,5}", first) else 1
 
 
 def user_set_threads(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the user chose the number of threads, in which case nobody else should."""
+    return bool(users_threads(environ))
+
+
+def users_threads(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the user set: {"OMP_NUM_THREADS": "8"}."""
     environ = os.environ if environ is None else environ
-    return any(environ.get(name, "").strip() for name in THREAD_COUNTS)
+    given = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
+    return {name: text for name, text in given.items() if text}

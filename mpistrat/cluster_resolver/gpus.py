@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 VISIBLE_DEVICES = (
@@ -12,9 +13,28 @@ VISIBLE_DEVICES = (
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Ids of the GPUs that CUDA_VISIBLE_DEVICES allows, else of those that nvidia-smi lists, else none."""
+    ids = _ids_of_variable(environ)
+    return tuple(map(str, range(len(_listed_by_nvidia_smi())))) if ids is None else ids
+
+
+def gpu_names(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """What all ranks of a node call the GPUs of `visible_gpus`: UUIDs, for each rank may count its own from 0.
+
+    An id stays where nvidia-smi does not know it.
+    """
+    ids = _ids_of_variable(environ)
+    if ids == ():
+        return ()
+    listed = _listed_by_nvidia_smi()
+    uuids = {str(index): uuid for index, uuid in enumerate(listed) if uuid}
+    return tuple(uuids.get(index, index) for index in (ids or map(str, range(len(listed)))))
+
+
+def _ids_of_variable(environ: Mapping[str, str] | None) -> tuple[str, ...] | None:
+    """None where it is not set."""
     listed = (os.environ if environ is None else environ).get(VISIBLE_DEVICES)
     if listed is None:
-        return tuple(str(index) for index in range(_count_of_nvidia_smi()))
+        return None
     ids: list[str] = []
     for item in listed.split(","):
         if not item.strip() or item.strip().startswith("-"):
@@ -23,7 +43,8 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     return tuple(ids)
 
 
-def _count_of_nvidia_smi() -> int:
+def _listed_by_nvidia_smi() -> list[str]:
+    """The UUID of each GPU; "" where none is told."""
     import subprocess  # here, because it makes importing mpistrat slower and few need it
 
     try:
@@ -31,10 +52,8 @@ def _count_of_nvidia_smi() -> int:
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError):
-        return 0  # a machine without NVIDIA's tools is a CPU-only machine
-    # "GPU 0: NVIDIA A100 (UUID: GPU-…)"; the lines of its MIG slices are indented
-    return (
-        sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-        if listing.returncode == 0
-        else 0
-    )
+        return []  # a machine without NVIDIA's tools is a CPU-only machine
+    if listing.returncode:
+        return []
+    # "GPU 0: NVIDIA A100 (UUID: GPU-8932f937-…)"; the lines of its MIG slices are indented
+    return re.findall(r"^GPU .*?(?:\(UUID: (\S+)\))?$", listing.stdout, re.MULTILINE)

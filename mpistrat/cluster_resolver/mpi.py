@@ -17,7 +17,6 @@ from mpistrat.flight_recorder import observation
 from mpistrat.topology import Topology
 
 _RANK_PID = "MPISTRAT_RANK_PID"  # "4242": set by a rank, for the processes that it starts
-NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
 _kept_with_comm: int | None = (
@@ -95,6 +94,7 @@ def start_mpi() -> Any:
     mpi, why_not = (_started, "") if _started else _import_mpi()
     if mpi is None:
         launcher.check_alone(os.environ, why_not)
+        _warn_if_left_alone()
         return None
     if mpi.Is_finalized():
         raise TopologyError(
@@ -102,17 +102,27 @@ def start_mpi() -> Any:
         )
     if _started:
         return mpi
-    version, path = mpi.Get_library_version(), _library_path()
+    version, path = mpi.Get_library_version(), library_path()
     if not mpi.Is_initialized():
         launcher.check_library(os.environ, version, path)
         _initialize(mpi, launcher.read_claim(os.environ, launcher.library_family(version)))
     world = mpi.COMM_WORLD
     launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
-    for name in filter(launcher.confuses_children, list(os.environ)):
-        del os.environ[name]
+    alone = world.Get_size() == 1 and launcher.read_claim(os.environ) is None
+    misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(os.environ) else ()
+    for name in [*filter(launcher.confuses_children, os.environ), *misleading]:
+        os.environ.pop(name, None)
     os.environ[_RANK_PID] = str(os.getpid())
+    if alone:
+        _warn_if_left_alone()
     _started = mpi
     return mpi
+
+
+def _warn_if_left_alone() -> None:
+    warning = launcher.left_alone(os.environ)
+    if warning:
+        warnings.warn(warning, RuntimeWarning, stacklevel=2)
 
 
 def _refuse_in_worker() -> None:
@@ -186,12 +196,20 @@ def _ask_ranks_of(comm: Any, mpi: Any) -> Topology:
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
         leader = node.bcast(rank, root=0)
         node.Free()
-        host = os.environ.get(NODE_NAME) or mpi.Get_processor_name()
-        leaders, hosts = zip(*comm.allgather((leader, host)), strict=True)
+        name = os.environ.get(launcher.NODE_NAME, "")
+        host = name or mpi.Get_processor_name()
+        leaders, names, hosts = zip(*comm.allgather((leader, name, host)), strict=True)
+    for other, (leader, name) in enumerate(zip(leaders, names, strict=True)):
+        if name != names[leader]:
+            raise TopologyError(
+                f"MPI says that ranks {leader} and {other} share a node, but Slurm has started them on "
+                f"{names[leader]} and {name}. `srun --mpi=pmi2` tells MPICH so where the components of a heterogeneous "
+                f"job are not in the order of their nodes' names: reorder them, or start the ranks with mpirun."
+            )
     return Topology.from_lowest_ranks(rank, leaders, hosts, "mpi")
 
 
-def _library_path() -> str:
+def library_path() -> str:
     """The file of the loaded libmpi, '' when the system does not tell."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:

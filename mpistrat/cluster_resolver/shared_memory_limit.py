@@ -20,6 +20,6 @@ def shared_bytes(environ: Mapping[str, str] | None = None) -> float:
             raise ValueError
     except ValueError:
         raise TopologyError(
-            f"{SHARED_MB}={text!r}: expected megabytes of shared memory for a rank; 0 shares none"
+            f"{SHARED_MB}={text!r:.80}: expected megabytes of shared memory for a rank; 0 shares none"
         ) from None
     return math.inf if math.isinf(megabytes) else megabytes * 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -10,6 +11,7 @@ from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_m
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.gpus import VISIBLE_DEVICES, visible_gpus
 from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.launcher import NODE_NAME, describes_daemons
 from mpistrat.cluster_resolver.task_placement import Place, place_tasks
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
@@ -24,7 +26,12 @@ DISTRIBUTION = (
 PLANE_SIZE = "SLURM_DIST_PLANESIZE"  # "2", with the distribution "plane"
 ARBITRARY_LIST = "SLURM_ARBITRARY_NODELIST"  # "n9,n9,n10": the host of every task, with the distribution "arbitrary"
 NODE_ID = "SLURM_NODEID"  # "1": this task's node, by its place in the list; a cross-check
+LOCAL_ID = "SLURM_LOCALID"  # "0": this task's number among those on its node; a cross-check
+TASKS_OF_NODE = "SLURM_GTIDS"  # "1,4": the tasks on this task's node; a cross-check
+COMPONENTS = "SLURM_HET_SIZE"  # "2": components of a heterogeneous job
+COMPONENT_NODES = "SLURM_JOB_NODELIST_HET_GROUP_{}"  # "n[9-11]", for each component
 GPUS_PER_TASK = "SLURM_GPUS_PER_TASK"  # "1", "a100:2": Slurm itself has bound each task to its GPUs
+GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"  # "4": GPUs of the step on this node; a task that sees fewer has been bound to them
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -39,8 +46,8 @@ class SlurmClusterResolver(ClusterResolver):
         tasks_per_node: {host: tasks}, or one number for every host, default what Slurm says.
         auto_set_gpu: let `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, if it has any of its own.
     `task_type`, `task_id` and `master()` answer once `cluster_spec()` was called.
-    Raises: TopologyError when a variable is missing, or when they contradict each other or the arguments;
-        ValueError when one cannot be read.
+    Raises: TopologyError when a variable is missing, cannot be read, or contradicts others or the arguments;
+        ValueError for arguments that are no numbers.
     """
 
     launcher = "slurm"
@@ -59,6 +66,11 @@ class SlurmClusterResolver(ClusterResolver):
     ):
         super().__init__(rpc_layer=rpc_layer)
         self._environ = os.environ if environ is None else environ
+        if describes_daemons(self._environ):
+            raise TopologyError(
+                f"the Slurm variables ({self._shown(RANK, NUM_TASKS)}) describe what mpirun starts ranks with, not the "
+                f"ranks: MPIClusterResolver asks MPI instead"
+            )
         self._rank = self._number(RANK)
         self._jobs = (
             _counts("jobs", jobs) if jobs is not None else {"worker": self._number(NUM_TASKS)}
@@ -126,39 +138,88 @@ class SlurmClusterResolver(ClusterResolver):
         distribution = self._environ.get(DISTRIBUTION, "block")
         if distribution == "plane" and PLANE_SIZE in self._environ:
             distribution = f"plane={self._environ[PLANE_SIZE]}"
-        return place_tasks(
-            tasks, distribution, expand_hostlist(self._environ.get(ARBITRARY_LIST, ""))
+        host_of_task = self._expanded(ARBITRARY_LIST)
+        places: list[Place] = []
+        nodes = 0
+        for component in self._components(tasks):
+            dealt = place_tasks(component, distribution, host_of_task)
+            places += [place._replace(node=nodes + place.node) for place in dealt]
+            nodes += len(component)
+        return places
+
+    def _components(self, tasks: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+        """The nodes of each component of a heterogeneous job, in the order in which Slurm numbers nodes and tasks.
+
+        The step's list does not show it: its nodes are sorted, over all components.
+        """
+        several = COMPONENTS in self._environ and self._number(COMPONENTS) > 1
+        if not several or len(tasks) == 1:
+            return [tasks]
+        names = list(
+            itertools.takewhile(
+                self._environ.__contains__, map(COMPONENT_NODES.format, itertools.count())
+            )
         )
+        hosts = [set(self._expanded(name)) for name in names]
+        components = [[task for task in tasks if task[0] in own] for own in hosts]
+        if sum(map(len, components)) != len(tasks):
+            raise TopologyError(
+                f"this step may be one of several components ({self._shown(COMPONENTS, NODE_LIST, *names)}), and "
+                f"which nodes belong to which is not told: submit the job with sbatch or salloc, which set "
+                f"{COMPONENT_NODES.format(0)} and so on; or let MPIClusterResolver ask MPI"
+            )
+        return [component for component in components if component]
 
     def _tasks_of_nodes(
         self, tasks_per_node: int | str | Mapping[str, int] | None
     ) -> list[tuple[str, int]]:
         if isinstance(tasks_per_node, Mapping):
             counts = _counts("tasks_per_node", tasks_per_node)
-            listed = expand_hostlist(self._environ.get(NODE_LIST, ""))
+            listed = self._expanded(NODE_LIST)
             order = listed.index if set(counts) <= set(listed) else _natural
             return sorted(counts.items(), key=lambda item: order(item[0]))
-        hosts = expand_hostlist(self._variable(NODE_LIST))
+        self._variable(NODE_LIST)
+        hosts = self._expanded(NODE_LIST)
         if tasks_per_node is not None:
             return [(host, _count("tasks_per_node", tasks_per_node)) for host in hosts]
-        return list(zip(hosts, expand_tasks_per_node(self._variable(TASKS_PER_NODE)), strict=False))
+        try:
+            tasks = expand_tasks_per_node(self._variable(TASKS_PER_NODE))
+        except ValueError as error:
+            raise TopologyError(f"{TASKS_PER_NODE}: {error}") from None
+        if len(tasks) != len(hosts):
+            raise TopologyError(
+                f"{self._shown(NODE_LIST)} names {len(hosts)} nodes, and {self._shown(TASKS_PER_NODE)} is of "
+                f"{len(tasks)}: one of them describes another step. srun sets both; MPIClusterResolver asks MPI instead"
+            )
+        return list(zip(hosts, tasks, strict=True))
 
     def _check_own_place(self) -> None:
         if self._rank >= len(self._places):
             raise TopologyError(
                 f"this task's number, {self._shown(RANK)}, is not one of the step's {len(self._places)} tasks"
             )
-        node = self._places[self._rank].node
-        if NODE_ID in self._environ and self._number(NODE_ID) != node:
-            raise TopologyError(
-                f"rank {self._rank} would be on node {node} of the list, but Slurm says {self._shown(NODE_ID)} "
-                f"({self._shown(NODE_LIST, TASKS_PER_NODE, DISTRIBUTION, PLANE_SIZE)}). These variables describe "
-                f"another step, or a distribution that they do not tell; MPIClusterResolver asks MPI instead."
-            )
+        own = self._places[self._rank]
+        on_node = [rank for rank, place in enumerate(self._places) if place.node == own.node]
+        known = (
+            (NODE_ID, str(own.node), f"on node {own.node} of the list"),
+            (LOCAL_ID, str(own.local_rank), f"number {own.local_rank} on its node"),
+            (NODE_NAME, own.host, f"on {own.host:.80}"),
+            (TASKS_OF_NODE, ",".join(map(str, on_node)), f"on a node with the tasks {on_node}"),
+        )
+        for name, value, would_be in known:
+            if self._environ.get(name, value) != value:
+                raise TopologyError(
+                    f"rank {self._rank} would be {would_be}, but Slurm says {self._shown(name)} "
+                    f"({self._shown(NODE_LIST, TASKS_PER_NODE, DISTRIBUTION, PLANE_SIZE)}). These variables describe "
+                    f"another step, or a distribution that they do not tell; MPIClusterResolver asks MPI instead."
+                )
 
     def _share_gpus(self, per_node: int | None, per_task: int | None) -> int:
         most_tasks = max(place.local_rank for place in self._places) + 1
-        if GPUS_PER_TASK in self._environ and per_node is None and per_task is None:
+        bound = GPUS_PER_TASK in self._environ or (
+            GPUS_ON_NODE in self._environ and len(self._visible) < self._number(GPUS_ON_NODE)
+        )
+        if bound and per_node is None and per_task is None:
             self._auto_set_gpu = False  # each task sees only its own
             return len(self._visible)
         per_node = len(self._visible) if per_node is None else _count("gpus_per_node", per_node)
@@ -177,6 +238,16 @@ class SlurmClusterResolver(ClusterResolver):
         known = len(self._visible) >= own.stop
         return [self._visible[index] if known else str(index) for index in own]
 
+    def _expanded(self, name: str) -> list[str]:
+        """The hosts that the variable `name` lists; none if it is not set."""
+        try:
+            hosts = expand_hostlist(self._environ.get(name, ""))
+        except ValueError as error:
+            raise TopologyError(f"{name}: {error}") from None
+        if name != ARBITRARY_LIST and len(set(hosts)) < len(hosts):
+            raise TopologyError(f"{self._shown(name)} names a node twice")
+        return hosts
+
     def _variable(self, name: str) -> str:
         if name not in self._environ:
             raise TopologyError(
@@ -188,11 +259,12 @@ class SlurmClusterResolver(ClusterResolver):
     def _number(self, name: str) -> int:
         text = self._variable(name)
         if not re.fullmatch(r"[0-9]{1,9}", text):
-            raise TopologyError(f"{name}={text!r} is not a number; srun sets it")
+            raise TopologyError(f"{name}={text!r:.80} is not a number; srun sets it")
         return int(text)
 
     def _shown(self, *names: str) -> str:
-        return ", ".join(f"{name}={self._environ[name]}" for name in names if name in self._environ)
+        found = [name for name in names if name in self._environ]
+        return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
 
 
 def _natural(host: str) -> list[tuple[int, int, str]]:

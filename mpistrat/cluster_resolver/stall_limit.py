@@ -22,5 +22,5 @@ def stall_seconds(environ: Mapping[str, str] | None = None) -> float:
 def raises_on_stall(environ: Mapping[str, str] | None = None) -> bool:
     text = (os.environ if environ is None else environ).get(ON_STALL, "end")
     if text not in ("end", "raise"):
-        raise TopologyError(f"{ON_STALL}={text!r}: expected end or raise")
+        raise TopologyError(f"{ON_STALL}={text!r:.80}: expected end or raise")
     return text == "raise"

@@ -38,7 +38,7 @@ def seconds_setting(name: str, default: str, environ: Mapping[str, str] | None =
             raise ValueError
     except ValueError:
         raise TopologyError(
-            f"{name}={text!r}: expected a number of seconds; 0 waits for ever"
+            f"{name}={text!r:.80}: expected a number of seconds; 0 waits for ever"
         ) from None
     return seconds
 

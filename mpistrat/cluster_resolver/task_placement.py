@@ -59,12 +59,14 @@ def _nodes_of_tasks(
         nodes = [number.get(host, -1) for host in host_of_task]
         if [nodes.count(node) for node in range(len(counts))] != counts or -1 in nodes:
             raise TopologyError(
-                f"the tasks are on {list(host_of_task)}, but the step's nodes have {list(tasks_of_nodes)}"
+                f"SLURM_ARBITRARY_NODELIST has the tasks on {list(host_of_task)!r:.200}, but the step's nodes have "
+                f"{list(tasks_of_nodes)!r:.200}"
             )
         return nodes
     raise TopologyError(
-        f"the task distribution {distribution!r} does not say which task runs where (known: block, cyclic, plane=N, "
-        f"and arbitrary with SLURM_ARBITRARY_NODELIST); MPIClusterResolver asks MPI instead"
+        f"the task distribution {distribution!r:.80} (SLURM_DISTRIBUTION) does not say which task runs where (known: "
+        f"block, cyclic, plane with SLURM_DIST_PLANESIZE, and arbitrary with SLURM_ARBITRARY_NODELIST); "
+        f"MPIClusterResolver asks MPI instead"
     )
 
 

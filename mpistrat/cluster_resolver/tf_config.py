@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,9 +120,15 @@ class TFConfigClusterResolver(ClusterResolver):
 def parse_tf_config(text: str) -> dict[str, Any]:
     """Raises: ValueError, and nothing else, when `text` is not the JSON of an object."""
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError(f"{TF_CONFIG} is nested too deeply: {text[:80]!r}…") from None
+    except json.JSONDecodeError as error:
+        message = f"{TF_CONFIG}={text!r:.80} is no JSON: {error.msg}"
+        raise json.JSONDecodeError(message, error.doc, error.pos) from None
+    except ValueError as error:  # a name twice; or, Python's own, a number of thousands of digits
+        what = error if "twice" in str(error) else "holds a number of too many digits"
+        raise ValueError(f"{TF_CONFIG}={text!r:.80}: {what}") from None
     if not isinstance(config, dict):
         raise ValueError(
             f'{TF_CONFIG} must be a JSON object such as {{"cluster": {{"worker": ["n1:8888"]}}}}, got {text[:80]!r}'
@@ -129,8 +136,17 @@ def parse_tf_config(text: str) -> dict[str, Any]:
     return config
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r:.80} is given twice")
+    return found
+
+
 def _index(index: Any) -> int:
-    try:
-        return int(index)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"a task index must be a number, got {index!r:.80}") from None
+    text = str(index) if type(index) in (int, str) else ""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ValueError(f"a task index must be a number from 0 on, got {index!r:.80}")
+    return int(text)

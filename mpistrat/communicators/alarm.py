@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-TAG = 4711  # on a communicator of ours, where nobody else sends single messages
+TAG = 4711  # on a communicator of ours, where no other message has this tag
 
 
 class Alarm:

@@ -56,6 +56,9 @@ class View:
         self._shared = shared
         self._times_written = 0  # in a row
 
+    def holds(self, address: int) -> bool:
+        return self.address <= address < self.address + len(self.memory)
+
     def written(self) -> np.ndarray:
         """Which pages were written here, as booleans."""
         pages = len(self.memory) // PAGE

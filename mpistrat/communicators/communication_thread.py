@@ -20,7 +20,7 @@ _threads: dict[Communicator, CommunicationThread] = {}
 class CommunicationThread:
     """Runs what it is given, one after the other, in collectives of a communicator that nobody else uses.
 
-    Blocking collectives on a thread move on by themselves; MPI's nonblocking ones only while somebody asks.
+    There they move on by themselves; MPI's nonblocking ones, on the program's thread, only while it asks for them.
 
     Args:
         communicator: of this thread only. MPI must have been started with MPI_THREAD_MULTIPLE.
@@ -28,9 +28,9 @@ class CommunicationThread:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._work: queue.SimpleQueue[tuple[Callable[[], None], FrameType, Future[None]]] = (
-            queue.SimpleQueue()
-        )
+        self._work: queue.SimpleQueue[
+            tuple[Callable[[], None], FrameType, Future[None]] | None  # None: no more
+        ] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._unfinished: Future[None] | None = None
         # A daemon: a program that ends by an error must not wait for ranks that will never come.
@@ -47,6 +47,14 @@ class CommunicationThread:
             _threads[communicator] = cls(communicator.split(0))
         return _threads[communicator]
 
+    @classmethod
+    def discard(cls, communicator: Communicator) -> None:
+        """Nothing moves in `communicator` any more: the thread ends, and what it had to do is left."""
+        thread = _threads.pop(communicator, None)
+        if thread is not None:
+            thread._work.put(None)
+            atexit.unregister(thread._check_idle)
+
     def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
         """Have `work` done after what was given before. `frame`: where the program asked for it, told in reports.
 
@@ -59,7 +67,10 @@ class CommunicationThread:
 
     def _run(self) -> None:
         while True:
-            work, frame, done = self._work.get()
+            given = self._work.get()
+            if given is None:
+                return
+            work, frame, done = given
             try:
                 with standing_for(frame):
                     work()
@@ -67,7 +78,7 @@ class CommunicationThread:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            del work, frame, done  # which may hold the memory of gradients
+            del given, work, frame, done  # which may hold the memory of gradients
 
     def _check_idle(self) -> None:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""

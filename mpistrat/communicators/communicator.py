@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.errors import CollectiveMismatchError, StallError
+from mpistrat.errors import CollectiveMismatchError, RankLostError, StallError
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class _RaisingTogether(contextlib.AbstractContextManager[None]):
 
 def is_raised_by_all(error: Exception) -> bool:
     """Whether the other ranks know of it already: a collective has raised it on all of them."""
-    told = (CollectiveMismatchError, StallError)
+    told = (CollectiveMismatchError, StallError, RankLostError)
     return isinstance(error, told) or getattr(error, "_mpistrat_told_all", False)
 
 

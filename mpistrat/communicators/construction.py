@@ -15,14 +15,17 @@ from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import job_end
 from mpistrat.communicators.checked import CheckedCommunicator
+from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.hierarchical import HierarchicalCommunicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.node import see_each_other, station_of
+from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 from mpistrat.communicators.station import Station
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.options import CommunicationImplementation
 
 _CACHED = MPI.Comm.Create_keyval()
 
@@ -65,6 +68,16 @@ def communicator_for(
     return cached[check]
 
 
+def discard(comm: MPI.Intracomm) -> None:
+    """Let go of our communicators over the ranks of `comm`, one of which has failed, and of the memory they share."""
+    cached = cast("dict[str, CheckedCommunicator] | None", comm.Get_attr(_CACHED))
+    for communicator in (cached or {}).values():
+        for implementation in CommunicationImplementation:
+            CommunicationThread.discard(communicator.by(implementation))
+    if cached is not None:
+        comm.Delete_attr(_CACHED)
+
+
 def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
     """What moves bytes between the ranks of `flat`, by shared memory within nodes if there is some, and its station.
 
@@ -76,8 +89,11 @@ def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
         return SharedWindowCommunicator(flat, station, shared_bytes()), station
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
-    several = max(sizes) > 1 and node.size < comm.size
-    if not several or not comm.allreduce(see_each_other(node, station.record), MPI.LAND):
+    if max(sizes) == 1:
+        node.Free()
+        return PatientCommunicator(flat, station), station
+    several = node.size < comm.size
+    if not several or not all(comm.allgather(see_each_other(node, station.record))):
         node.Free()
         return flat, station
     carriers = min(sizes)
@@ -86,7 +102,7 @@ def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
     hierarchical = HierarchicalCommunicator(
         flat,
         SharedWindowCommunicator(MpiCommunicator(node), station, shared_bytes()),
-        None if across == MPI.COMM_NULL else MpiCommunicator(across),
+        None if across == MPI.COMM_NULL else PatientCommunicator(MpiCommunicator(across), station),
         carriers,
     )
     return hierarchical, station

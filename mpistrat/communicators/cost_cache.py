@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 from mpistrat.communicators.cost_model import Cost
+from mpistrat.private_files import make_folder
 
 # Counted up when a way comes to cost something else: what other versions have measured is not used.
-FORMAT = 1
+FORMAT = 2
 SECONDS_TO_LIVE = 7 * 86400.0  # what was measured on a busy machine is not for ever
 _SECONDS_AHEAD = 3600.0  # by which the clock of the node that wrote it may go fast
 
@@ -61,7 +62,7 @@ def write(folder: str, key: dict[str, Any], costs: dict[str, Cost]) -> None:
         "costs": {way: dataclasses.asdict(cost) for way, cost in costs.items()},
     }
     with contextlib.suppress(OSError):  # a home that is read-only, or full
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        make_folder(folder)
         descriptor, unfinished = tempfile.mkstemp(prefix="costs-", suffix=".part", dir=folder)
         try:
             with open(descriptor, "w", encoding="utf-8") as file:

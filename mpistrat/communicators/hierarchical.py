@@ -18,8 +18,9 @@ from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.cost_model import slowest
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.selection import Costs, Way, costs_of, from_bytes
+from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, Way, costs_of, from_bytes
 from mpistrat.communicators.shared_window import MEMORY, MPI, SharedWindowCommunicator
 from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.communicators.wrapping import WrappingCommunicator
@@ -49,7 +50,7 @@ class HierarchicalCommunicator(WrappingCommunicator):
         self,
         inner: Communicator,
         node: SharedWindowCommunicator,
-        across: Communicator | None,
+        across: PatientCommunicator | None,
         carriers: int,
     ) -> None:
         super().__init__(inner)
@@ -79,6 +80,8 @@ class HierarchicalCommunicator(WrappingCommunicator):
 
     def _measure(self) -> None:
         """From which size on going by node is faster than MPI over all ranks."""
+        if self.across is not None:
+            self.across.settle(self.carriers)
 
         def between(buffer: np.ndarray) -> None:
             if self.across is not None:
@@ -86,7 +89,10 @@ class HierarchicalCommunicator(WrappingCommunicator):
 
         ways: dict[str, Way] = {BETWEEN: between, MPI: self.inner.all_reduce}
         ranks_of_nodes = list(collections.Counter(first for first, _ in self._places).values())
-        costs = costs_of(ways, self.inner, self.node.inner.library, ranks_of_nodes)
+        mpi = self.node.inner.library
+        costs = costs_of(
+            ways, self.inner, mpi, ranks_of_nodes, asleep=[BETWEEN], seconds=SECONDS_BETWEEN_NODES
+        )
         nodes: list[Costs] = self.inner.all_gather_object(self.node.costs)
         known = {}
         if costs.ways and all(node.ways for node in nodes):
@@ -231,4 +237,6 @@ class HierarchicalCommunicator(WrappingCommunicator):
             told += "never, for a node has no shared memory"
         else:
             told += f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}"
+        if self.across is not None:
+            told += f"\n{self.across.explain()}"
         return f"{told}\n{self.node.explain()}"

@@ -57,3 +57,9 @@ class Interrupts:
             ValueError
         ):  # forked by another thread, which is the child's main thread
             signal.set_wakeup_fd(-1)
+
+
+def raises_keyboard_interrupt(handler: object) -> bool:
+    """Whether a handler of signals is Python's own of SIGINT, or the one here that calls it."""
+    ours = getattr(handler, "__func__", None) is Interrupts._react
+    return ours or handler is signal.default_int_handler

@@ -27,6 +27,7 @@ from mpistrat.communicators import checked
 from mpistrat.communicators.call_site import call_site
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.departures import Left, Registrar, Waits
+from mpistrat.communicators.fault_tolerant import family_of, tells_of_loss
 from mpistrat.communicators.interrupts import Interrupts
 from mpistrat.communicators.other_nodes import Ask, OtherNodes, Raise, Told
 from mpistrat.communicators.program_exit import ProgramExit, program_exit, remember_exits
@@ -35,6 +36,7 @@ from mpistrat.flight_recorder.record import (
     ABORT,
     CODE,
     END,
+    EXPENDABLE,
     LEAVING,
     LEFT,
     LIMIT,
@@ -68,6 +70,7 @@ class _Group:
 
     def __init__(self, comm: MPI.Intracomm, record: RankRecord) -> None:
         self.members = comm.Get_group()
+        self.family = family_of(comm)
         self.communicators: list[CheckedCommunicator] = []
         self._comm = comm.Dup()
         self._registrar = Registrar(comm.size) if comm.rank == 0 else None
@@ -81,6 +84,19 @@ class _Group:
         translated = group.Translate_ranks(None, self.members)
         group.Free()
         return MPI.UNDEFINED not in translated
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of the ranks has failed, and the others have gone on without this group."""
+        if self.family is not None:
+            return self.family.has_lost()
+        if _finalizes:
+            return False
+        failed = self._comm.Get_failed()  # of a communicator made before run_elastic
+        try:
+            return failed.Get_size() > 0
+        finally:
+            failed.Free()
 
     def look(self, who: str) -> None:
         """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
@@ -177,7 +193,10 @@ class _Watch:
     def add(self, communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
         if self._thread is None:
             return
-        group = next((group for group in self._groups if group.contains(comm)), None)
+        self._groups = [group for group in self._groups if not group.lost]
+        family = family_of(comm)  # a group that outlives a rank's death is not one that ends by it
+        alike = (one for one in self._groups if one.family is family and one.contains(comm))
+        group = next(alike, None)
         if group is None:
             group = _Group(comm, self.record)
             self._groups.append(group)
@@ -189,7 +208,12 @@ class _Watch:
             if action == END:  # the observer has reported a failure
                 abort(self.record.words[CODE])
             for group in list(self._groups):
-                group.look(self._who)
+                try:
+                    if not group.lost:
+                        group.look(self._who)
+                except MPI.Exception as error:
+                    if not tells_of_loss(error) and not group.lost:
+                        raise
             if action == RAISE:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
@@ -218,6 +242,8 @@ class _Watch:
             return
         self._has_left = True
         end = program_exit()
+        if _leaves_together and not end.failed:
+            end = ProgramExit(0, end.how)
         if end.failed:
             _end_job(f"ending the job: {self._who} {end.how}", end.code)
         _flush()
@@ -226,10 +252,10 @@ class _Watch:
             self._stop.set()
             self._thread.join()
             self.record.words[STATE] = LEAVING
-            for group in self._groups:
+            waiting = [group for group in self._groups if not group.lost]
+            for group in waiting:
                 group.leave(self._who, end)
             pause = 0.001
-            waiting = list(self._groups)
             words = self.record.words
             since = time.monotonic()
             while waiting := [group for group in waiting if not group.all_left()]:
@@ -267,6 +293,34 @@ class _Watch:
         _end_job(f"{self._who} failed; ending the job\n{text.getvalue()}", code)
 
 
+def expect_losses(expected: bool) -> None:
+    """Whether the death of this rank is one that the others go on without."""
+    if _watch is not None:
+        _watch.record.words[EXPENDABLE] = expected
+
+
+def end_without_finalize() -> None:
+    """From now on this program ends without MPI_Finalize, which may wait for a rank that has failed (Open MPI #11404).
+
+    What is registered with atexit is run before, in its order, and threads are waited for, as ever.
+    """
+    global _finalizes
+    if _finalizes:
+        _finalizes = False
+        # Python calls this when the main thread has come to its end: the handler is then the last to be registered,
+        # and the first to be called.
+        threading._register_atexit(atexit.register, _end_here)  # type: ignore[attr-defined]
+
+
+def _end_here() -> NoReturn:
+    """The work of Python's end, as far as a program can tell."""
+    code = program_exit().code
+    atexit.unregister(_end_here)
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
 def also(flushed: Any, last: Callable[[], None]) -> None:
     """Flush `flushed` wherever standard output is; call `last` once all ranks have come to their ends, before
     MPI_Finalize."""
@@ -275,6 +329,8 @@ def also(flushed: Any, last: Callable[[], None]) -> None:
 
 
 _watch: _Watch | None = None
+_leaves_together = False
+_finalizes = True
 _flushed: list[Any] = []
 _last_actions: list[Callable[[], None]] = []
 
@@ -289,6 +345,12 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr, *_flushed):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
+
+
+def leave_together() -> None:
+    """All ranks have agreed to end the program now, with whatever exit code: none that does so has failed."""
+    global _leaves_together
+    _leaves_together = True
 
 
 def abort(code: int) -> NoReturn:

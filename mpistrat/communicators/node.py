@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.cpu_share import cpu_share
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
+from mpistrat.communicators.fault_tolerant import family_of
 from mpistrat.communicators.station import Station
 from mpistrat.flight_recorder import observation
 from mpistrat.flight_recorder.job_folder import (
@@ -64,12 +65,14 @@ def station_of(
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
-    return Station(record, board, peers, crowded, of_part)
+    return Station(record, board, peers, crowded, of_part, family_of(comm))
 
 
 def see_each_other(node: MPI.Intracomm, record: RankRecord) -> bool:
     """Whether all ranks of `node` can read each other's `record`. Collective."""
-    return bool(node.allreduce(_read_records(node.allgather(record.path)) is not None, MPI.LAND))
+    readable = _read_records(node.allgather(record.path)) is not None
+    # Not allreduce: mpi4py's goes over a duplicate of its own, which is not revoked when a rank is lost.
+    return all(node.allgather(readable))
 
 
 def _hash(name: str) -> int:

@@ -221,6 +221,10 @@ class Window:
         """A buffer that nothing refers to; None when all are in use."""
         return self._buffers.free(nbytes)
 
+    def idle_bytes(self) -> int:
+        """Of this rank's segment, which it gives back with the window; 0 while anything refers to its buffers."""
+        return len(self._segments[self._rank]) if self._buffers.are_idle() else 0
+
     def place_of(self, memory: np.ndarray) -> int:
         """Where `memory` begins in this rank's segment; NOWHERE for other memory."""
         place = int(memory.ctypes.data) - self._address

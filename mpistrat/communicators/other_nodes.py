@@ -17,6 +17,7 @@ from mpi4py import MPI
 from mpistrat.flight_recorder.elsewhere import Account, account, leave_accounts
 from mpistrat.flight_recorder.job_folder import report_of
 from mpistrat.flight_recorder.record import ABORT, ASK, ASKED, RAISE, STALLED, RankRecord
+from mpistrat.private_files import create
 
 SECONDS_TO_ANSWER = 2.0
 RANKS_TO_ASK = 2  # of each node, in case the first cannot speak
@@ -78,7 +79,7 @@ class OtherNodes:
             self._accounts.setdefault(message.node, message.account)
         else:
             report = report_of(self._record.folder)
-            with contextlib.suppress(OSError), open(report, "w", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), create(report) as file:
                 file.write(message.report)
             self._record.words[STALLED] = message.group
             self._record.words[ABORT] = RAISE

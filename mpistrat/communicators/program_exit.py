@@ -1,21 +1,23 @@
 """What ended this program, as far as Python lets us know it from inside an atexit handler.
 
-CPython forgets the SystemExit that ends a program before it runs the handlers. So calls of `sys.exit` are
-remembered here; `raise SystemExit(n)`, `exit(n)` and the end of the script all look the same.
+CPython forgets the SystemExit that ends a program before it runs the handlers. So calls of `sys.exit`, `exit` and
+`quit` are remembered here; `raise SystemExit(n)` and the end of the script look the same.
 """
 
 from __future__ import annotations
 
+import builtins
 import dis
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mpistrat.communicators.call_site import call_site
 
 _last_exit: SystemExit | None = None
-_last_exit_site = ""
+_last_exit_call = ""
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,31 @@ class ProgramExit:
 
 
 def remember_exits() -> None:
-    """Wrap `sys.exit`, once."""
+    """Wrap `sys.exit`, and `exit` and `quit` outside of interactive use, once."""
     if getattr(sys.exit, "remembers", False):
         return
-    original = sys.exit
+    sys.exit = _remembering(sys.exit, "sys.exit")
+    if not sys.flags.interactive and not hasattr(sys, "ps1"):
+        for name in ("exit", "quit"):
+            if hasattr(builtins, name):  # not under `python -S`
+                setattr(builtins, name, _remembering(getattr(builtins, name), name))
 
-    def exit(status: Any = None, /) -> NoReturn:  # the name that tracebacks show
-        global _last_exit, _last_exit_site
+
+def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., NoReturn]:
+    def exit(code: Any = None) -> NoReturn:  # the name that tracebacks show
+        global _last_exit, _last_exit_call
         try:
-            original(status)
+            original(code)
         except SystemExit as error:
             if threading.current_thread() is threading.main_thread():
-                _last_exit, _last_exit_site = error, call_site(sys._getframe(1))
+                given = "" if code is None else repr(code)
+                _last_exit = error
+                _last_exit_call = f"{name}({given}) at {call_site(sys._getframe(1))}"
             raise
 
     exit.__doc__ = original.__doc__
     exit.remembers = True  # type: ignore[attr-defined]
-    sys.exit = exit
+    return exit
 
 
 def program_exit() -> ProgramExit:
@@ -53,9 +63,7 @@ def program_exit() -> ProgramExit:
     if uncaught is not None and _ended_the_program(uncaught):
         return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
     if _last_exit is not None and _ended_the_program(_last_exit):
-        code = _last_exit.code
-        how = f"called sys.exit({'' if code is None else repr(code)}) at {_last_exit_site}"
-        return ProgramExit(exit_status(code), how)
+        return ProgramExit(exit_status(_last_exit.code), f"called {_last_exit_call}")
     return ProgramExit(0, "came to its end (of the script, or by `raise SystemExit`)")
 
 

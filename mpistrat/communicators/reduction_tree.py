@@ -8,6 +8,7 @@ are sums of whole subtrees, each named by the ids of its replicas, for others to
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 
@@ -67,8 +68,12 @@ def tree_of_replicas(replicas: int, first: int, end: int) -> ReductionTree:
 
 
 @functools.lru_cache
-def tree_of_ranks(size: int, replicas_per_rank: int) -> ReductionTree:
-    """Over what `size` ranks hold after each has added up what it can of its replicas, which are in rank order."""
-    k = replicas_per_rank
-    mine = [tree_of_replicas(size * k, rank * k, (rank + 1) * k).sums for rank in range(size)]
-    return ReductionTree(size * k, mine)
+def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
+    """Over what ranks hold after each has added up what it can of its replicas, which are in rank order."""
+    ends = itertools.accumulate(replicas_of_ranks)
+    total = sum(replicas_of_ranks)
+    mine = [
+        tree_of_replicas(total, end - replicas, end).sums
+        for end, replicas in zip(ends, replicas_of_ranks, strict=True)
+    ]
+    return ReductionTree(total, mine)

@@ -9,7 +9,7 @@ import collections
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from mpistrat.cluster_resolver.cache_folder import cache_folder
 from mpistrat.cluster_resolver.cpu_model import cpu_model
+from mpistrat.cluster_resolver.network_links import network_links
 from mpistrat.cluster_resolver.transport_settings import transport_settings
 from mpistrat.communicators import cost_cache
 from mpistrat.communicators.communicator import Communicator
@@ -27,8 +28,9 @@ SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 LARGEST = SIZES[-1]
 # Of each way and size, beside the first, which finds pages and connections missing.
 ROUNDS = 9
-SECONDS = 0.3  # for all of them; a call that has begun ends, too
-# Ranks that wait spin: one that had less of its core was disturbed by other programs, or by ranks without a core.
+SECONDS = 0.3  # for all of them on a node; a call that has begun ends, too
+SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those of all ranks
+# Ranks that wait awake spin: one that had less of its core was disturbed by other programs, or by ranks without a core.
 LEAST_CPU_SHARE = 0.9
 # Where time ran out.
 UNMEASURED = 1 << 18
@@ -54,16 +56,16 @@ class Costs:
     origin: str = "not measured yet"
     disturbed: bool = False
 
-    def cheaper_from(self, way: str, other: str, floor: int) -> float:
+    def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
         """Bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
 
-        From LARGEST on it is taken anyway, unless it is clearly, and undisturbedly, the dearer there.
+        From LARGEST on it is taken anyway, unless it is clearly, by that factor, and undisturbedly the dearer there.
         """
         if not self.ways:
             return max(floor, UNMEASURED)
         one, another = self.ways[way], self.ways[other]
-        clearly = one.seconds(LARGEST) > CLEARLY * another.seconds(LARGEST)
-        if clearly and not self.disturbed:
+        dearer = one.seconds(LARGEST) > clearly * another.seconds(LARGEST)
+        if dearer and not self.disturbed:
             return math.inf
         return max(floor, math.ceil(min(LARGEST, one.cheaper_from(another))))
 
@@ -78,7 +80,14 @@ def from_bytes(smallest: float) -> str:
 
 
 def costs_of(
-    ways: Mapping[str, Way], communicator: Communicator, mpi: str, ranks_of_nodes: Sequence[int]
+    ways: Mapping[str, Way],
+    communicator: Communicator,
+    mpi: str,
+    ranks_of_nodes: Sequence[int],
+    *,
+    abreast: int = 1,
+    asleep: Collection[str] = (),
+    seconds: float = SECONDS,
 ) -> Costs:
     """What each of `ways` to all-reduce costs. Collective over `communicator`; it takes less than half a second.
 
@@ -86,23 +95,27 @@ def costs_of(
         ways: given zeros of float32, combine them in place with those of all ranks.
         mpi: the library's name and version.
         ranks_of_nodes: how many ranks each node has, the same on all ranks.
+        abreast: how many communicators such as this one, over the same nodes, measure at the same time.
+        asleep: those of `ways` that leave the core while they wait.
+        seconds: for all calls; one that has begun ends, too.
     """
-    mine = (cpu_model(), len(os.sched_getaffinity(0)))
+    mine = (cpu_model(), len(os.sched_getaffinity(0)), network_links())
     everyone = communicator.all_gather_object(mine)
     key = {
         "ways": sorted(ways),
         "mpi": mpi,
         "settings": transport_settings(),
         "ranks_of_nodes": sorted(ranks_of_nodes),
-        "cpus": sorted([*cpu, ranks] for cpu, ranks in collections.Counter(everyone).items()),
+        "abreast": abreast,
+        "nodes": sorted([*node, ranks] for node, ranks in collections.Counter(everyone).items()),
     }
     folder = cache_folder()
     known = _known(folder, key, ways) if communicator.rank == 0 else None
     known = communicator.broadcast_object(known)
     if known is None:
-        measured = measure(ways, SIZES, communicator, SECONDS)
+        measured = measure(ways, SIZES, communicator, seconds, asleep)
         if communicator.rank == 0:
-            known = _of_this_job[repr(key)] = _fitted(ways, measured)
+            known = _of_this_job[repr(key)] = _fitted(ways, measured, seconds)
             if folder is not None and known.ways and not known.disturbed:
                 cost_cache.write(folder, key, dict(known.ways))
         known = communicator.broadcast_object(known)
@@ -118,7 +131,10 @@ def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> 
     if folder is None or found is None or found[0].keys() != ways.keys():
         return None
     costs = {way: found[0][way] for way in ways}
-    return Costs(costs, f"measured {_date(found[1])}, read from {cost_cache.path_of(folder, key)}")
+    path = cost_cache.path_of(folder, key)
+    home = os.path.expanduser("~")
+    told = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
+    return Costs(costs, f"measured {_date(found[1])}, read from {told}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,7 @@ class Measured:
 
     Attributes:
         seconds: by round, size and way; the slowest rank's. There are fewer sizes where time ran out.
-        cpu_share: which part of the time the rank ran that ran least.
+        cpu_share: which part of the time in ways that wait awake the rank ran that ran least.
     """
 
     seconds: np.ndarray
@@ -135,7 +151,11 @@ class Measured:
 
 
 def measure(
-    ways: Mapping[str, Way], sizes: Sequence[int], communicator: Communicator, seconds: float
+    ways: Mapping[str, Way],
+    sizes: Sequence[int],
+    communicator: Communicator,
+    seconds: float,
+    asleep: Collection[str] = (),
 ) -> Measured:
     """Time rounds of all ways and sizes, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
 
@@ -143,34 +163,38 @@ def measure(
     """
     buffers = [np.zeros(nbytes // 4, np.float32) for nbytes in sizes]
     rounds: list[list[np.ndarray]] = []
-    started, ran = time.perf_counter(), time.thread_time()
+    started = time.perf_counter()
+    awake = ran = 0.0
     in_time = True
     while in_time and len(rounds) <= ROUNDS:
         rows: list[np.ndarray] = []
         rounds.append(rows)
         for buffer in buffers:
             took = np.empty(len(ways) + 1)
-            for i, way in enumerate(ways.values()):
-                begun = time.perf_counter()
+            for i, (name, way) in enumerate(ways.items()):
+                begun, ran_before = time.perf_counter(), time.thread_time()
                 way(buffer)
                 took[i] = time.perf_counter() - begun
+                if name not in asleep:
+                    awake += took[i]
+                    ran += time.thread_time() - ran_before
             took[-1] = time.perf_counter() - started
             communicator.all_reduce(took, "max")
             rows.append(took[:-1])
             in_time = bool(took[-1] < seconds)
             if not in_time:
                 break
-    share = np.array((time.thread_time() - ran) / (time.perf_counter() - started))
+    share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
     whole = [rows for rows in rounds[1:] if len(rows) == len(sizes)]
     return Measured(np.array(whole or rounds[:1]), float(share))
 
 
-def _fitted(ways: Mapping[str, Way], measured: Measured) -> Costs:
+def _fitted(ways: Mapping[str, Way], measured: Measured, seconds: float) -> Costs:
     """Lines through the medians of the rounds."""
     rounds, known, _ = measured.seconds.shape
     if known < 2:
-        return Costs({}, f"not measured: calls of two sizes took longer than {SECONDS} s")
+        return Costs({}, f"not measured: calls of two sizes took longer than {seconds:g} s")
     medians = np.median(measured.seconds, axis=0)
     costs = {way: fitted(SIZES[:known], list(medians[:, i])) for i, way in enumerate(ways)}
     disturbed = measured.cpu_share < LEAST_CPU_SHARE

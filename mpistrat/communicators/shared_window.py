@@ -69,7 +69,9 @@ class SharedWindowCommunicator(WrappingCommunicator):
         if nbytes < SMALLEST or not self.is_shared():
             return None
         if self._window is None or self._window.capacity < nbytes:
-            segments, why = self._share(Window.nbytes_for(nbytes), populate=False)
+            # The one in its place holds no memory until it is written, and then this one is gone.
+            instead_of = 0 if self._window is None else self._window.idle_bytes()
+            segments, why = self._share(Window.nbytes_for(nbytes), instead_of, populate=False)
             if segments is None:
                 if why:
                     self._warn(f"gradients are copied into some: {nbytes} bytes cannot be had", why)
@@ -105,10 +107,12 @@ class SharedWindowCommunicator(WrappingCommunicator):
             return None, f"{SHARED_MB} does not allow a rank {own / 1e6:.1f} MB more"
         return CommonMemory.make(nbytes, bounds, self.rank, gather, summed=summed)
 
-    def _share(self, nbytes: int, *, populate: bool) -> tuple[list[np.ndarray] | None, str]:
-        """As `share`; None without a reason where a rank may not share as much."""
+    def _share(
+        self, nbytes: int, instead_of: int = 0, *, populate: bool
+    ) -> tuple[list[np.ndarray] | None, str]:
+        """As `share`; None without a reason where a rank may not share as much `instead_of` bytes that it has."""
         gather = self.inner.all_gather_object
-        if min(gather(self._limit - own_bytes())) < nbytes:
+        if min(gather(self._limit - own_bytes() + instead_of)) < nbytes:
             return None, ""
         return share(nbytes, self.rank, gather, populate=populate)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.flight_recorder.record import RankRecord
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.fault_tolerant import Family
 
 
 def _private() -> RankRecord:
@@ -25,6 +28,7 @@ class Station:
         crowded: the communicator has more ranks on this node than the node has cores for them.
         of_part: given the flat communicator of a part of this one, and its name: what moves the part's bytes best, and
             its station; collective over the part.
+        family: of the communicator, where it outlives its ranks; else None.
     """
 
     record: RankRecord = field(default_factory=_private)
@@ -32,6 +36,7 @@ class Station:
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
     of_part: Callable[[Any, str], tuple[Any, Station]] | None = None
+    family: Family | None = None
 
     def __post_init__(self) -> None:
         if self.board < 0:

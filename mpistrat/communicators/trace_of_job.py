@@ -14,9 +14,11 @@ from mpi4py import MPI
 
 from mpistrat.communicators import job_end
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.fault_tolerant import family_of
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.traced import TracedCommunicator
 from mpistrat.errors import TopologyError
+from mpistrat.private_files import create
 from mpistrat.trace import clocks, of_process
 from mpistrat.trace.timeline import Timeline, header_of, part_of
 
@@ -60,10 +62,11 @@ def _complete() -> None:
     """All ranks have come to their ends, and none records anything any more."""
     timeline = of_process.timeline()
     assert timeline is not None
-    for comm in _comms:
+    whole = [comm for comm in _comms if not ((family := family_of(comm)) and family.has_lost())]
+    for comm in whole:
         _compare_clocks(comm, timeline)
     timeline.close()
-    for comm in _comms:
+    for comm in whole:
         _gather_parts(comm, timeline)
     of_process.all_parts_are_there()
 
@@ -119,7 +122,7 @@ def _receive_part(comm: MPI.Intracomm, rank: int, path: str) -> None:
     with contextlib.ExitStack() as stack:
         file = None
         with contextlib.suppress(OSError):
-            file = stack.enter_context(open(f"{path}.received", "wb"))
+            file = stack.enter_context(create(f"{path}.received", binary=True))
         while data := comm.recv(source=rank):
             try:
                 if file is not None:

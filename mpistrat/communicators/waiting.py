@@ -1,4 +1,4 @@
-"""The one way to wait for another rank in shared memory."""
+"""The one way to wait for another rank, for what it writes into shared memory or for its messages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ SECONDS_FOR_THE_OBSERVER = 5.0
 SECONDS_OF_A_PAUSE = 1.0
 
 
-def wait_until(arrived: Callable[[], bool], station: Station) -> None:
+def wait_until(arrived: Callable[[], bool], station: Station, *, yields: bool = True) -> None:
     """Return once `arrived()` is true: the other ranks of the station's communicator have done their part.
 
     It spins for 0.2 ms, yields the core until 2 ms have passed, and then sleeps for 3 % of the time waited so far
     (50 us to 1 ms). Where ranks outnumber cores it does not spin: the others need the core.
+
+    Args:
+        yields: False sleeps instead of yielding: a core that is yielded is taken again at once.
     Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, or when nobody observes this
-        node. Otherwise a reported stall ends the process from another thread.
+        node. Otherwise a reported stall ends the process from another thread. RankLostError when one of the ranks has
+        failed, and the others are to go on without it.
     """
     started = time.monotonic()
     if not station.crowded:
@@ -52,10 +56,12 @@ def wait_until(arrived: Callable[[], bool], station: Station) -> None:
             started += now - looked  # the job was suspended
         looked = now
         waited = now - started
-        if waited < YIELD_SECONDS:
+        if yields and waited < YIELD_SECONDS:
             os.sched_yield()
             continue
         raise_if_stalled(station)
+        if station.family is not None:
+            station.family.raise_if_lost()
         observed = now - words[LOOKED] / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
         if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
             raise StallError(

@@ -1,5 +1,8 @@
 """The names that `tf.distribute.experimental` keeps."""
 
+from mpistrat.fault_tolerance import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from mpistrat.fault_tolerance import PreemptionWatcher as PreemptionWatcher
+from mpistrat.fault_tolerance import TerminationConfig as TerminationConfig
 from mpistrat.options import CollectiveHints as CollectiveHints
 from mpistrat.options import CommunicationImplementation as CommunicationImplementation
 from mpistrat.options import CommunicationOptions as CommunicationOptions

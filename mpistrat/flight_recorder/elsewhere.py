@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, dataclass
 
 from mpistrat.flight_recorder.report import account_of, find_ranks
+from mpistrat.private_files import create
 
 _FILE = "elsewhere"
 
@@ -41,7 +42,7 @@ def account(folder: str) -> Account:
 
 def leave_accounts(folder: str, accounts: list[Account]) -> None:
     path = os.path.join(folder, _FILE)
-    with open(path + ".new", "w", encoding="utf-8") as file:
+    with create(path + ".new") as file:
         json.dump([asdict(one) for one in accounts], file)
     os.replace(path + ".new", path)
 

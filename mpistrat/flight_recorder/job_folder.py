@@ -13,6 +13,8 @@ import re
 import stat
 import time
 
+from mpistrat.private_files import create, make_folder
+
 _LOCK = ".lock"
 _MAPPINGS = "mappings-"
 _RECORD = "rank-"
@@ -89,7 +91,7 @@ class JobFolder:
         error: OSError | None = None
         for root in _roots():
             try:
-                os.makedirs(root, mode=0o700, exist_ok=True)
+                make_folder(root)
                 if not _is_ours(root):
                     raise PermissionError(f"{root} is not a folder of this user's alone")
                 return cls._locked(os.path.join(root, name))
@@ -112,7 +114,7 @@ class JobFolder:
 
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
-        with open(os.path.join(self.path, f"{_MAPPINGS}{rank}"), "w", encoding="utf-8") as file:
+        with create(os.path.join(self.path, f"{_MAPPINGS}{rank}")) as file:
             file.writelines(f"{inode} {path}\n" for inode, path in sorted(_shared_mappings()))
 
     def remove_if_last(self) -> bool:

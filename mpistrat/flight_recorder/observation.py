@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.flight_recorder.interpreter import python_of_helpers
 from mpistrat.flight_recorder.record import STACK_SIGNAL, RankRecord
+from mpistrat.private_files import private
 
 if TYPE_CHECKING:
     import subprocess
@@ -26,6 +27,7 @@ package = types.ModuleType("mpistrat")
 package.__path__ = [sys.argv[1]]
 sys.modules["mpistrat"] = package
 from mpistrat.flight_recorder.observer import main
+from mpistrat.private_files import private
 main()
 """
 
@@ -79,7 +81,7 @@ def observe(folder: str) -> None:
 def speak_on_signal(record: RankRecord, stacks: str) -> None:
     """Let others ask for this process's Python stack, even while it holds the GIL; fatal signals are explained too."""
     global _stacks
-    _stacks = open(stacks, "ab", buffering=0)  # noqa: SIM115 - open until the process ends
+    _stacks = open(stacks, "ab", buffering=0, opener=private)  # noqa: SIM115 - open until the process ends
     if not faulthandler.is_enabled():
         faulthandler.enable(_stacks)
     taken = _signals_in_use()

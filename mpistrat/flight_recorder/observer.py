@@ -23,6 +23,7 @@ from mpistrat.flight_recorder.elsewhere import Account, find_accounts
 from mpistrat.flight_recorder.job_folder import JobFolder, report_of
 from mpistrat.flight_recorder.processes import (
     DEAD,
+    describe_exit,
     exit_status,
     is_launcher,
     launcher_of,
@@ -36,12 +37,15 @@ from mpistrat.flight_recorder.record import (
     CODE,
     END,
     ENDING,
+    EXPENDABLE,
     LEAVING,
+    LEFT,
     LIMIT,
     LOOKED,
     ON_STALL,
     RAISE,
     RUNNING,
+    SIZE,
     STALLED,
     STATE,
 )
@@ -54,6 +58,7 @@ from mpistrat.flight_recorder.report import (
     stall_report,
     waits,
 )
+from mpistrat.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
 # Longer than this between two looks, and the machine or this process stood still.
@@ -188,6 +193,9 @@ class Observer:
         unexplained = self._unexplained_deaths()
         if not unexplained or self._reported or ENDING in states or self._is_told_elsewhere():
             return
+        if self._others_went_on() and all(r.record.words[EXPENDABLE] for r in unexplained):
+            self._let_go(unexplained)
+            return
         all_dead = self._nobody_is_left()
         # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it.
         may_be_0 = all(rank.status in (0, None) for rank in unexplained)
@@ -204,13 +212,32 @@ class Observer:
         ranks = list(self._ranks.values())
         self._report(lambda: death_report(ranks, first), END, _code(first.status))
 
+    def _others_went_on(self) -> bool:
+        """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
+        ranks = self._ranks.values()
+        elsewhere = len(ranks) < next(iter(ranks)).record.words[SIZE]
+        return elsewhere or any(not r.dead or r.record.words[STATE] == LEFT for r in ranks)
+
+    def _let_go(self, lost: list[Rank]) -> None:
+        """The other ranks go on without them; one of these tells with how many."""
+        for rank in lost:
+            rank.lost = True
+            _say(
+                f"\nmpistrat: {rank.who} {describe_exit(rank.status)}; the others go on without it\n"
+            )
+        self._first_death = 0.0
+
     def _is_told_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
         asked = max((rank.record.words[ASKED] for rank in self._ranks.values()), default=0) / 1e9
         return asked > 0 and time.monotonic() - asked < SECONDS_TO_REPORT
 
     def _unexplained_deaths(self) -> list[Rank]:
-        return [rank for rank in self._deaths if rank.record.words[STATE] in (RUNNING, LEAVING)]
+        return [
+            rank
+            for rank in self._deaths
+            if rank.record.words[STATE] in (RUNNING, LEAVING) and not rank.lost
+        ]
 
     def _unequal(self) -> bool:
         """Whether ranks made different numbers of calls, or died in one."""
@@ -222,7 +249,7 @@ class Observer:
         return inside or any(len(numbers) > 1 for numbers in calls.values())
 
     def _judge_waits(self) -> None:
-        ranks = list(self._ranks.values())
+        ranks = [rank for rank in self._ranks.values() if not rank.lost]
         if self._reported or any(rank.record.words[STATE] == ENDING for rank in ranks):
             return
         wait = next(iter(waits(ranks)), None)
@@ -239,7 +266,8 @@ class Observer:
         told = self._ask_other_nodes(wait)
         missing = [rank for one in told for rank in one.missing(wait.group, wait.call)]
         lines = [line for one in told for line in one.lines]
-        return stall_report(list(self._ranks.values()), wait, waited, limit, missing, lines)
+        ranks = [rank for rank in self._ranks.values() if not rank.lost]
+        return stall_report(ranks, wait, waited, limit, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
         if not wait.elsewhere:
@@ -270,10 +298,7 @@ class Observer:
             return
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
         written = _write_file(f"{text}\n")
-        with (
-            contextlib.suppress(OSError),
-            open(report_of(self._folder.path), "w", encoding="utf-8") as file,
-        ):
+        with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
             file.write(text)
         where = f" This report is in {written}." if written else ""
         _say(f"\nmpistrat: {text}\nmpistrat: {end}{where}\n")
@@ -355,7 +380,7 @@ def _write_file(text: str) -> str:
     for place in (".", tempfile.gettempdir()):
         with contextlib.suppress(OSError):  # the working directory may be gone
             path = os.path.abspath(os.path.join(place, name))
-            with open(path, "w", encoding="utf-8") as file:
+            with open(path, "x", encoding="utf-8", opener=private) as file:
                 file.write(text)
             return path
     return ""
@@ -372,7 +397,9 @@ def _end_launcher(pid: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What is sent to all processes of a job is for the ranks, which may go on for a while; it ends with them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     path = sys.stdin.readline().rstrip("\n")
     if path:  # else the process that started us has ended
         with contextlib.suppress(FileNotFoundError):

@@ -103,16 +103,20 @@ class StackRequest:
         """Innermost first; [] when it does not answer."""
         if self._before is None:
             return []
-        size = self._before
+        told = ""
         while time.monotonic() < self._deadline:
-            grown = os.path.getsize(self._stacks)
-            if grown == size > self._before:
-                break
-            size = grown
             time.sleep(0.02)
+            before, told = told, self._told()
+            # A process without a core may stop in the middle of its answer.
+            if told == before and _frames(told):
+                break
+        return _frames(told)
+
+    def _told(self) -> str:
+        assert self._before is not None
         with open(self._stacks, encoding="utf-8", errors="replace") as file:
             file.seek(self._before)
-            return _frames(file.read())
+            return file.read()
 
 
 def launcher_of(pid: int) -> int | None:

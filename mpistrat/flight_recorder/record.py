@@ -38,7 +38,8 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     LOOKED,  # when the observer last looked, or will at the latest; 0: it does not know of this rank yet
     ASK,  # 1: the observer wants to know of the ranks on other nodes; see `elsewhere`
     ASKED,  # when the observer of another node asked
-) = range(16)
+    EXPENDABLE,  # 1: if this rank dies, the others go on without it
+) = range(17)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported

@@ -45,6 +45,7 @@ class Rank:
     stacks: str
     dead: bool = False
     status: int | None = None
+    lost: bool = False  # dead, and the others went on without it
 
     @property
     def number(self) -> int:

@@ -25,6 +25,7 @@ from mpistrat.input.splitting import Share
 from mpistrat.options import AutoShardPolicy, InputOptions
 
 if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
     from mpistrat.strategy_extended import StrategyExtended
 
 
@@ -54,6 +55,11 @@ class DistributedDataset(Iterable[Any]):
         self._peeked: DistributedIterator | None = None
         self._spec: Any = None
         self._read_ahead: int | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """Whose replicas it gives batches to."""
+        return self._extended.strategy
 
     def __iter__(self) -> DistributedIterator:
         epoch, start = self._epoch, self._start

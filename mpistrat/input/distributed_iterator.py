@@ -18,6 +18,7 @@ from mpistrat.values import regroup
 
 if TYPE_CHECKING:
     from mpistrat.input.distributed_dataset import DistributedDataset
+    from mpistrat.strategy import Strategy
 
 # With fewer, a thread is woken for each step when the reading is the slower: 30 us instead of 10.
 _STEPS_READ_AHEAD = 4
@@ -49,6 +50,11 @@ class DistributedIterator(Iterator[Any]):
         fetches = dataset._options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.worker_devices if fetches else ())
         self._begin(epoch, start)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Whose replicas it gives batches to."""
+        return self._extended.strategy
 
     def _begin(self, epoch: int, start: int) -> None:
         self._epoch, self._steps_done = epoch, start

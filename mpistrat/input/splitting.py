@@ -27,25 +27,33 @@ class Share:
         workers, worker: how many workers read, and which of them this rank belongs to.
         num_replicas: over all workers.
         replicas: this rank's replicas, numbered within its worker.
-        consecutive: replica i of the job takes piece i of each global batch. Otherwise the pieces are dealt out to the
-            workers in turn, as TensorFlow does; with one replica per worker that is the same.
+        first: the number in the job of this worker's first replica: replica i takes piece i of each global batch. With
+            None the pieces are dealt out to the workers in turn, as TensorFlow does; with one replica per worker that
+            is the same.
     """
 
     workers: int
     worker: int
     num_replicas: int
     replicas: range
-    consecutive: bool = False
+    first: int | None = None
 
     @property
     def replicas_per_worker(self) -> int:
-        return self.num_replicas // self.workers
+        """Raises: ValueError when some workers have more than others."""
+        each, rest = divmod(self.num_replicas, self.workers)
+        if rest or self.replicas.stop > each or self.first not in (None, self.worker * each):
+            raise ValueError(
+                f"{self.num_replicas} replicas are spread unequally over {self.workers} ranks: then each of these "
+                "reads its part of every batch (AutoShardPolicy.DATA), not files or batches of its own"
+            )
+        return each
 
     @property
     def pieces(self) -> list[int]:
         """The numbers of the pieces of a global batch that this rank's replicas take, in their order."""
-        if self.consecutive:
-            return [self.worker * self.replicas_per_worker + replica for replica in self.replicas]
+        if self.first is not None:
+            return [self.first + replica for replica in self.replicas]
         return [self.worker + replica * self.workers for replica in self.replicas]
 
     def sizes(self, global_batch_size: int) -> list[int]:

@@ -31,7 +31,7 @@ from mpistrat.input.readers import (
     steps_of_indices,
 )
 from mpistrat.input.splitting import Share
-from mpistrat.input.worker_processes import starting_workers, worker_context
+from mpistrat.input.worker_processes import Shielded, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
@@ -74,11 +74,13 @@ class WholeLoader(Restartable):
             self._loader = copy.copy(loader)
             self._loader._iterator = None  # persistent workers of the user's own
             self._loader.multiprocessing_context = worker_context(loader)
+            self._loader.worker_init_fn = Shielded(loader.worker_init_fn)
+        self._user = loader
         self._random = RandomState(loader)
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
-        with self._random.of_epoch(), starting_workers(self._loader):
+        with self._random.of_epoch(), starting_workers(self._user):
             batches = iter(self._loader)
             first = list(itertools.islice(batches, 1))  # samplers draw their seed now
         return itertools.chain(first, batches)
@@ -108,13 +110,14 @@ class WholeLoader(Restartable):
 
 def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
     """A DataLoader of the same dataset, workers and random numbers."""
+    shielded = loader.num_workers and loader.multiprocessing_context is None
     return data.DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=Shielded(loader.worker_init_fn) if shielded else loader.worker_init_fn,
         multiprocessing_context=worker_context(loader),
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,

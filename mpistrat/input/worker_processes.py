@@ -2,14 +2,21 @@
 
 A forked child shares the parent's MPI state: MPICH's children have written into another process's pipe, and memory that
 a network card has registered is not theirs. So workers come from a forkserver, which never knew MPI.
+
+Slurm signals all processes of a job when its end is near. The ranks decide what to do about it, and meanwhile need
+their workers: those and the forkserver do not get such signals.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,6 +24,8 @@ from typing import Any
 import torch.utils.data as data
 
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
+_ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
@@ -28,11 +37,49 @@ def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
     return context
 
 
+class Shielded:
+    """A `worker_init_fn` that calls the user's; its worker only ends with its rank, or when that says so."""
+
+    def __init__(self, function: Callable[[int], Any] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker_id: int) -> None:
+        rank = multiprocessing.parent_process()
+        assert rank is not None
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
+        arguments = (rank.pid, os.getppid())
+        threading.Thread(target=_end_with_rank, args=arguments, daemon=True).start()
+        if self._function is not None:
+            self._function(worker_id)
+
+
+def _end_with_rank(rank: int, parent: int) -> None:
+    while os.getppid() == parent:
+        came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
+        if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank:
+            break
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _blocked_in_children() -> Iterator[None]:
+    """Processes that this thread starts inside, and theirs, do not get `_ANNOUNCEMENTS`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
+    try:
+        resource_tracker.ensure_running()  # it unblocks SIGTERM here, and ignores it there
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextlib.contextmanager
 def starting_workers(loader: data.DataLoader[Any]) -> Iterator[None]:
     """Around what starts them. Raises: TypeError that names what could not be sent to them."""
+    shielded = loader.num_workers and loader.multiprocessing_context is None
     try:
-        yield
+        with _blocked_in_children() if shielded else contextlib.nullcontext():
+            yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         for part in _PARTS if loader.num_workers else ():
             with contextlib.suppress(Exception):

@@ -113,9 +113,8 @@ class Buckets:
         gradient = parameter.grad
         assert gradient is not None
         self._pieces[slot].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        if (
-            len(parameter._post_accumulate_grad_hooks) > 1
-        ):  # the program has one, too, which will look at it
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            # The program has one, too, which will look at it.
             self._shown.append((parameter, gradient, gradient._version))
         else:
             parameter.grad = None  # its memory serves the gradients that come next

@@ -64,8 +64,11 @@ class GradientReducer:
         self._rule = rule
         options = strategy.extended.cross_replica_ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
-        kind = OrderedFlatBuffers if strategy.extended.deterministic else FlatBuffers
-        self._flat = kind(registry, options.wire_format or short)
+        self._flat = (
+            OrderedFlatBuffers(registry, strategy.extended.replicas_of_ranks)
+            if strategy.extended.deterministic
+            else FlatBuffers(registry, options.wire_format or short)
+        )
         self.overlap = Overlap(strategy.extended)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [
@@ -77,6 +80,16 @@ class GradientReducer:
         # a training step.
         self._spent: list[torch.Tensor] = []
         self.steps = 0
+        # Those that have stepped inside `run` and are still alive, by number in the order of their first steps.
+        self.optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._optimizers_seen = 0
+
+    def take_note_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """It steps for the first time. Every rank takes the same steps."""
+        self.optimizers[self._optimizers_seen] = optimizer
+        self._optimizers_seen += 1
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -148,6 +161,10 @@ class GradientReducer:
     def _scale(self, rule: str) -> float | None:
         return 1.0 / self._extended.num_replicas_in_sync if rule == "mean" else None
 
+    def explain(self) -> str:
+        """How gradients are reduced, for people."""
+        return "\n".join(filter(None, [self.overlap.explain(), self._flat.wires.explain()]))
+
     def guard(self, parameter: torch.Tensor) -> None:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -185,9 +202,11 @@ class GradientReducer:
         snapshots = [operands[1] for operands in everyone]
         communicator = self._extended.communicator
         slots = len(contributions[0])
-        flags = np.zeros(
-            _HEADER + slots + buffers.FLAGS_PER_BUFFER * len(self.registry.buffers), np.int32
-        )
+        riders = list(self._extended.riders)
+        with communicator.raising_together():
+            boarded = [rider.board() for rider in riders]
+        end = _HEADER + slots + buffers.FLAGS_PER_BUFFER * len(self.registry.buffers)
+        flags = np.concatenate([np.zeros(end, np.int32), *boarded])
         flags[:_HEADER] = (self.steps, -self.steps, self._strategy.runs, -self._strategy.runs)
         for gradients in contributions:
             for slot, gradient in enumerate(gradients):
@@ -196,7 +215,7 @@ class GradientReducer:
                     flags[_HEADER + slot] = max(kind, flags[_HEADER + slot])
         for slot in sent:
             flags[_HEADER + slot] = _AGAIN if flags[_HEADER + slot] else _DENSE
-        buffers.flag_written(snapshots, flags[_HEADER + slots :])
+        buffers.flag_written(snapshots, flags[_HEADER + slots : end])
         communicator.all_reduce(flags, "max", label="gradients of mirrored parameters")
         if flags[0] != -flags[1] or flags[2] != -flags[3]:
             counts = communicator.all_gather_object((self._strategy.runs, self.steps))
@@ -236,8 +255,11 @@ class GradientReducer:
                 parameters[slot], [gradients[slot] for gradients in contributions], scale
             )
         self._flat.wires.end_backward()
-        written = buffers.to_average(flags[_HEADER + slots :])
+        written = buffers.to_average(flags[_HEADER + slots : end])
         buffers.average(self._extended, self.registry.buffers, snapshots, written)
+        for rider, words in zip(riders, boarded, strict=True):
+            rider.arrive(flags[end : end + len(words)])
+            end += len(words)
         return [
             reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
             for i in range(len(everyone))

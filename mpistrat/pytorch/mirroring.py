@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
 _BYTES_PER_BROADCAST = 1 << 28
+
+_all: weakref.WeakSet[Mirroring] = weakref.WeakSet()
 
 _Parameter = tuple[str, torch.Tensor]
 _Buffer = tuple[str, torch.nn.Module, str]
@@ -47,6 +50,11 @@ class Mirroring:
             optimizers.install()
         if self._extended.num_local_replicas > 1:
             virtual_replicas.install(self._extended, self.registry)
+        _all.add(self)
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._extended.strategy
 
     def stop_recording(self, failed: bool) -> None:
         """The outermost `scope()` is left. After an error nothing is sent: other ranks may not be here."""
@@ -85,7 +93,7 @@ class Mirroring:
 
     def explain(self) -> str:
         """How gradients are reduced, for people."""
-        return self.reducer.overlap.explain()
+        return self.reducer.explain()
 
     def _collect(
         self, roots: Iterable[torch.nn.Module], again: bool = False
@@ -132,7 +140,7 @@ class Mirroring:
             assert slot is not None
             slot.settle([slot.tensor()])
         if self._shared is not None:
-            self._shared.share([parameter for _, parameter in parameters])
+            self._shared.share([parameter for _, parameter in parameters], self.registry)
 
     def _agree(self, described: list[str]) -> None:
         communicator = self._extended.communicator
@@ -173,6 +181,20 @@ class Mirroring:
             if not alive.all():
                 self.registry.keep([bool(a) for a in alive])
                 self.reducer.overlap.forget()
+
+
+def strategy_of(value: Any) -> Strategy | None:
+    """The strategy that mirrors the parameters of `value`, a module or an optimizer; None if there is none."""
+    parameters: Iterable[torch.Tensor] = ()
+    if isinstance(value, torch.nn.Module):
+        parameters = value.parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        parameters = (p for group in value.param_groups for p in group["params"])
+    for parameter in parameters:
+        for mirroring in _all:
+            if parameter in mirroring.registry:
+                return mirroring.strategy
+    return None
 
 
 def _flatten(given: Any) -> Iterator[torch.nn.Module | torch.Tensor]:

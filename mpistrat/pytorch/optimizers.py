@@ -80,7 +80,8 @@ def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) 
     """RuntimeError if the step would change a parameter that is not mirrored."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
-    if _checked.get(optimizer) == found:
+    before = _checked.get(optimizer)
+    if before == found:
         return
     for g, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [
@@ -95,6 +96,8 @@ def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) 
                     "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
                     "sees no modules if torch was not imported before it.)"
                 )
+    if before is None or before[0] != found[0]:
+        reducer.take_note_of(optimizer)
     _checked[optimizer] = found
 
 

@@ -10,10 +10,19 @@ from mpistrat import arrays
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
 from mpistrat.pytorch.flat_buffers import FlatBuffers, alike, as_pieces, fill
+from mpistrat.pytorch.registry import Registry
 
 
 class OrderedFlatBuffers(FlatBuffers):
-    """`FlatBuffers` that adds up replicas in the order of `communicators.reduction_tree`."""
+    """`FlatBuffers` that adds up replicas in the order of `communicators.reduction_tree`.
+
+    Args:
+        replicas_of_ranks: how many replicas each rank has, in rank order.
+    """
+
+    def __init__(self, registry: Registry, replicas_of_ranks: tuple[int, ...]) -> None:
+        super().__init__(registry)
+        self._replicas_of_ranks = replicas_of_ranks
 
     def reduce(
         self,
@@ -38,13 +47,14 @@ class OrderedFlatBuffers(FlatBuffers):
         scale: float | None,
     ) -> list[torch.Tensor]:
         """The sums over all replicas of one group's `gradients`, for each local replica a list."""
-        replicas, size, rank = len(gradients), communicator.size, communicator.rank
-        mine = tree_of_replicas(size * replicas, rank * replicas, (rank + 1) * replicas)
-        tree = tree_of_ranks(size, replicas)
+        of_ranks = self._replicas_of_ranks
+        replicas, first = len(gradients), sum(of_ranks[: communicator.rank])
+        mine = tree_of_replicas(sum(of_ranks), first, first + replicas)
+        tree = tree_of_ranks(of_ranks)
         length = sum(parameter.numel() for parameter in like)
         dtype, device = like[0].dtype, like[0].device
         short = dtype.is_floating_point and dtype.itemsize < 4
-        summed = torch.float32 if short and replicas > 1 else dtype  # rounded once, at the end
+        summed = torch.float32 if short and max(of_ranks) > 1 else dtype  # rounded once, at the end
         sums = self._buffer(
             communicator if tree.one_each else None, len(mine.left) * length, summed, device
         ).view(len(mine.left), length)
@@ -71,7 +81,7 @@ class OrderedFlatBuffers(FlatBuffers):
         label = f"gradients of {len(like)} parameters"
         if device.type == "cpu":
             communicator.all_reduce_by_tree(sums, tree, label=label, scale=scale)
-        elif size > 1:
+        elif communicator.size > 1:
             host = arrays.to_host(sums)
             communicator.all_reduce_by_tree(host, tree, label=label, scale=scale)
             sums[0].copy_(host[0])

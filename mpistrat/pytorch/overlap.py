@@ -146,9 +146,8 @@ class Overlap:
             self._thread = CommunicationThread.beside(communicator)
             if self._asked:
                 self._overlaps, self._why = True, "as asked for"
-            elif (
-                self._has_wire
-            ):  # a trial would lose what is held back of the buffers that are given up
+            elif self._has_wire:
+                # A trial would lose what is held back of the buffers that are given up.
                 self._overlaps, self._why = True, "as wire formats are better off"
             return True
         self.decline(why_not)

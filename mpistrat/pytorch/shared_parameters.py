@@ -65,35 +65,68 @@ class SharedParameters:
                     )
                 )
 
-    def share(self, parameters: Sequence[torch.Tensor]) -> None:
+    def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
         """Move `parameters`, equal on all ranks, to shared memory where they are not there yet.
 
         Collective. Then all parameters are equal to what the owners of their slices have.
+        Args: registry: of all mirrored parameters, these among them.
         """
+        everyone = [p for p in registry.parameters() if p is not None]
+        alone = self._alone(registry)
         pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
         for key in pending:
             self._places.pop(key, None)
-        eligible = [] if self._refused else self._eligible(list(pending.values()))
+        eligible = [] if self._refused else self._eligible(list(pending.values()), alone)
         if eligible:
             self._make_block(eligible)
         self.settle()
+        blocks = self.blocks(everyone)
+        for parameter in everyone:
+            if id(parameter) not in alone:
+                self._places.pop(id(parameter), None)
+        self._leave(blocks, [p for p in everyone if self.place_of(p) is None])
 
-    def _eligible(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _alone(self, registry: Registry) -> set[int]:
+        """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
+        parameters = registry.parameters()
+        storages = [0 if p is None else _storage(p) for p in parameters]
+        in_storage = collections.Counter(storages)
+        flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
+        if flags.size:  # a rank may have freed a parameter that others still have
+            self.communicator.all_reduce(flags, "min", label="storages of parameters")
+        return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
+
+    def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
         """Those that can be shared; the others are each rank's own, as without sharing.
 
         Not what lies on a GPU, nor tensors that lie in one storage, which must go on doing so, nor single numbers,
         whose state in an optimizer could not be told from its counters.
         """
-        plain = {id(p): p.untyped_storage().data_ptr() for p in parameters if _is_plain(p)}
-        in_storage = collections.Counter(plain.values())
         shared = []
         for parameter in parameters:
-            if in_storage[plain.get(id(parameter), 0)] == 1:
+            if id(parameter) in alone and _is_plain(parameter):
                 shared.append(parameter)
             elif parameter.device.type != "cpu" and not self._told_of_devices:
                 self._told_of_devices = True
                 self._warn(f"parameters on {parameter.device.type} are each rank's own")
         return shared
+
+    @staticmethod
+    def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
+        """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
+
+        Made of a shared parameter's memory (`Parameter(shared.data)`), they are stepped whole, by each rank; a block's
+        pages that were written are filled again from what is shared. What lay in one storage goes on doing so.
+        """
+        storages: dict[int, torch.UntypedStorage] = {}
+        for parameter in parameters:
+            address = _storage(parameter)
+            if any(block.value_view.holds(address) for block in blocks):
+                if address not in storages:
+                    storages[address] = parameter.untyped_storage().clone()
+                layout = parameter.storage_offset(), parameter.shape, parameter.stride()
+                own = torch.empty(0, dtype=parameter.dtype)
+                parameter.data = own.set_(storages[address], *layout)
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
         parameters = sorted(parameters, key=lambda p: str(p.dtype))  # a stable order of dtypes
@@ -213,11 +246,20 @@ class SharedParameters:
         }
 
 
-def _is_plain(parameter: torch.Tensor) -> bool:
-    return (
+def _storage(parameter: torch.Tensor) -> int:
+    """The address of what `parameter` lies in; 0 for one that lies nowhere on the host, or in a way of its own."""
+    if (
         parameter.device.type == "cpu"
         and parameter.layout is torch.strided
         and type(parameter.data) is torch.Tensor
+    ):
+        return parameter.untyped_storage().data_ptr()
+    return 0
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return (
+        _storage(parameter) != 0
         and not parameter.is_inference()
         and (parameter.is_floating_point() or parameter.is_complex())
         and arithmetic_of(parameter, "sum") is not None

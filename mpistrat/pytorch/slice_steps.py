@@ -116,6 +116,12 @@ class _Slice:
         if self.tensor.grad is not self._gradient[1]:
             self.tensor.grad = self._gradient[1]
 
+    def leave(self, state: dict[str, Any]) -> None:
+        """Let what is shared of `state`, the parameter's, be this rank's own from now on."""
+        for name, (_, whole) in self.state.items():
+            if state.get(name) is whole:
+                state[name] = whole.clone()
+
 
 class _Slices:
     """Of the parameters of one optimizer. It does not refer to the optimizer."""
@@ -129,7 +135,7 @@ class _Slices:
 
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
         """The twin that steps."""
-        self._find_slices(parameters)
+        self._find_slices(optimizer, parameters)
         self._settling = settling = Settling(
             self._shared.communicator, "optimizer.step() of shared parameters"
         )
@@ -156,12 +162,14 @@ class _Slices:
         one = self._slices.get(parameter)
         return parameter if one is None else one.tensor
 
-    def _find_slices(self, parameters: list[torch.Tensor]) -> None:
+    def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             place = self._shared.place_of(parameter)
             one = self._slices.get(parameter)
             if place is None:
-                self._slices.pop(parameter, None)
+                if one is not None:  # shared no more
+                    one.leave(optimizer.state[parameter])
+                    del self._slices[parameter]
             elif one is None or one.place is not place:
                 self._slices[parameter] = _Slice(parameter, place)
 

@@ -76,17 +76,26 @@ class TorchState:
         return True
 
     def _begin_random(self) -> None:
-        """Replicas whose generators were in step stay so; otherwise the program's is replica 0's.
+        self._generators = self.generators()
+        self._seed = torch.initial_seed()
 
+    def generators(self) -> list[list[torch.Tensor]]:
+        """The states of each replica's generators with which the next run begins.
+
+        Replicas whose generators were in step stay so; otherwise the program's is replica 0's.
         So one seed gives each replica the numbers that it would draw on a rank of its own.
         """
         now = _generators()
-        seed = torch.initial_seed()
         in_step = all(_equal(self._generators[0], other) for other in self._generators[1:])
-        if not self._generators or in_step or seed != self._seed:
-            self._generators = [now] * self._count
-        self._generators[0] = now
-        self._seed = seed
+        if not self._generators or in_step or torch.initial_seed() != self._seed:
+            return [now] * self._count
+        return [now, *self._generators[1:]]
+
+    def set_generators(self, states: list[list[torch.Tensor]]) -> None:
+        """Let the next run begin with `states`, one for each replica."""
+        _set_generators(states[0])
+        self._generators = [_generators(), *states[1:]]
+        self._seed = torch.initial_seed()
 
     def end(self) -> None:
         registry = self._registry
@@ -178,6 +187,33 @@ def install(extended: StrategyExtended, registry: Registry) -> None:
     _states[extended] = state
     extended.replicas.states.append(state)
     _guard_schedulers()
+
+
+def generators_of(extended: StrategyExtended) -> list[list[torch.Tensor]]:
+    """The states of the generators of each local replica: the CPU's and, where CUDA is in use, the device's."""
+    state = _states.get(extended)
+    if state is None:
+        return [_generators()] * extended.num_local_replicas
+    return state.generators()
+
+
+def set_generators_of(extended: StrategyExtended, states: list[list[torch.Tensor]]) -> None:
+    """Let the generators of each local replica go on from `states`; those of GPUs only where there are some."""
+    if not torch.cuda.is_available():
+        states = [own[:1] for own in states]
+    state = _states.get(extended)
+    if state is None:
+        _set_generators(states[0])
+    else:
+        state.set_generators(states)
+
+
+def seeded_generators(seed: int) -> list[torch.Tensor]:
+    """The states of generators as `torch.manual_seed(seed)` leaves them."""
+    states = [torch.Generator().manual_seed(seed).get_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.Generator("cuda").manual_seed(seed).get_state())
+    return states
 
 
 def copies_of_buffers(

@@ -63,10 +63,19 @@ class Wires:
         """Forget the buffers that were not used for longest, where there are too many."""
         self._most = max(self._most, sum(self._wires[key].size for key in self._used))
         self._used.clear()
+        # One that no message was given to holds nothing back: another may take its place.
+        self._wires = {key: wire for key, wire in self._wires.items() if wire.size}
         total = sum(wire.size for wire in self._wires.values())
         while total > _TURNS * self._most:
             key = next(iter(self._wires))
             total -= self._wires.pop(key).size
+
+    def explain(self) -> str:
+        """For people; empty without a format."""
+        if self._format is None:
+            return ""
+        crossed = f"up to {self._most:,} values of a backward()" if self._most else "none has yet"
+        return f"gradients cross the network as {name_of(self._format)}: {crossed}"
 
     def __str__(self) -> str:
         return "" if self._format is None else f", as {name_of(self._format)}"

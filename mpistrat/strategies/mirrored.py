@@ -11,6 +11,7 @@ from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.devices import check_devices
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
@@ -163,7 +164,7 @@ def setup(
         raise ValueError(
             "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
         )
-    what = f"{type(strategy).__name__} with {replicas} replicas per rank"
+    what = type(strategy).__name__
     sharing = ", shared_parameters=True" if shared_parameters else ""
     wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
     communicator.barrier(
@@ -176,10 +177,17 @@ def setup(
         from mpistrat.traced_ranges import trace_ranges
 
         trace_ranges(communicator.timeline, folder)
+    replicas_of_ranks = tuple(communicator.all_gather_object(replicas, label="replicas"))
+    if len(set(replicas_of_ranks)) > 1 and not deterministic:
+        told = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
+        raise CollectiveMismatchError(
+            f"the ranks made a {what} with different numbers of devices: {told}. With deterministic=True they may "
+            "differ"
+        )
     devices = bind(communicator, topology, devices)
     communicator = communicator.by(implementation_of(options))
     strategy._gradients = gradients
     strategy._shared_parameters = shared_parameters
     strategy._extended = extended(
-        strategy, communicator, devices, cross_device_ops, options, threads
+        strategy, communicator, devices, cross_device_ops, options, threads, replicas_of_ranks
     )

@@ -30,7 +30,7 @@ class _MultiWorkerExtended(StrategyExtended):
             communicator.rank,
             self.num_replicas_in_sync,
             range(self.num_local_replicas),
-            consecutive=self.deterministic,
+            first=self.first_replica_id if self.deterministic else None,
         )
 
 
@@ -52,11 +52,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         deterministic: results do not depend on how replicas are spread over ranks. Sums over replicas have the same
             bits, each rank computes with OMP_NUM_THREADS threads, or with 1, and replica i reads part i of each global
             batch; otherwise the parts are dealt out to the ranks in turn, as in TensorFlow (with one replica per rank
-            that is the same).
+            that is the same). Ranks may then have different numbers of devices.
         shared_parameters: the ranks of a node keep one copy of the parameters of torch modules on the CPU, of their
             gradients and of the optimizer's state; each rank updates a slice. For optimizers that update element by
             element: of others, each rank computes whole steps. Where memory cannot be shared, each rank has its own,
-            and a warning says so. Takes one replica per rank.
+            and a warning says so; and of parameters that lie in one storage, which go on doing so. Takes one replica
+            per rank.
     Raises:
         TopologyError: MPI, the launcher and the resolver disagree about ranks.
     """

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpistrat.private_files import create
 from mpistrat.trace.clocks import Alignment, Comparison
 from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
 
@@ -76,7 +77,7 @@ def merge(folder: str) -> Merged:
     last = _last_to_enter(parts)
     beginning = min(part.aligned(part.begins) for part in parts)
     path, events = trace_of(folder), 0
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
+    with create(f"{path}.new") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         for part in parts:
             for event in part.trace_events(beginning, last):

@@ -16,6 +16,8 @@ import time
 import warnings
 from typing import Any
 
+from mpistrat.private_files import create, make_folder
+
 # Bounds of what a killed process loses, and of the memory that events take until they are written
 EVENTS_TOGETHER = 1000
 NANOSECONDS_TOGETHER = 1_000_000_000
@@ -63,11 +65,10 @@ class Timeline:
                 "time": time.time(),
             }
         )
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder)
         self.path = part_of(folder, rank)
-        self._file: int | None = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
-        )
+        with create(self.path, binary=True) as file:
+            self._file: int | None = os.dup(file.fileno())
         # Reentrant, for signal handlers: one may call a collective while this thread notes another.
         self._lock = threading.RLock()
         self._lines = [self.header]

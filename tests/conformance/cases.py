@@ -20,6 +20,7 @@ from conformance import (
     replay_input_context,
     replay_merge_call,
     replay_multi_worker,
+    replay_preemption,
     replay_reduce,
     replay_replica_collectives,
     replay_resolvers,
@@ -51,7 +52,7 @@ def _with_failures(result: Any) -> Any:
 _RESOLVERS: dict[str, Handler] = {
     op: _of_one_process(handler) for op, handler in replay_resolvers.HANDLERS.items()
 }
-ONE_LIBRARY = ("contexts", "input_context", "autoshard")  # no arrays are given
+ONE_LIBRARY = ("contexts", "input_context", "autoshard", "preemption")  # no arrays are given
 RESOLVER_AREAS = ("cluster_spec", "resolvers", "slurm", "multi_worker_util")
 HANDLERS: dict[str, dict[str, Handler]] = {
     "contexts": replay_contexts.HANDLERS,
@@ -67,6 +68,7 @@ HANDLERS: dict[str, dict[str, Handler]] = {
     "datasets_from_function": replay_datasets_from_function.HANDLERS,
     "input_context": replay_input_context.HANDLERS,
     "autoshard": replay_autoshard.HANDLERS,
+    "preemption": replay_preemption.HANDLERS,
     "multi_worker": {
         **replay_multi_worker.HANDLERS,
         **replay_distribute_dataset.OF_WORKERS,
@@ -80,7 +82,6 @@ LATER_AREAS = {
     "coordinator": "parameter serving",
     "partitioners": "parameter serving",
     "sharded_variable": "parameter serving",
-    "preemption": "fault tolerance",
     "tpu_topology": "TPU",
 }
 LATER_OPS = {

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from conformance import differing_input, differing_resolvers, differing_results
+from conformance import (
+    differing_input,
+    differing_preemption,
+    differing_resolvers,
+    differing_results,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,7 +24,7 @@ else:
 
 FILE = Path(__file__).parent / "differences.toml"
 _ABSENT = object()
-_COMPUTING = (differing_results, differing_resolvers, differing_input)
+_COMPUTING = (differing_results, differing_resolvers, differing_input, differing_preemption)
 _SHORT = {"op": "program.op", "error": "expect.error"}
 
 

@@ -1,10 +1,12 @@
 """Tests that start mpiexec themselves, once under each MPI."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mpi_launcher import MPI_NAMES, Launcher
+from slurm_cluster import NoSlurm, SlurmCluster
 
 HERE = Path(__file__).parent
 SECONDS_PER_TEST = 180
@@ -14,6 +16,17 @@ SECONDS_PER_TEST = 180
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     """One of the two MPIs; a test that takes it runs under both."""
     return Launcher.named(request.param)
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A real Slurm of its own for the tests of this session, started by the first that takes it."""
+    try:
+        cluster = SlurmCluster.start(tmp_path_factory.mktemp("slurm"))
+    except NoSlurm as why:
+        pytest.skip(str(why))
+    yield cluster
+    cluster.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -128,6 +128,7 @@ def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
         "agreement",
         "collectives",
         "training_step",
+        "checkpoints",
         "mlp",
         "train-mlp",
     }

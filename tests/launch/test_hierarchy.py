@@ -24,6 +24,9 @@ assert isinstance(inner, HierarchicalCommunicator)
 assert inner.carriers == size // 2
 communicator.all_reduce(np.zeros(1 << 18))  # measures, once
 assert set(inner.costs.ways) == {"by node", "memory", "slices between nodes", "MPI"}
+if inner.across is not None:
+    assert set(inner.across.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
+    inner.across.smallest = 0
 inner.smallest = 0
 
 taken = []

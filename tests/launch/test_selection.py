@@ -74,11 +74,24 @@ def test_a_home_that_cannot_be_written(launcher: Launcher, tmp_path: Path, progr
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_it_takes_less_than_a_second(launcher: Launcher, program: Path, ranks: int) -> None:
     """Though ranks outnumber cores; the best of three, for other programs run beside the tests."""
-    seconds = []
+    assert best_of_three(launcher, program, ranks, {}) < 1
+
+
+def best_of_three(launcher: Launcher, program: Path, ranks: int, env: dict[str, str]) -> float:
+    """Seconds of the first that takes less than one, or of the best."""
+    seconds: list[float] = []
     while len(seconds) < 3 and min(seconds, default=1) >= 1:
-        told = explained(launcher.run_python(ranks, program))
+        told = explained(launcher.run_python(ranks, program, env=env))
+        assert MEASURED in told
         seconds.append(float(re.findall(r"SECONDS (\S+)", told)[0]))
-    assert min(seconds) < 1
+    return min(seconds)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_so_it_does_over_two_nodes(program: Path, ranks: int) -> None:
+    """Each alone on its, or two on each."""
+    env = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+    assert best_of_three(Launcher.named("MPICH"), program, ranks, env) < 1
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

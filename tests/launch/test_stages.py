@@ -61,6 +61,48 @@ def test_c(broken): pass
     assert (some.passed, some.failed) == (1, 2), some.output
 
 
+@pytest.mark.parametrize(("mpi", "ranks"), [("", 0), ("MPICH", 2)])
+def test_what_passes_when_run_again_is_told_of(project: Path, mpi: str, ranks: int) -> None:
+    (project / "test_it.py").write_text("""
+from pathlib import Path
+def test_a(): pass
+def test_once():
+    Path("again").exists() or (Path("again").write_text(""), 1 / 0)
+def test_always(): assert False
+""")
+    some = stage(mpi, ranks)
+    some.run()
+    assert (some.passed, some.failed) == (2, 1), some.output
+    assert some.unsteady == ("test_it.py::test_once",)
+    assert "ZeroDivisionError" in some.output
+
+
+def test_many_failures_are_not_run_again(project: Path) -> None:
+    (project / "test_it.py").write_text("""
+import pytest
+from pathlib import Path
+@pytest.mark.parametrize("one", range(5))
+def test_once(one):
+    path = Path(str(one))
+    assert path.exists() or path.write_text("")
+""")
+    some = stage()
+    some.run()
+    assert (some.passed, some.failed, some.unsteady) == (0, 5, ())
+
+
+def test_a_job_that_ends_before_its_first_test_is_started_again(project: Path) -> None:
+    (project / "test_it.py").write_text("""
+import os
+from pathlib import Path
+Path("again").exists() or (Path("again").write_text(""), os._exit(1))
+def test_a(): pass
+""")
+    some = stage()
+    some.run()
+    assert (some.passed, some.failed) == (1, 0), some.output
+
+
 def test_a_file_that_cannot_be_imported_is_a_failure(project: Path) -> None:
     (project / "test_it.py").write_text("import no_such_module")
     some = stage()

@@ -4,14 +4,18 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mpi_launcher import Job, Launcher, run_job
+from mpistrat.checkpoint.directory import Directory
+from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train_text.py"
 SECONDS = 100  # for a run, on a busy machine
+BITS_WITHIN = 0.02  # per character
 
 
 def validation(job: Job) -> list[float]:
@@ -21,8 +25,14 @@ def validation(job: Job) -> list[float]:
     return [float(bits) for bits in re.findall(r"^step .* validation ([0-9.]+)", job.stdout, re.M)]
 
 
+def saved(checkpoints: Path, name: str) -> Any:
+    """The state of an object in the only checkpoint that is kept."""
+    ((path, _),), _ = Directory(checkpoints).checkpoints()
+    return StoredCheckpoint(path, {name})["common"][name]
+
+
 def equal(one: Path, other: Path) -> bool:
-    models = [torch.load(path)["model"] for path in (one, other)]
+    models = [saved(path, "model") for path in (one, other)]
     return all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
@@ -40,7 +50,7 @@ def small_data(tmp_path: Path) -> Path:
 
 @pytest.mark.time_limit(2 * SECONDS)
 def test_it_learns(launcher: Launcher, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "text.pt"
+    checkpoint = tmp_path / "text"
     arguments = ["--steps", "30", "--batch-size", "16", "--checkpoint", checkpoint]
     job = launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS)
     bits = validation(job)
@@ -54,6 +64,28 @@ def test_it_learns(launcher: Launcher, tmp_path: Path) -> None:
     assert "bits/character" in job.stderr
 
 
+@pytest.mark.time_limit(2 * SECONDS)
+def test_bfloat16_between_nodes_learns_as_float32(tmp_path: Path) -> None:
+    """Made-up nodes, of a rank each."""
+
+    def train(*wire: str) -> tuple[float, str]:
+        checkpoint = tmp_path / f"text{len(wire)}"
+        arguments = [*wire, "--steps", "30", "--batch-size", "16", "--checkpoint", checkpoint]
+        job = Launcher.named("MPICH").run_python(
+            *(2, TRAIN, *arguments, "--explain"),
+            seconds=SECONDS,
+            env={"MPIR_CVAR_NUM_CLIQUES": "2"},
+        )
+        return validation(job)[-1], job.stdout
+
+    expected, plain = train()
+    found, told = train("--wire-dtype", "bfloat16")
+    assert "cross the network as ShortFloats(dtype='bfloat16'): up to" in told
+    assert "cross the network as" not in plain
+    print(f"{found} bits per character, {expected} with float32")
+    assert abs(found - expected) < BITS_WITHIN, (found, expected)
+
+
 @pytest.mark.time_limit(4 * SECONDS)
 def test_it_goes_on_as_if_never_stopped(
     launcher: Launcher, tmp_path: Path, small_data: Path
@@ -65,18 +97,18 @@ def test_it_goes_on_as_if_never_stopped(
         arguments += ["--batch-size", "6"]
         return validation(launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS))
 
-    in_one_go = train(tmp_path / "one.pt", 40)
-    before = train(tmp_path / "two.pt", 20)
-    after = train(tmp_path / "two.pt", 40)
+    in_one_go = train(tmp_path / "one", 40)
+    before = train(tmp_path / "two", 20)
+    after = train(tmp_path / "two", 40)
     assert after[0] == before[-1]
     assert after[-1] == in_one_go[-1]
-    assert equal(tmp_path / "one.pt", tmp_path / "two.pt")
+    assert equal(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.time_limit(5 * SECONDS)
 def test_other_numbers_of_ranks_go_on(launcher: Launcher, tmp_path: Path, small_data: Path) -> None:
     """Through the ends of epochs, where ranks get batches without examples."""
-    checkpoint = tmp_path / "text.pt"
+    checkpoint = tmp_path / "text"
     options = ["--batch-size", "6", "--checkpoint", str(checkpoint), "--data", str(small_data)]
 
     def train(ranks: int, steps: int) -> list[float]:
@@ -84,11 +116,11 @@ def test_other_numbers_of_ranks_go_on(launcher: Launcher, tmp_path: Path, small_
         return validation(launcher.run_python(ranks, TRAIN, *arguments, seconds=SECONDS))
 
     on_two = train(2, 5)
-    where = torch.load(checkpoint)["input"]
+    where = saved(checkpoint, "data")
     assert (where["epoch"], where["steps"], where["ranks"]) == (0, 5, 2)
     on_three = train(3, 30)
     assert on_three[0] == pytest.approx(on_two[-1], abs=2e-3)  # in rounding only
-    assert torch.load(checkpoint)["input"]["epoch"] > 0
+    assert saved(checkpoint, "data")["epoch"] > 0
 
     command = [sys.executable, str(TRAIN), *options, "--steps", "34"]
     alone = validation(run_job(command, launcher.environment(), SECONDS))
@@ -98,7 +130,7 @@ def test_other_numbers_of_ranks_go_on(launcher: Launcher, tmp_path: Path, small_
 
 def test_without_resume_it_begins_anew(tmp_path: Path, small_data: Path) -> None:
     environment = Launcher.named("MPICH").environment()
-    options = ["--checkpoint", str(tmp_path / "text.pt"), "--data", str(small_data), "--steps", "2"]
+    options = ["--checkpoint", str(tmp_path / "text"), "--data", str(small_data), "--steps", "2"]
     for resume, reports in (([], 2), ([], 1), (["--no-resume"], 2)):
         job = run_job([sys.executable, str(TRAIN), *options, *resume], environment, SECONDS)
         assert len(validation(job)) == reports

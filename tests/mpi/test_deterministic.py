@@ -136,3 +136,76 @@ def test_what_leaves_the_order_open_is_refused() -> None:
         ms.MultiWorkerMirroredStrategy(communication_options=short, deterministic=True)
     with pytest.raises(ValueError, match="deterministic must be True or False"):
         ms.MirroredStrategy(deterministic=1)
+
+
+@several_ranks
+def test_ranks_with_different_numbers_of_replicas() -> None:
+    """As 4 ranks that go on as 3 have them: the same sums as of equal numbers."""
+    each = [1 + (rank < 2) for rank in range(SIZE)]
+    strategy = strategy_of(each[RANK])
+    n = sum(each)
+    assert strategy.num_replicas_in_sync == n
+    everyone = [value_of(i) for i in range(n)]
+
+    def replica():
+        context = ms.get_replica_context()
+        i = context.replica_id_in_sync_group
+        short = torch.from_numpy(value_of(i)).bfloat16()
+        return (
+            value_of(i),
+            context.all_reduce("mean", value_of(i)),
+            context.all_reduce("sum", short),
+        )
+
+    mine, mean, short = strategy.run(replica)
+    total = strategy.reduce("sum", mine, axis=None)
+    assert np.array_equal(total, by_definition(everyone))
+    mean, short = (strategy.experimental_local_results(one)[0] for one in (mean, short))
+    assert np.array_equal(mean, by_definition(everyone) / np.float32(n))
+    floats = [torch.from_numpy(value).bfloat16().float() for value in everyone]
+    assert torch.equal(short, by_definition(floats).bfloat16())
+    ids = strategy.run(lambda: np.array([ms.get_replica_context().replica_id_in_sync_group]))
+    assert strategy.reduce("mean", ids, axis=None).tolist() == [(n - 1) / 2]
+    rows = strategy.run(lambda: ms.IndexedSlices(np.full((1, 2), 6.0), np.array([RANK]), (SIZE, 2)))
+    mean = strategy.reduce("mean", rows, axis=None)
+    dense = np.zeros((SIZE, 2))
+    np.add.at(dense, mean.indices, mean.values)
+    assert np.allclose(dense, np.array(each)[:, None] * 6.0 / n)
+    assert strategy.gather(ids, axis=0).tolist() == list(range(n))
+
+    batches = strategy.experimental_distribute_dataset([np.arange(2 * n)])
+    (batch,) = batches
+    for i, part in enumerate(strategy.experimental_local_results(batch)):
+        first = 2 * (sum(each[:RANK]) + i)
+        assert part.tolist() == [first, first + 1]
+    files = ms.input.FileDataset([[i] for i in range(2 * n)], iter, n)
+    if n % SIZE:
+        with pytest.raises(
+            ValueError, match=f"{n} replicas are spread unequally over {SIZE} ranks"
+        ):
+            list(strategy.experimental_distribute_dataset(files))
+
+
+@several_ranks
+def test_a_plain_value_counts_once_for_its_rank() -> None:
+    """However many replicas that has: rank 0 has as many as all others together."""
+    strategy = strategy_of(1 if RANK else SIZE - 1 or 1)
+    mean = sum(range(SIZE)) / SIZE
+    assert strategy.reduce("mean", float(RANK), axis=None) == mean
+    ones = strategy.run(lambda: np.ones(3))
+    both = strategy.reduce("mean", {"plain": np.array([RANK]), "ones": ones}, axis=None)
+    assert both["plain"].tolist() == [mean]
+    assert both["ones"].tolist() == [1.0] * 3
+    extended = strategy.extended
+    assert np.array(extended.reduce_to("mean", np.array([float(RANK)]), "cpu:0")).tolist() == [mean]
+    pairs = [(np.array([float(RANK)]), "cpu:0"), (ones, "cpu:0"), (np.array([RANK]), "cpu:0")]
+    plain, of_replicas, integers = extended.batch_reduce_to("mean", pairs)
+    assert plain.tolist() == integers.tolist() == [mean]
+    assert of_replicas.tolist() == [1.0] * 3
+
+
+@several_ranks
+def test_different_numbers_need_deterministic() -> None:
+    devices = ["cpu:0", "cpu:1"][: 1 + (RANK == 0)]
+    with pytest.raises(CollectiveMismatchError, match="rank 0 with 2 replicas, rank 1 with 1 repl"):
+        ms.MultiWorkerMirroredStrategy(devices=devices)

@@ -6,10 +6,13 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import construction, shared_memory
+from mpistrat.communicators import construction, patient, shared_memory
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.communicators.ring import RingCommunicator
+from mpistrat.communicators.selection import Costs
+from mpistrat.communicators.station import Station
 from rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
 pytestmark = pytest.mark.time_limit(120)
@@ -29,9 +32,18 @@ DTYPES += [
 SHAPES = [(0,), (), (1,), (2,), (7,), (3, 5), (100_003,)]
 
 
-@pytest.fixture(scope="module")
-def ring():
-    return RingCommunicator(MpiCommunicator(WORLD.Dup()))
+@pytest.fixture(scope="module", params=["ring", "in pieces"])
+def own_way(request):
+    inner = MpiCommunicator(WORLD.Dup())
+    if request.param == "ring":
+        yield RingCommunicator(inner)
+        return
+    communicator = PatientCommunicator(inner, Station())
+    communicator.costs, communicator.smallest = Costs(), 0.0  # always, and in many pieces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patient, "SMALLEST", 8)
+        patch.setattr(patient, "_TO_EACH", 1 << 14)
+        yield communicator
 
 
 def operands(library, dtype, shape):
@@ -56,58 +68,80 @@ def copy(array):
 
 @pytest.mark.parametrize(("library", "dtype"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_ring(ring, library, dtype, shape):
+def test_a_way_of_our_own(own_way, library, dtype, shape):
     everyone = operands(library, dtype, shape)
     mine, total = everyone[RANK], sum(as_numbers(one) for one in everyone)
     buffer = copy(mine)
-    ring.all_reduce(buffer)
+    own_way.all_reduce(buffer)
     assert buffer.dtype == mine.dtype
     assert (as_numbers(buffer) == total).all()
     out = copy(mine)
-    ring.all_reduce(mine, out=out, scale=0.5 if "float" in dtype or "complex" in dtype else None)
+    own_way.all_reduce(mine, out=out, scale=0.5 if "float" in dtype or "complex" in dtype else None)
     expected = total * 0.5 if "float" in dtype or "complex" in dtype else total
     assert (as_numbers(out) == expected).all()
     assert (as_numbers(mine) == as_numbers(everyone[RANK])).all()
     if "complex" not in dtype:
         for op in ("max", "min"):
             buffer = copy(mine)
-            ring.all_reduce(buffer, op)
+            own_way.all_reduce(buffer, op)
             extreme = getattr(np, op)([as_numbers(one).real for one in everyone], axis=0)
             assert (as_numbers(buffer) == extreme).all()
-    parts = ring.all_gather(mine)
+    parts = own_way.all_gather(mine)
     assert [part.shape for part in parts] == [one.shape for one in everyone]
     assert all((as_numbers(p) == as_numbers(e)).all() for p, e in zip(parts, everyone, strict=True))
 
 
 @pytest.mark.parametrize(("library", "dtype"), DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_parts_of_a_ring(ring, library, dtype, rows):
+def test_parts_by_a_way_of_our_own(own_way, library, dtype, rows):
     everyone = operands(library, dtype, (SIZE * rows, 2))
     out = copy(everyone[RANK][:rows])
     given = copy(everyone[RANK])
-    ring.reduce_scatter(given, out)
+    own_way.reduce_scatter(given, out)
     total = sum(as_numbers(one) for one in everyone)
     assert (as_numbers(out) == total[RANK * rows : (RANK + 1) * rows]).all()
     assert (as_numbers(given) == as_numbers(everyone[RANK])).all()
-    parts = ring.all_gather(everyone[RANK][: min(RANK, SIZE * rows)])  # another length on each rank
+    of_another_length = everyone[RANK][: min(RANK, SIZE * rows)]  # on each rank
+    parts = own_way.all_gather(of_another_length)
     assert [len(part) for part in parts] == [min(rank, SIZE * rows) for rank in range(SIZE)]
 
 
-def test_short_floats_are_rounded_once_in_a_ring(ring):
+def test_short_floats_are_rounded_once(own_way):
     """After they are scaled: the sum alone would be infinite. And all ranks have the same bits."""
     for given in (np.full(10, 60000, np.float16), torch.full((10,), 60000.0).half()):
-        ring.all_reduce(given, scale=1 / SIZE)
+        own_way.all_reduce(given, scale=1 / SIZE)
         assert (as_numbers(given) == float(np.float16(60000))).all()
     values = np.random.default_rng(RANK).standard_normal(1001).astype(np.float32)
-    ring.all_reduce(values)
+    own_way.all_reduce(values)
     assert len(set(WORLD.allgather(values.tobytes()))) == 1
 
 
-def test_a_ring_leaves_the_programs_floating_point_settings_alone(ring):
+def test_the_programs_floating_point_settings_are_left_alone(own_way):
     given = np.full(100, np.finfo(np.float32).max, np.float32)
     with np.errstate(all="raise"):
-        ring.all_reduce(given)
+        own_way.all_reduce(given)
     assert np.isinf(given).all() or SIZE == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
+    """By Ctrl-C, say: what is still on its way must not be taken for a part of the next sum."""
+    communicator = PatientCommunicator(MpiCommunicator(WORLD.Dup()), Station())
+    communicator.costs, communicator.smallest = Costs(), 0.0
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(patient, "wait_until", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            communicator.all_reduce(np.ones(1 << 16))
+    with pytest.raises(RuntimeError, match=r"left a sum in its middle, for KeyboardInterrupt"):
+        communicator.all_reduce(np.ones(1 << 16))
+    small = np.ones(1, np.float32)
+    communicator.all_reduce(small)  # MPI's own messages do not mix with them
+    assert small[0] == SIZE
+    MPI.Request.Waitall(communicator._left)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.launcher import confuses_children
+from mpistrat.errors import TopologyError
 
 WORLD = MPI.COMM_WORLD
 
@@ -44,6 +45,20 @@ def test_slurm_s_node_names_count_more_than_host_names(monkeypatch):
         comm.Free()
     assert set(t.hosts) == {"n7"}
     assert t.host == "n7"
+
+
+def test_ranks_that_share_no_node_by_slurm_s_account(monkeypatch):
+    """As `srun --mpi=pmi2` misleads MPICH in some heterogeneous jobs."""
+    comm = WORLD.Dup()
+    try:
+        monkeypatch.setenv("SLURMD_NODENAME", f"n{WORLD.rank}")
+        if MPIClusterResolver().topology().num_nodes == WORLD.size:
+            assert MPIClusterResolver(comm).topology().host == f"n{WORLD.rank}"
+            return
+        with pytest.raises(TopologyError, match="share a node, but Slurm has started them on n"):
+            MPIClusterResolver(comm).topology()
+    finally:
+        comm.Free()
 
 
 def test_a_communicator_of_some_ranks_in_another_order():

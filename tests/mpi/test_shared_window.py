@@ -15,6 +15,7 @@ import mpistrat as ms
 from mpistrat.communicators import shared_memory
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.node_memory import Scratch, Window
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 from mpistrat.flight_recorder.record import RankRecord
 
@@ -169,6 +170,7 @@ def mappings():
 
 def test_a_smaller_window_is_given_back(window):
     shared = window.inner
+    window.window_buffer(1 << 20)
     before = mappings(), len(os.listdir("/proc/self/fd"))
     window.window_buffer(shared._window.capacity + 1)  # all ranks map a larger one in its place
     assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
@@ -331,6 +333,44 @@ def test_memory_can_be_bounded():
     assert "MPISTRAT_SHARED_MB allows no 3.1 MB more" in none.explain()
     assert "through MPI" in none.explain()
     inner.comm.Free()
+
+
+@pytest.fixture
+def bounded():
+    """A communicator that may share a window of 1 MB, or one of 2 MB, but not both."""
+    inner = MpiCommunicator(WORLD.Dup())
+    limit = shared_memory.own_bytes() + Scratch.NBYTES + Window.nbytes_for(2 << 20)
+    yield SharedWindowCommunicator(inner, communicator_for(WORLD).station, limit)
+    inner.comm.Free()
+
+
+def test_a_larger_window_may_take_the_place_of_one_that_nobody_uses(bounded):
+    first = bounded.window_buffer(1 << 20)
+    if RANK < SIZE - 1:
+        del first
+    assert bounded.window_buffer(2 << 20) is None  # the last rank uses the other one
+    assert bounded.window_capacity == 1 << 20
+    buffer = bounded.window_buffer(1 << 20).view(np.float32)
+    buffer[:] = RANK
+    bounded.all_reduce(buffer)
+    assert equal(buffer, sum(range(SIZE)))
+    first = buffer = None
+    assert bounded.window_buffer(2 << 20) is not None
+    assert shared_memory.own_bytes() <= bounded._limit
+    assert bounded.window_capacity == 2 << 20
+
+
+def test_a_larger_window_that_cannot_be_had_leaves_the_one_there_is(bounded, monkeypatch):
+    def fails(*args):
+        raise OSError(28, "No space left on device")
+
+    address = bounded.window_buffer(1 << 20).ctypes.data
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if RANK == SIZE - 1:
+            patch.setattr(shared_memory.os, "memfd_create", fails)
+        assert bounded.window_buffer(2 << 20) is None
+    assert bounded.window_buffer(1 << 20).ctypes.data == address
 
 
 def test_memory_is_given_back():

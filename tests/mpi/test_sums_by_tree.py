@@ -69,7 +69,7 @@ def test_every_way_gives_the_bits_of_the_definition(
     if way == "over MPI" and SIZE > 1:
         communicator = flat_communicator()
     sums = held_by(RANK, each, length, dtype)
-    communicator.all_reduce_by_tree(sums, tree_of_ranks(SIZE, each), scale=0.3)
+    communicator.all_reduce_by_tree(sums, tree_of_ranks((each,) * SIZE), scale=0.3)
     total = by_definition([value_of(i, length, dtype) for i in range(SIZE * each)])
     expected = total * 0.3 if is_torch(total) else total * total.dtype.type(0.3)
     if each == 1 and dtype in SHORT:
@@ -104,7 +104,7 @@ def test_where_they_lie_in_the_window(each: int, dtype: str) -> None:
     else:
         there = memory.view(sums.dtype).reshape(sums.shape)
         there[:] = sums
-    communicator_for(MPI.COMM_WORLD).all_reduce_by_tree(there, tree_of_ranks(SIZE, each))
+    communicator_for(MPI.COMM_WORLD).all_reduce_by_tree(there, tree_of_ranks((each,) * SIZE))
     expected = by_definition([value_of(i, length, dtype) for i in range(SIZE * each)])
     if is_torch(there):
         assert torch.equal(there[0], expected.to(there.dtype))
@@ -115,5 +115,5 @@ def test_where_they_lie_in_the_window(each: int, dtype: str) -> None:
 def test_what_cannot_be_added_up_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot be added up in the order of replicas"):
         communicator_for(MPI.COMM_WORLD).all_reduce_by_tree(
-            np.zeros((1, 3), np.longdouble), tree_of_ranks(SIZE, 1)
+            np.zeros((1, 3), np.longdouble), tree_of_ranks((1,) * SIZE)
         )

@@ -137,3 +137,10 @@ def test_memory_of_a_node_is_no_wire() -> None:
     strategy.run(step)
     expected = sum(values_of(rank)[:300] for rank in range(SIZE)).expand(300, 300)
     torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-6, atol=1e-6)
+    assert "as ShortFloats(dtype='bfloat16'): none has yet" in strategy.extended.explain()
+
+
+@pytest.mark.parametrize("wire_format", [ShortFloats("bfloat16"), TopK(0.01)])
+def test_nothing_to_send(flat, wire_format) -> None:
+    """Of parameters without elements, say."""
+    flat.all_reduce(torch.zeros(0), wire=Wire(wire_format))

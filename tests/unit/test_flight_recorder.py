@@ -17,8 +17,10 @@ from mpistrat.communicators.waiting import wait_until
 from mpistrat.errors import StallError, TopologyError
 from mpistrat.flight_recorder import job_folder, processes
 from mpistrat.flight_recorder.job_folder import JobFolder, remove_leftovers
+from mpistrat.flight_recorder.observer import Observer
 from mpistrat.flight_recorder.record import (
     ABORT,
+    EXPENDABLE,
     MAX_BOARDS,
     MAX_SITE,
     RAISE,
@@ -27,7 +29,7 @@ from mpistrat.flight_recorder.record import (
     RankRecord,
     text_of,
 )
-from mpistrat.flight_recorder.report import find_ranks, waits
+from mpistrat.flight_recorder.report import Rank, find_ranks, waits
 
 
 @pytest.fixture
@@ -389,6 +391,31 @@ def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
     assert list(folders.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "told"), [(4, "the others go on without it"), (2, "Ending the job")]
+)
+def test_a_node_that_loses_all_its_ranks(
+    folders: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    size: int,
+    told: str,
+) -> None:
+    """In an elastic job it is let go, if there are ranks on other nodes."""
+    monkeypatch.chdir(tmp_path)
+    observer = Observer(JobFolder.create("job-1234")[0])
+    for number in range(2):
+        record = RankRecord(None)
+        record.start(number, size, "node7", 60.0, 1)
+        record.words[EXPENDABLE] = 1
+        observer._ranks[number] = Rank(record, "")
+        observer._dies(observer._ranks[number], signal.SIGKILL)
+    observer._judge_deaths()
+    assert told in capfd.readouterr().err
+    assert all(rank.lost == (size == 4) for rank in observer._ranks.values())
+
+
 BUSY_THREADS = """
 import sys, threading, time
 from mpistrat.flight_recorder.observation import speak_on_signal
@@ -408,7 +435,7 @@ time.sleep(60)  # the main thread stands here
 """
 
 
-def test_asking_for_a_stack_does_no_harm(tmp_path: Path) -> None:
+def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other threads go on while the frames are read: reading theirs, too, crashes within a hundred requests."""
     stacks = tmp_path / "stacks"
     process = subprocess.Popen(
@@ -420,6 +447,10 @@ def test_asking_for_a_stack_does_no_harm(tmp_path: Path) -> None:
         for _ in range(400):
             os.kill(process.pid, number)
             time.sleep(0.002)
+        time.sleep(0.5)  # for the last of its answers
+        monkeypatch.setattr(
+            processes, "SECONDS_FOR_A_STACK", 30.0
+        )  # it may have no core for a while
         request = processes.StackRequest(process.pid, number, str(stacks))
         here = BUSY_THREADS.splitlines().index("time.sleep(60)  # the main thread stands here") + 1
         assert request.frames() == [f"<string>:{here} in <module>"]

@@ -13,8 +13,11 @@ FOLDER = Path(__file__).parents[2] / PACKAGE
 
 # From the top down. A line imports from the lines below it; names on one line may import from each other, one way.
 LAYERS = (
-    ("bench",),
+    ("__main__",),
+    ("bench", "doctor"),
     ("compat", "experimental"),
+    ("fault_tolerance",),
+    ("checkpoint",),
     ("strategies",),
     ("traced_ranges",),
     ("strategy",),
@@ -36,8 +39,10 @@ LAYERS = (
         "indexed_slices",
         "nest",
         "options",
+        "private_files",
         "recycled_buffers",
         "reduce_op",
+        "riders",
         "topology",
         "trace",
     ),

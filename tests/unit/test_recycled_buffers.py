@@ -37,6 +37,15 @@ def test_what_somebody_holds_is_not(zeros):
     assert address(held[3]) - held[3].dtype.itemsize not in of_views
 
 
+def test_they_are_idle_while_nobody_holds_one():
+    buffers = RecycledBuffers.of([np.zeros(LARGE, np.uint8) for _ in range(3)])
+    assert buffers.are_idle()
+    held = torch.from_numpy(buffers.free(LARGE // 2)).view(torch.float32)[3:]
+    assert not buffers.are_idle()
+    del held
+    assert buffers.are_idle()
+
+
 def test_shapes_and_dtypes(zeros):
     buffers = RecycledBuffers()
     for shape in ((), (0, 3), (4, 5), (3, LARGE)):

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.hierarchical import HierarchicalCommunicator
+from mpistrat.communicators.patient import PatientCommunicator
 
 WORLD = MPI.COMM_WORLD
 EXAMPLES = 8  # of a replica, in a step
@@ -88,6 +89,8 @@ def way(strategy: ms.Strategy) -> str:
         return "alone"
     if isinstance(communicator.inner, HierarchicalCommunicator):
         return "by-node" if communicator.inner._shared else "flat"
+    if isinstance(communicator.inner, PatientCommunicator):  # there is one rank per node
+        return "flat"
     return "flat" if "without shared memory" in strategy.extended.explain() else "window"
 
 

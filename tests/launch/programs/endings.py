@@ -66,13 +66,13 @@ def mismatch() -> None:
 
 
 def earlier_hook() -> None:
-    sys.excepthook = lambda *details: print("HOOK", details[1], file=sys.stderr)
+    sys.excepthook = lambda *details: sys.stderr.write(f"HOOK {details[1]}\n")
     raises()
 
 
 def later_hook() -> None:
     ours = start()
-    sys.excepthook = lambda *details: print("HOOK", details[1], file=sys.stderr)
+    sys.excepthook = lambda *details: sys.stderr.write(f"HOOK {details[1]}\n")
     if rank == 1:
         event()
         raise ValueError("wrong on this rank only")
@@ -83,7 +83,7 @@ def serialized() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = start()
-    print(f"rank {rank}: {[str(one.message) for one in caught]}", flush=True)
+    print(f"rank {rank}: {[str(one.message) for one in caught]}\n", end="", flush=True)
     ours.barrier()
     if rank == 1:
         event()

@@ -447,6 +447,70 @@ def test_other_memory_layouts() -> None:
     assert shared.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr, operator, call-overload]
 
 
+MADE_OF_ANOTHER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda memory: memory,
+    "rows": lambda memory: memory[3:50],
+    "columns": lambda memory: memory[:, :60],
+    "one number": lambda memory: memory[2, :1],
+}
+
+
+@pytest.mark.parametrize("part", MADE_OF_ANOTHER)
+@pytest.mark.parametrize("later", [True, False])
+def test_a_parameter_made_of_another_s_memory(part: str, later: bool) -> None:
+    """It goes on following the other one, which is shared already if it comes later; steps of both reach both."""
+
+    def add(model: torch.nn.Module) -> torch.nn.Parameter:
+        weight = model[0].weight  # type: ignore[index]
+        again = torch.nn.Parameter(MADE_OF_ANOTHER[part](weight.data))
+        model.register_parameter("again", again)
+        return again
+
+    def build() -> torch.nn.Module:
+        model = net()
+        if not later:
+            add(model)
+        return model
+
+    def play(training: Training) -> None:
+        def step() -> None:
+            training.optimizer.zero_grad()
+            if (again := training.model._parameters.get("again")) is not None:
+                factor = torch.linspace(0.0, 1.0 + RANK, again.numel()).view(again.shape)
+                (again * factor).square().mean().backward()
+            training.backward()
+            training.optimizer.step()
+
+        training.run(3, step)
+        if later:
+            with training.strategy.scope():
+                training.optimizer.add_param_group({"params": [add(training.model)]})
+        training.run(3, step)
+        weight, again = training.model[0].weight, training.model._parameters["again"]  # type: ignore[index]
+        assert again is not None
+        assert_same(MADE_OF_ANOTHER[part](weight.detach()), again.detach())
+        training.strategy.mirror(training.model[0])  # type: ignore[index]
+        training.run(3, step)
+        assert_same(MADE_OF_ANOTHER[part](weight.detach()), again.detach())
+
+    twice(play, build=build)
+
+
+def test_a_parameter_made_of_one_that_a_rank_has_freed() -> None:
+    def play(training: Training) -> None:
+        training.run(2)
+        first = training.model[0]  # type: ignore[index]
+        kept = [first.weight] if RANK == 0 else []
+        with training.strategy.scope():
+            first.weight = torch.nn.Parameter(first.weight.data)
+            training.optimizer = torch.optim.Adam(training.model.parameters())
+        gc.collect()
+        training.run(3)
+        assert all(one.data_ptr() == first.weight.data_ptr() for one in kept)
+
+    twice(play)
+
+
 def test_single_numbers_are_each_rank_s_own() -> None:
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(*net().children(), torch.nn.PReLU())

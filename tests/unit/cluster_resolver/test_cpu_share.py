@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cluster_resolver.cpu_share import intra_op_threads, user_set_threads
+from mpistrat.cluster_resolver.cpu_share import intra_op_threads, user_set_threads, users_threads
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_the_user_s_choice_is_seen():
     assert user_set_threads({"OMP_NUM_THREADS": "4"})
     assert user_set_threads({"MKL_NUM_THREADS": "4"})
     assert not user_set_threads({"OMP_NUM_THREADS": "", "TORCH_NUM_THREADS": "4"})
+
+
+def test_what_the_user_set() -> None:
+    environ = {"OMP_NUM_THREADS": " 8 ", "MKL_NUM_THREADS": "", "HOME": "/root"}
+    assert users_threads(environ) == {"OMP_NUM_THREADS": "8"}

@@ -234,3 +234,10 @@ def test_what_children_must_not_inherit(name):
 )
 def test_what_children_keep(name):
     assert not launcher.confuses_children(name)
+
+
+def test_one_rank_in_a_job_of_several_tasks_is_told_so():
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
+    assert "this job has 4 tasks" in launcher.left_alone(job)
+    for variables in ({}, {**job, "SLURM_STEP_ID": "0"}, {"SLURM_NTASKS": "1"}):
+        assert launcher.left_alone(variables) == ""

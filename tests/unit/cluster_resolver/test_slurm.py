@@ -158,6 +158,8 @@ def test_a_missing_variable_is_named(name):
             {},
             "have 3 tasks, but the step has 2999",
         ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}, "names 3 nodes, and .*=2,1 is of 2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),1,2"}, {}, "names 3 nodes, and .* is of 4"),
         ({}, {"jobs": {"worker": 2}}, "have 2 tasks, but the step has 3"),
         ({}, {"jobs": {}}, "have 0 tasks"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, {"gpus_per_task": 2}, "need 2 GPUs, but each node has 1"),
@@ -181,3 +183,79 @@ def test_contradictions(variables, arguments, message):
 def test_bad_arguments_name_themselves(arguments, error):
     with pytest.raises(error, match=next(iter(arguments))):
         resolver(**arguments)
+
+
+# What Slurm 22.05 sets for `srun --het-group=0,1`: two nodes with 3 tasks, then one with 2. The list is sorted.
+COMPONENTS = {
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "n[1,9-10]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[9-10]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts_of_ranks"),
+    [
+        ({}, "n9 n9 n10 n1 n1"),
+        ({"SLURM_DISTRIBUTION": "cyclic"}, "n9 n10 n9 n1 n1"),
+        ({"SLURM_DISTRIBUTION": "plane=1"}, "n9 n10 n9 n1 n1"),
+    ],
+)
+def test_components_of_a_heterogeneous_job_come_one_after_the_other(variables, hosts_of_ranks):
+    r = resolver({**COMPONENTS, **variables})
+    t = r.topology()
+    assert [t.hosts[node] for node in t.node_of_rank] == hosts_of_ranks.split()
+
+
+def test_a_step_in_one_component():
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_PROCID": "0"}
+    r = resolver({**COMPONENTS, **one, "SLURM_STEP_TASKS_PER_NODE": "1"})
+    assert r.topology().hosts == ("n1",)
+
+
+def test_components_that_are_not_told_are_an_error():
+    known = {k: v for k, v in COMPONENTS.items() if "GROUP_1" not in k}
+    with pytest.raises(TopologyError, match="which nodes belong to which is not told"):
+        resolver(known)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"SLURMD_NODENAME": "n11"}, "would be on n10, but Slurm says SLURMD_NODENAME=n11"),
+        ({"SLURM_GTIDS": "0,1"}, r"a node with the tasks \[1\], but Slurm says SLURM_GTIDS=0,1"),
+    ],
+)
+def test_what_slurm_says_of_this_node_is_checked(variables, message):
+    assert resolver({"SLURMD_NODENAME": "n10", "SLURM_GTIDS": "1"}).topology().host == "n10"
+    with pytest.raises(TopologyError, match=message):
+        resolver(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_RANK": "1"},
+        {"PMI_SIZE": "3", "PMI_RANK": "2"},
+        {"PRTE_LAUNCHED": "1"},
+    ],
+)
+def test_the_daemons_of_mpirun_are_no_ranks(variables):
+    with pytest.raises(TopologyError, match="describe what mpirun starts ranks with"):
+        resolver(variables)
+
+
+def test_srun_sets_the_variables_of_pmi_too():
+    assert resolver({"PMI_SIZE": "3", "PMI_RANK": "1"}).topology().rank == 1
+
+
+def test_gpus_that_only_slurm_has_bound():
+    """srun --gpus-per-task=1, or --gpu-bind, which set no SLURM_GPUS_PER_TASK in Slurm 22.05."""
+    environ = {**STEP, "CUDA_VISIBLE_DEVICES": "2", "SLURM_GPUS_ON_NODE": "3"}
+    environ |= {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    r = SlurmClusterResolver(environ=environ)
+    r.cluster_spec()
+    assert (r.num_accelerators(), environ["CUDA_VISIBLE_DEVICES"]) == ({"GPU": 1}, "2")

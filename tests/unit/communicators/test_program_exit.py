@@ -35,6 +35,9 @@ ENDED = "ProgramExit(code=0, how='came to its end (of the script, or by `raise S
         ("1 / 0", "ProgramExit(code=1, how='failed with ZeroDivisionError: division by zero', failed=True)"),
         ("sys.exit('no data')", "ProgramExit(code=1, how=\"called sys.exit('no data') at {path}:8 in <module>\""),
         ("sys.exit()", "ProgramExit(code=0, how='called sys.exit() at {path}:8 in <module>'"),
+        ("exit(4)", "ProgramExit(code=4, how='called exit(4) at {path}:8 in <module>'"),
+        ("quit(4)", "ProgramExit(code=4, how='called quit(4) at {path}:8 in <module>'"),
+        ("with contextlib.suppress(SystemExit): exit(4)", ENDED),
         ("sys.exit(-1)", "ProgramExit(code=255, how='called sys.exit(-1) at"),
     ],
 )  # fmt: skip

@@ -56,7 +56,7 @@ def test_ranks_of_nodes_add_up_first(size: int, each: int) -> None:
     """Whether a node has neighbouring ranks, or they are dealt out like cards."""
     replicas = size * each
     names = [f"r{i}" for i in range(replicas)]
-    tree = tree_of_ranks(size, each)
+    tree = tree_of_ranks((each,) * size)
     of_ranks = [
         added_up(
             ReductionTree(replicas, leaves(r * each, (r + 1) * each)),
@@ -80,7 +80,18 @@ def test_ranks_of_nodes_add_up_first(size: int, each: int) -> None:
 
 
 def test_a_power_of_two_of_replicas_is_one_sum() -> None:
-    assert tree_of_ranks(4, 2).one_each
-    assert tree_of_ranks(3, 4).one_each
-    assert not tree_of_ranks(2, 3).one_each
-    assert tree_of_ranks(2, 3).held == ((range(2), range(2, 3)), (range(3, 4), range(4, 6)))
+    assert tree_of_ranks((2,) * 4).one_each
+    assert tree_of_ranks((4,) * 3).one_each
+    assert not tree_of_ranks((3,) * 2).one_each
+    assert tree_of_ranks((3,) * 2).held == ((range(2), range(2, 3)), (range(3, 4), range(4, 6)))
+
+
+def test_ranks_with_different_numbers_of_replicas() -> None:
+    tree = tree_of_ranks((2, 1, 1))
+    assert tree.one_each
+    assert tree.held == ((range(2),), (range(2, 3),), (range(3, 4),))
+    assert tree_of_ranks((1, 2, 1)).held == (
+        (range(1),),
+        (range(1, 2), range(2, 3)),
+        (range(3, 4),),
+    )

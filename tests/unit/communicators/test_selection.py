@@ -53,6 +53,35 @@ def test_it_takes_less_than_a_second(seconds: float) -> None:
         assert "not measured: calls of two sizes took longer than 0.3 s" in costs.explain()
 
 
+def test_a_way_that_sleeps_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it should be awake: then somebody else had the core."""
+    monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 0.3)  # of 1 and 1/6
+    ways = {"asleep": lambda buffer: time.sleep(5e-3), "awake": spinning(1e-3, 0.0)}
+    costs = costs_of(ways, ALONE, "", [1], asleep=["asleep"])
+    assert not costs.disturbed
+    assert costs.cheaper_from("asleep", "awake", FLOOR) == math.inf
+    monkeypatch.setattr(selection, "_of_this_job", {})
+    assert costs_of(ways, ALONE, "", [1]).disturbed
+
+
+def test_how_much_dearer_is_clearly_so() -> None:
+    """Of what is larger than all that was measured."""
+    costs = Costs({"one": Cost(0.0, 1.2e-9), "other": Cost(0.0, 1e-9)})
+    assert costs.cheaper_from("one", "other", FLOOR) == LARGEST
+    assert costs.cheaper_from("one", "other", FLOOR, 1.1) == math.inf
+
+
+def test_no_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explain() says goes into results, which others read."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MPISTRAT_CACHE", str(tmp_path / "cache"))
+    costs_of({"one": spinning(1e-4, 0.0)}, ALONE, "", [1])
+    selection._of_this_job.clear()
+    told = costs_of({"one": spinning(1e-4, 0.0)}, ALONE, "", [1]).explain()
+    assert "read from ~/cache/costs-" in told
+    assert str(tmp_path) not in told
+
+
 def test_rounds_are_whole() -> None:
     """What time runs out in is not counted, unless there is nothing else."""
     taken: list[int] = []

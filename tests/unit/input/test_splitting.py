@@ -29,8 +29,9 @@ def jobs(draw):
     ranks = draw(st.integers(1, 2)) if workers == 1 else 1
     k = draw(st.integers(1, 8 // (workers * ranks)))
     consecutive = draw(st.booleans())
+    firsts = [worker * ranks * k if consecutive else None for worker in range(workers)]
     return [
-        Share(workers, worker, workers * ranks * k, range(rank * k, (rank + 1) * k), consecutive)
+        Share(workers, worker, workers * ranks * k, range(rank * k, (rank + 1) * k), firsts[worker])
         for worker in range(workers)
         for rank in range(ranks)
     ]

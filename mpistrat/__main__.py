@@ -1,0 +1,31 @@
+"""The commands of `mpistrat`, also as `python -m mpistrat`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 where there is something to fix. Called by: every rank."""
+    top = argparse.ArgumentParser(prog="mpistrat")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong with this installation, job or cluster, and what to do about it",
+        description="Looks at MPI and its launcher, cores and threads, memory, GPUs, Slurm and the network between "
+        "nodes, and tells what to do where something is wrong. Start it alone, and as you start your program: "
+        "mpirun -n 8 mpistrat doctor, srun … mpistrat doctor. Exit code 0: nothing to fix (warnings do not count); "
+        "1: a problem; 2: wrong usage.",
+    )
+    doctor.add_argument("--json", action="store_true", help="everything that was found, as JSON")
+    given = top.parse_args(arguments)
+
+    from mpistrat.doctor.command import run
+
+    return run(given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

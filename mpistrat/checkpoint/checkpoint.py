@@ -1,0 +1,173 @@
+"""What is saved: named objects, and whose they are."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.checkpoint.object_states import has_common_state, has_state_of_rank, stateful
+from mpistrat.checkpoint.random_states import RandomStates
+from mpistrat.checkpoint.replica_states import state_of_some_rank
+from mpistrat.context import get_strategy, has_strategy
+from mpistrat.input.distributed_dataset import DistributedDataset
+from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.checkpoint.checkpoint_manager import CheckpointManager
+    from mpistrat.strategy import Strategy
+
+_STRATEGY, _RANDOM = "strategy", "random"
+
+
+class Checkpoint:
+    """The objects whose states make up a checkpoint.
+
+    Made in a strategy's `scope()`, or of at least one object that is a strategy's: a mirrored module, an optimizer of
+    its parameters, a distributed dataset, a variable.
+
+    Args:
+        objects: by names of your choice, what has `state_dict()` and `load_state_dict(state)` (torch modules,
+            optimizers, schedulers, gradient scalers, distributed datasets, your own), and `mpistrat.Variable`s.
+    Raises:
+        TypeError: an object has no state. ValueError: a name is taken, or objects are of several strategies.
+        RuntimeError: the job has several ranks, and no strategy is known.
+
+    Attributes:
+        objects: those given, "random" (the generators of torch, Python and NumPy) and "strategy" (what must stay the
+            same for a deterministic job). Others may be added, on all ranks, and any may be deleted.
+        strategy: theirs.
+        managers: those that save it.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        for name in (_STRATEGY, _RANDOM):
+            if name in objects:
+                raise ValueError(f"Checkpoint({name}=…): that name is taken; choose another")
+        self.strategy = _strategy_of(objects.values())
+        self.managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+        self.objects: dict[str, Any] = {
+            _STRATEGY: self.strategy.extended,
+            **objects,
+            _RANDOM: RandomStates(self.strategy),
+        }
+        self.stateful_objects()
+
+    def stateful_objects(self) -> dict[str, Any]:
+        """`objects`, checked, with variables made objects with a state.
+
+        Raises: TypeError or ValueError for those that cannot be saved.
+        """
+        for name in self.objects:
+            if not (isinstance(name, str) and name.isidentifier()):
+                raise ValueError(
+                    f"objects of a checkpoint have names such as 'model', got {name!r}"
+                )
+        return {name: stateful(name, value) for name, value in self.objects.items()}
+
+    def common_states(self) -> Iterator[tuple[str, Any]]:
+        """Name and state of each object whose state is the same on all ranks. Called by: every rank."""
+        for name, value in self.stateful_objects().items():
+            if has_common_state(value):
+                yield name, value.state_dict()
+
+    def rank_states(self) -> dict[str, Any]:
+        """The states of objects that are this rank's own."""
+        return {
+            name: value.rank_state_dict()
+            for name, value in self.stateful_objects().items()
+            if has_state_of_rank(value)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all objects, in memory: it shares the arrays that the objects' own `state_dict()`s share.
+
+        Called by: every rank.
+        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}}; other ranks' may be put beside.
+        """
+        rank = self.strategy.extended.communicator.rank
+        return {"common": dict(self.common_states()), "ranks": {rank: self.rank_states()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave, on this or on another number of ranks. Called by: every rank.
+
+        An object with the attribute `may_be_absent = True` is left alone where there is no state of it, as in a
+        checkpoint that an earlier version of the program has saved.
+        Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises.
+        """
+        common, ranks = state["common"], state["ranks"]
+        objects = self._objects_of(common, ranks)
+        for name, value in objects.items():
+            if has_common_state(value):
+                value.load_state_dict(common[name])
+        for name, value in objects.items():
+            if has_state_of_rank(value):
+                value.load_rank_state_dicts(_OfObject(ranks, name))
+
+    def _objects_of(
+        self, common: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Those whose states are there; of the others each must be one that may be absent."""
+        found = {}
+        for name, value in self.stateful_objects().items():
+            if has_common_state(value):
+                known: Mapping[str, Any] = common
+            else:
+                known = state_of_some_rank(ranks, self.strategy.extended.communicator.rank)
+            if name in known:
+                found[name] = value
+            elif getattr(self.objects[name], "may_be_absent", False) is not True:
+                raise KeyError(
+                    f"the checkpoint has no state of {name!r}, only of {', '.join(known)}"
+                )
+        return found
+
+
+class _OfObject(Mapping[int, Any]):
+    """The states of one object, by the ranks that saved."""
+
+    def __init__(self, ranks: Mapping[int, Mapping[str, Any]], name: str) -> None:
+        self._ranks, self._name = ranks, name
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._ranks[rank][self._name]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
+def _strategy_of(objects: Any) -> Strategy:
+    found = [one for one in map(_known_strategy, objects) if one is not None]
+    if has_strategy():
+        found.append(get_strategy())
+    if len(set(map(id, found))) > 1:
+        raise ValueError(
+            f"the objects of a checkpoint must be of one strategy, these are of {', '.join(map(str, found))}"
+        )
+    if found:
+        return found[0]
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+        raise RuntimeError(
+            f"this job has {mpi.COMM_WORLD.size} ranks, and the objects of this checkpoint are of no strategy that "
+            "could tell which of them writes it: make the Checkpoint inside strategy.scope()"
+        )
+    return get_strategy()
+
+
+def _known_strategy(value: Any) -> Strategy | None:
+    if isinstance(value, Variable):
+        strategy: Strategy | None = getattr(value, "strategy", None)
+        return strategy
+    if isinstance(value, (DistributedDataset, DistributedIterator)):
+        return value.strategy
+    if "torch" not in sys.modules:
+        return None
+    from mpistrat.pytorch.mirroring import strategy_of
+
+    return strategy_of(value)

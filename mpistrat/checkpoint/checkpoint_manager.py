@@ -1,0 +1,303 @@
+"""Saves checkpoints into a directory, keeps the newest, and restores them."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mpistrat.checkpoint.checkpoint import Checkpoint
+from mpistrat.checkpoint.directory import Directory
+from mpistrat.checkpoint.saving import Files, Saving
+from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
+from mpistrat.context import require_cross_replica
+
+T = TypeVar("T")
+
+_SECONDS_TO_BE_SEEN = 5.0
+_LONGEST_PAUSE = 0.05
+
+
+class CheckpointManager:
+    """The checkpoints of one directory.
+
+    Each is a folder, `step-00000120`, which appears under that name when all of it is on disk, so that a job that is
+    killed leaves the previous one whole. What is the same on all ranks is written once, by rank 0; each rank writes
+    what is its own. Made by every rank; `claim`, `save`, `wait`, `restore` and `restore_or_initialize` are called by
+    every rank, outside `run`, and their errors are raised on all ranks.
+
+    Args:
+        checkpoint: what is saved.
+        directory: on a file system that all ranks see; made by `claim` or the first
+            `save`. One job at a time may save there.
+        keep: how many complete checkpoints stay, the newest.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, directory: str | os.PathLike[str], *, keep: int = 3
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"checkpoint must be a Checkpoint, got {checkpoint!r:.60}")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep must be a number of checkpoints, at least 1, got {keep!r}")
+        self.checkpoint = checkpoint
+        self._directory = Directory(directory)
+        self._keep = keep
+        self._communicator = checkpoint.strategy.extended.communicator
+        self._snapshots = Snapshots()
+        self._saving: Saving | None = None
+        self._seconds_to_save = 0.0  # of those before
+        checkpoint.managers.add(self)
+        atexit.register(_tell_unraised, weakref.ref(self))
+
+    @property
+    def directory(self) -> str:
+        return self._directory.path
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the complete checkpoints, oldest first, as this rank sees them now. Not collective."""
+        return [path for path, _ in self._directory.checkpoints()[0]]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest complete checkpoint, as this rank sees it now. Not collective."""
+        return next(reversed(self.checkpoints), None)
+
+    @property
+    def seconds_to_save(self) -> float:
+        """The longest time so far from the begin of a `save` until it was on disk, as this rank saw it; 0.0 before.
+
+        Not collective. On ranks but 0 it is on disk when their own part is. Saves that failed do not count.
+        """
+        return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
+
+    def claim(self) -> None:
+        """Make the directory, and be the job that saves there, now rather than at the first `save`.
+
+        Raises: RuntimeError when another job saves there; OSError.
+        """
+        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
+        self._on_all_ranks(
+            lambda: self._directory.open() if self._communicator.rank == 0 else None,
+            f"could not claim {self.directory}",
+        )
+
+    def save(self, step: int | None = None, *, wait: bool = True) -> str:
+        """Save all objects of the checkpoint.
+
+        A save that is still under way is waited for.
+        Args:
+            step: a number of steps done, the same on all ranks; None is one more than the newest checkpoint's.
+            wait: False returns when the state is copied in memory; a thread writes it. The next `save` or `wait` raises
+                what goes wrong there. The program does not end before it is written.
+        Returns: where it is, or will be.
+        """
+        began = time.monotonic()
+        communicator = self._communicator
+        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
+        self.wait()
+        folder, path, step, number = self._begin(step)
+        rank, size = communicator.rank, communicator.size
+        directory = self._directory if rank == 0 else None
+        try:
+            with communicator.raising_together():  # some states are collective
+                state = self.checkpoint.state_dict()
+            files = self._on_all_ranks(
+                lambda: self._snapshot(folder, state), "could not copy its state"
+            )
+        except BaseException:
+            if directory is not None:
+                directory.remove(folder)
+            raise
+        self._saving = Saving(
+            folder, path, step, number, rank, size, files, directory, self._keep, began
+        )
+        if wait:
+            self.wait()
+            self._snapshots.forget()
+        return path
+
+    def _begin(self, step: int | None) -> tuple[str, str, int, int]:
+        """Rank 0 makes the folder, and tells the others."""
+        communicator = self._communicator
+        told: Any = None
+        error: Exception | None = None
+        try:
+            step = None if step is None else _checked_step(step)
+            if communicator.rank == 0:
+                told = self._directory.begin(step)
+        except Exception as failed:
+            error = failed
+        asked = communicator.all_gather_object(
+            (step, error is None, told), label="begin of a checkpoint"
+        )
+        steps = [entry[0] for entry in asked]
+        if error is None and len(set(map(repr, steps))) > 1:
+            error = ValueError(f"the ranks save different steps: {steps}, by rank")
+        if error is not None or not all(entry[1] for entry in asked):
+            if told is not None:
+                self._directory.remove(told[0])
+            communicator.raise_any(error, "could not begin a checkpoint")
+        return asked[0][2]
+
+    def _snapshot(self, folder: str, state: Mapping[str, Any]) -> Files:
+        _wait_to_see(folder)
+        rank = self._communicator.rank
+        files = dict(self._snapshots.of_rank(rank, state["ranks"][rank]))
+        if rank == 0:
+            files.update(self._snapshots.common(state["common"]))
+        return files
+
+    def _on_all_ranks(self, work: Callable[[], T], what: str) -> T:
+        """What `work` gives here. Its error on any rank is raised on all. Collective, but `work` is not."""
+        results: list[T] = []
+        error = None
+        try:
+            results.append(work())
+        except Exception as failed:
+            error = failed
+        self._communicator.raise_any(error, what)
+        return results[0]
+
+    def wait(self) -> None:
+        """Return when the last save is on disk. Raises: on all ranks, what kept it from getting there."""
+        saving = self._saving
+        if saving is None:
+            return
+        communicator = self._communicator
+        pause = 0.001
+        while True:
+            finished = saving.finished.is_set()
+            mine = finished, saving.error is None, saving.written
+            told = communicator.all_gather_object(mine, label="whether a checkpoint is written")
+            if all(entry[0] for entry in told):
+                break
+            if not all(entry[1] for entry in told):
+                saving.abandon()
+            saving.heard.update(
+                (r, entry[2]) for r, entry in enumerate(told) if entry[2] is not None
+            )
+            if finished:
+                time.sleep(pause)
+            else:
+                saving.finished.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._seconds_to_save = self.seconds_to_save
+        self._saving = None
+        if communicator.rank == 0 and not all(entry[1] for entry in told):
+            saving.remove()
+        communicator.raise_any(saving.error, f"could not write its part of {saving.path}")
+
+    def abandon(self) -> None:
+        """Give up the save that is under way: it cannot be completed without ranks that were lost. Not collective."""
+        if self._saving is not None:
+            self._saving.abandon()
+            self._seconds_to_save = self.seconds_to_save
+            self._saving = None
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Restore all objects from a checkpoint, which was saved on any number of ranks.
+
+        Rank 0's `path` is everybody's. What is saved of other objects is left alone. After an error, some objects may
+        have been restored.
+        Raises: ValueError for a checkpoint that is damaged, naming the file; KeyError when it has no state of an
+            object; what the objects raise.
+        """
+        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
+        self.wait()
+        of_rank_0 = (
+            self._on_all_ranks(  # absolute before others, in another working directory, see it
+                lambda: os.path.abspath(path) if self._communicator.rank == 0 else None,
+                f"could not restore {path!r:.60}",
+            )
+        )
+        chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
+        self._load(self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}"))
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
+
+        Returns: its path; None when there is no checkpoint: then nothing has changed.
+        Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
+        """
+        communicator = self._communicator
+        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
+        self.wait()
+
+        def look() -> tuple[list[str], list[str]]:
+            whole, wrong = self._directory.checkpoints() if communicator.rank == 0 else ([], [])
+            return [path for path, _ in reversed(whole)], wrong
+
+        looked = self._on_all_ranks(look, "could not look for checkpoints")
+        paths, wrong = communicator.broadcast_object(looked, label="checkpoints that there are")
+        for path in paths:
+            stored, error = None, None
+            try:
+                stored = self._read(path)
+            except (ValueError, OSError) as failed:
+                error = str(failed)
+            errors = communicator.all_gather_object(error, label="whether a checkpoint is readable")
+            wrong += sorted(set(filter(None, errors)))
+            if not any(errors):
+                assert stored is not None
+                if wrong and communicator.rank == 0:
+                    warnings.warn(
+                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=2
+                    )
+                self._load(stored)
+                return path
+        if wrong:
+            raise ValueError(
+                f"no checkpoint in {self.directory} can be read: {'; '.join(wrong)}. To begin anew, remove them, or "
+                "choose another directory"
+            )
+        return None
+
+    def _read(self, path: str) -> StoredCheckpoint:
+        stored = StoredCheckpoint(path, self.checkpoint.objects)
+        stored.verify_ranks(self._communicator.rank, self._communicator.size)
+        return stored
+
+    def _load(self, stored: StoredCheckpoint) -> None:
+        with self._communicator.raising_together():  # some loading is collective
+            self.checkpoint.load_state_dict(stored)
+        self._communicator.raise_any(None, "could not restore")
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step must be a number of steps or None, got {step!r:.60}")
+    return number
+
+
+def _wait_to_see(folder: str) -> None:
+    """A folder that rank 0 has just made, on a file system that may take a moment to show it."""
+    started = time.monotonic()
+    while not os.path.isdir(folder):
+        if time.monotonic() - started > _SECONDS_TO_BE_SEEN:
+            raise FileNotFoundError(
+                f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
+                "that all ranks see"
+            )
+        time.sleep(0.05)
+
+
+def _tell_unraised(reference: weakref.ref[CheckpointManager]) -> None:
+    """At exit, when the threads have ended."""
+    manager = reference()
+    saving = None if manager is None else manager._saving
+    if saving is not None and saving.error is not None:
+        sys.stderr.write(
+            f"mpistrat: the checkpoint {saving.path} was not written: {type(saving.error).__name__}: {saving.error}\n"
+        )

@@ -1,0 +1,57 @@
+"""One job at a time writes checkpoints into a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import weakref
+
+NAME = ".lock"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_held: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
+
+
+class DirectoryLock:
+    """Held by this process until nobody in it refers to it; the kernel releases that of a process that is killed.
+
+    Attributes:
+        held: False where the file system has no locks: then nobody knows whether another job is there.
+        is_new: nobody in this process has looked for what others left.
+    """
+
+    @classmethod
+    def of(cls, directory: str) -> DirectoryLock:
+        """That of `directory`; managers of one process share it.
+
+        Raises: RuntimeError when another process has it; OSError.
+        """
+        status = os.stat(directory)
+        key = (status.st_dev, status.st_ino)
+        lock = _held.get(key)
+        if lock is None:
+            lock = _held[key] = cls(directory)
+        return lock
+
+    def __init__(self, directory: str) -> None:
+        path = os.path.join(directory, NAME)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, file).atexit = False
+        os.fchmod(file, 0o600)
+        self.held = self.is_new = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+            raise RuntimeError(
+                f"another job, {holder or 'which has just begun'}, writes checkpoints into {directory}: give each job "
+                "a directory of its own, or wait until that one has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self.held = False
+        with contextlib.suppress(OSError):  # for people only
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)

@@ -1,0 +1,102 @@
+"""What of an object is the same on all ranks, and saved once, and what is each rank's own.
+
+An object with `state_dict` and `load_state_dict` has the first; one with `rank_state_dict` and
+`load_rank_state_dicts(states)` the second, where `states` maps the ranks that saved to what they gave; it reads a state
+when it is asked for it. An object may have both: then the common state is loaded first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.checkpoint.replica_states import StatesOfReplicas, replicas_of_rank
+from mpistrat.reduce_op import VariableAggregation
+from mpistrat.variables import SyncOnReadVariable, Variable
+
+if TYPE_CHECKING:
+    from mpistrat.strategy_extended import StrategyExtended
+
+_COMMON = ("state_dict", "load_state_dict")
+_OF_RANK = ("rank_state_dict", "load_rank_state_dicts")
+
+
+class _OfVariable:
+    """A variable as an object with a state."""
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+
+    def state_dict(self) -> dict[str, Any]:
+        variable = self._variable
+        has_no_value = (
+            isinstance(variable, SyncOnReadVariable)
+            and variable.aggregation is VariableAggregation.NONE
+        )
+        return {} if has_no_value else {"value": variable.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "value" in state:
+            self._variable.load_state(state["value"])
+
+
+class _OfCopies(_OfVariable):
+    """An ON_READ variable, whose copies are the replicas' own."""
+
+    _variable: SyncOnReadVariable
+
+    @property
+    def _extended(self) -> StrategyExtended:
+        return self._variable.strategy.extended
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        copies = [component.state() for component in self._variable.values]
+        return {**replicas_of_rank(self._extended), "copies": copies}
+
+    def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
+        """The copies, where as many replicas go on; otherwise the combined value, which was loaded, is all there is."""
+        variable, extended = self._variable, self._extended
+        now = extended.num_replicas_in_sync
+        saved = StatesOfReplicas(states, extended.communicator.rank)
+        for replica, component in enumerate(variable.values, extended.first_replica_id):
+            own = saved.of(replica) if saved.total == now else None
+            if own is not None:
+                component.load_state(own["copies"][replica - own["first_replica"]])
+            elif variable.aggregation is VariableAggregation.NONE:
+                why = (
+                    f"this job has {now} replicas" if saved.total != now else f"{replica}'s is lost"
+                )
+                raise ValueError(
+                    f"variable {variable.name!r} is ON_READ with aggregation NONE: each of {saved.total} replicas "
+                    f"saved its own copy, and {why}. Start as many, or leave it out of the checkpoint"
+                )
+
+
+def stateful(name: str, value: Any) -> Any:
+    """`value`, or what stands for it, with the methods of one kind of state or of both.
+
+    Raises: TypeError for an object without a state.
+    """
+    if isinstance(value, SyncOnReadVariable):
+        return _OfCopies(value)
+    if isinstance(value, Variable):
+        return _OfVariable(value)
+    if isinstance(value, type) or not (has_common_state(value) or has_state_of_rank(value)):
+        raise TypeError(
+            f"Checkpoint({name}=…) takes an object with state_dict() and load_state_dict(), or a mpistrat.Variable; "
+            f"got {value!r:.60}"
+        )
+    return value
+
+
+def has_common_state(value: Any) -> bool:
+    return _has(value, _COMMON)
+
+
+def has_state_of_rank(value: Any) -> bool:
+    return _has(value, _OF_RANK)
+
+
+def _has(value: Any, methods: tuple[str, ...]) -> bool:
+    found: list[Callable[..., Any] | None] = [getattr(value, name, None) for name in methods]
+    return all(map(callable, found))

@@ -1,0 +1,85 @@
+"""The states of the random generators, which belong to replicas and ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.checkpoint.replica_states import StatesOfReplicas, replicas_of_rank
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+
+class RandomStates:
+    """Torch's generators of each replica, and Python's and NumPy's of each rank.
+
+    A replica goes on with the numbers of the replica of its id, on whatever rank. Where there was none of that id it
+    draws numbers of its own, which depend on its id and on what was saved. So does a rank, with Python's and NumPy's
+    generators, unless its first replica was the first of a rank.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        extended = self._strategy.extended
+        torch_states: list[list[Any]] = []
+        if "torch" in sys.modules:
+            from mpistrat.pytorch.virtual_replicas import generators_of
+
+            torch_states = generators_of(extended)
+        version, words, gauss = random.getstate()  # 625 words, which would be long as JSON
+        return {
+            **replicas_of_rank(extended),
+            "torch": torch_states,
+            "python": (version, np.array(words, np.uint32), gauss),
+            "numpy": np.random.get_state(),
+        }
+
+    def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
+        extended = self._strategy.extended
+        replicas = StatesOfReplicas(states, extended.communicator.rank)
+        some, of, first = replicas.some, replicas.of, extended.first_replica_id
+        missing = []
+        own = of(first)
+        if own is not None and own["first_replica"] == first:
+            version, words, gauss = own["python"]
+            random.setstate((version, tuple(words.tolist()), gauss))
+            np.random.set_state(own["numpy"])
+        else:
+            seed = _seed(some["numpy"][1].tobytes(), first)
+            random.seed(seed)
+            np.random.seed(seed)
+        if some["torch"]:
+            from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
+
+            generators = []
+            for replica in range(first, first + extended.num_local_replicas):
+                saved = of(replica)
+                if saved is None:
+                    missing.append(replica)
+                    seed = _seed(some["torch"][0][0].numpy().tobytes(), replica)
+                    generators.append(seeded_generators(seed))
+                else:
+                    generators.append(saved["torch"][replica - saved["first_replica"]])
+            set_generators_of(extended, generators)
+        if missing and of(missing[0] - 1) is not None:  # once for all ranks
+            warnings.warn(
+                f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _seed(state: bytes, replica: int) -> int:
+    import hashlib  # here, because it makes importing mpistrat slower
+
+    return int.from_bytes(
+        hashlib.sha256(state + replica.to_bytes(4, "little")).digest()[:4], "little"
+    )

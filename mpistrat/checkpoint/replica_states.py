@@ -1,0 +1,52 @@
+"""States that ranks saved of their replicas, found by the ids of these: ranks may have different numbers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpistrat.strategy_extended import StrategyExtended
+
+
+def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:
+    """What a rank's state says of its replicas, so that `StatesOfReplicas` finds them: part of the state."""
+    return {
+        "first_replica": extended.first_replica_id,
+        "replicas": extended.num_local_replicas,
+        "total": extended.num_replicas_in_sync,
+    }
+
+
+def state_of_some_rank(states: Mapping[int, Any], rank: int) -> Any:
+    """For what all ranks' states tell alike: that of `rank`, which it reads anyway, if there is one."""
+    return states[rank if rank in states else min(states)]
+
+
+class StatesOfReplicas:
+    """
+    Args:
+        states: by the ranks that saved; they are read when they are asked for.
+        rank: which asks.
+
+    Attributes:
+        some: the state of some rank.
+        total: how many replicas there were.
+    """
+
+    def __init__(self, states: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+        self._states = states
+        self.some = state_of_some_rank(states, rank)
+        self.total: int = self.some["total"]
+
+    def of(self, replica: int) -> Any:
+        """The state of the rank that had `replica`, or None."""
+        if replica >= self.total:
+            return None
+        likely = replica // self.some["replicas"]
+        others = (rank for rank in self._states if rank != likely)
+        for rank in (likely, *others) if likely in self._states else others:
+            saved = self._states[rank]
+            if 0 <= replica - saved["first_replica"] < saved["replicas"]:
+                return saved
+        return None

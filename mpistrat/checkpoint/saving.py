@@ -1,0 +1,154 @@
+"""One save, on one rank: files are written on a thread of their own, from copies.
+
+No message tells rank 0 that all have written, for training has MPI meanwhile: each leaves a note in the folder, and
+rank 0 looks for them. Where the program waits anyway, ranks tell each other (`heard`): some network file systems show a
+new file only after half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint import durable_files
+from mpistrat.checkpoint.directory import Directory
+from mpistrat.checkpoint.manifest import Manifest, sealed, unsealed
+
+SECONDS_WITHOUT_PROGRESS = 300.0
+_SECONDS_BETWEEN_LOOKS = 0.005, 0.25
+_WRITTEN = "written-by-rank-"
+
+Written = Mapping[str, tuple[int, int]]
+# By name, what is written one after the other; it may be made when it is asked for, on the thread that writes.
+Files = Mapping[str, Iterable["bytes | np.ndarray"]]
+
+
+class _Abandoned(Exception):
+    pass
+
+
+class Saving:
+    """A save that is under way.
+
+    Args:
+        folder: unfinished, seen by all ranks.
+        path: of the checkpoint when it is complete.
+        files: this rank's, by name.
+        directory: of rank 0, which completes the checkpoint; None on the others.
+        began: when it was asked for, by `time.monotonic()`.
+
+    Attributes:
+        path: as given.
+        written: (bytes, CRC-32) of this rank's files by name, once they are on disk and noted; None before, and on
+            rank 0.
+        seconds: from `began` until this rank's thread had done its part; 0.0 before, and when that failed.
+        error: why this rank failed, once `finished` is set.
+        heard: what other ranks have written, if they told it.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        path: str,
+        step: int,
+        number: int,
+        rank: int,
+        ranks: int,
+        files: Files,
+        directory: Directory | None,
+        keep: int,
+        began: float,
+    ) -> None:
+        self.path = path
+        self.seconds = 0.0
+        self.written: Written | None = None
+        self.error: Exception | None = None
+        self.heard: dict[int, Written] = {}
+        self.finished = threading.Event()
+        self._abandoned = threading.Event()
+        self._folder, self._step, self._number = folder, step, number
+        self._rank, self._ranks, self._files = rank, ranks, files
+        self._directory, self._keep, self._began = directory, keep, began
+        # No daemon: the interpreter waits for it at its end, before MPI is finalized.
+        threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
+
+    def abandon(self) -> None:
+        """Do not wait for other ranks any longer: one has failed, and will say why, or is lost."""
+        self._abandoned.set()
+
+    def remove(self) -> None:
+        """Remove what was written of a checkpoint that cannot be completed. For rank 0, when all have finished."""
+        if self._directory is not None:
+            self._directory.remove(self._folder)
+
+    def _run(self) -> None:
+        try:
+            written = {
+                name: durable_files.write(os.path.join(self._folder, name), parts)
+                for name, parts in self._files.items()
+            }
+            if self._directory is None:
+                self._leave_note(written)
+                self.written = written
+            else:
+                of_all = dict(written)
+                for rank in range(1, self._ranks):
+                    of_all.update(self._note_of(rank))
+                manifest = Manifest(self._step, self._number, self._ranks, of_all)
+                self._directory.complete(self._folder, self.path, manifest)
+                self._directory.keep_newest(self._keep)
+            self.seconds = time.monotonic() - self._began
+        except _Abandoned:
+            pass
+        except Exception as error:
+            self.error = error
+        finally:
+            self._files = {}
+            self.finished.set()
+
+    def _leave_note(self, written: Written) -> None:
+        note = os.path.join(self._folder, f"{_WRITTEN}{self._rank}")
+        durable_files.write(note + ".unfinished", [sealed(written)])
+        os.rename(note + ".unfinished", note)
+
+    def _note_of(self, rank: int) -> Written:
+        """Wait for it, and take it away, with what that rank wrote."""
+        note = os.path.join(self._folder, f"{_WRITTEN}{rank}")
+        progress: Any = None
+        since = time.monotonic()
+        while not os.path.exists(note):
+            if rank in self.heard:
+                break
+            if self._abandoned.is_set():
+                raise _Abandoned
+            now, seen = time.monotonic(), _sizes(self._folder)
+            if seen != progress:
+                progress, since = seen, now
+            if now - since > SECONDS_WITHOUT_PROGRESS:
+                raise TimeoutError(
+                    f"rank {rank} has written nothing to {self._folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
+                    "sees it"
+                )
+            shortest, longest = _SECONDS_BETWEEN_LOOKS
+            self._abandoned.wait(min(max((now - since) / 16, shortest), longest))
+        with contextlib.suppress(FileNotFoundError):  # heard of, and not yet seen
+            with open(note, "rb") as file:
+                written: Any = unsealed(file.read(), note)
+            os.unlink(note)
+        if rank in self.heard:
+            return self.heard[rank]
+        return {name: (size, checksum) for name, (size, checksum) in written.items()}
+
+
+def _sizes(folder: str) -> dict[str, int]:
+    sizes = {}
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # it has just got another name
+            sizes[name] = os.stat(os.path.join(folder, name)).st_size
+    return sizes

@@ -1,0 +1,171 @@
+"""A state as JSON and arrays: what `state_dict()` gave comes back bit for bit, types included, and without pickle.
+
+JSON's own values stand for themselves, and lists for lists. All else is an object whose first name is its kind:
+{"dict": {"lr": 0.1}}, {"pairs": [[0, …]]} for other keys than strings, {"tuple": [0.9, 0.999]}, {"tensor": "weight"}
+for the tensor of that name in a file beside.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays
+from mpistrat.checkpoint.tensor_file import StoredArray
+
+Json = Any
+
+_ITSELF = (type(None), bool, int, str)
+
+
+class Encoder:
+    """Encodes states whose arrays go to one file.
+
+    Attributes:
+        arrays: those met so far, by name; on their devices, and not copied.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, arrays.Array] = {}
+
+    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Json:
+        """`value` as JSON. Its arrays are named by where they are: "state.0.exp_avg".
+
+        Raises: TypeError for what could come back as something else.
+        """
+        kind = type(value)
+        if kind in _ITSELF:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is list:
+            return self._each(value, path)
+        if kind is tuple:
+            return {"tuple": self._each(value, path)}
+        if kind is dict or kind is collections.Counter or kind is collections.OrderedDict:
+            return self._mapping(value, path)
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        if kind is complex:
+            return {"complex": [self.encode(value.real), self.encode(value.imag)]}
+        if arrays.is_torch(value):
+            return self._array("tensor", value, path)
+        if arrays.is_cupy(value):
+            return self._array("array", arrays.to_numpy(value), path)
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "OV":
+            return self._array(
+                "array" if isinstance(value, np.ndarray) else "scalar", np.asarray(value), path
+            )
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            if kind is torch.Size:
+                return {"size": list(value)}
+            if kind is torch.dtype:
+                return {"dtype": str(value).removeprefix("torch.")}
+            if kind is torch.device:
+                return {"device": str(value)}
+        raise TypeError(
+            f"{'.'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+            "keep: its state_dict() must be made of dictionaries, lists, tuples, numbers, strings, None and arrays"
+        )
+
+    def _each(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Json]:
+        return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+        kind = type(value).__name__
+        encoded: dict[str, Json]
+        if all(type(key) is str for key in value):
+            items = {key: self.encode(one, (*path, key)) for key, one in value.items()}
+            encoded = {"dict": items}
+        else:
+            encoded = {
+                "pairs": [
+                    [self.encode(key, (*path, "a key")), self.encode(one, (*path, str(key)))]
+                    for key, one in value.items()
+                ]
+            }
+        if kind != "dict":
+            encoded["of"] = kind
+        metadata = getattr(value, "_metadata", None)  # a module's: the versions of its classes
+        if metadata is not None:
+            encoded["metadata"] = self.encode(metadata, (*path, "_metadata"))
+        return encoded
+
+    def _array(self, kind: str, array: arrays.Array, path: tuple[str, ...]) -> Json:
+        if kind == "tensor" and (str(array.layout) != "torch.strided" or array.is_meta):
+            raise TypeError(
+                f"{'.'.join(path)} is a {array.layout} tensor on {array.device}, which a checkpoint cannot keep; "
+                "it keeps dense ones that have values"
+            )
+        name = ".".join(path)
+        while name in self.arrays or name == "__metadata__":  # {"a.b": …} beside {"a": {"b": …}}
+            name += "_"
+        self.arrays[name] = array
+        return {kind: name}
+
+
+def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
+    """What was encoded as `tree`, whose arrays are `stored`. Those that it returns share their memory."""
+    if isinstance(tree, list):
+        return [decode(one, stored) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kind = next(iter(tree), "nothing")
+    content: Any = tree.get(kind)
+    if kind in ("dict", "pairs"):
+        return _mapping(kind, tree, stored)
+    if kind == "tensor":
+        return stored[content].tensor()
+    if kind == "array":
+        return stored[content].array()
+    if kind == "scalar":
+        return stored[content].array()[()]
+    if kind == "tuple":
+        return tuple(decode(content, stored))
+    if kind == "float":
+        return float(content)
+    if kind == "complex":
+        return complex(*decode(content, stored))
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind in ("size", "dtype", "device"):
+        import torch
+
+        if kind == "size":
+            return torch.Size(content)
+        return torch.device(content) if kind == "device" else _dtype(content)
+    raise ValueError(f"an unknown kind of value: {tree!r:.80}")
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r}")
+    return dtype
+
+
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda items: collections.Counter(dict(items)),
+}
+
+
+def _mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
+    if kind == "dict":
+        items = [(key, decode(one, stored)) for key, one in tree["dict"].items()]
+    else:
+        items = [(decode(key, stored), decode(one, stored)) for key, one in tree["pairs"]]
+    mapping = _MAPPINGS[tree.get("of", "dict")](items)
+    if "metadata" in tree:
+        mapping._metadata = decode(tree["metadata"], stored)
+    return mapping

@@ -1,0 +1,139 @@
+"""Arrays in one file of the safetensors format, which needs no library of ours to be read.
+
+The format (https://github.com/huggingface/safetensors): the length of a header, 8 bytes little-endian; the header,
+JSON, {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}; and the values without gaps.
+It is written here, and not by the library, because a snapshot is one buffer in the file's own order: it is copied into
+once, checksummed and written from another thread as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays
+
+_CODES = {
+    **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64"},
+    **{f"{u}int{bits}": f"{u.upper() or 'I'}{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_AS_BYTES = "U8"
+_ALIGNMENT = 64
+_LENGTH = 8
+_METADATA, _FOREIGN = "__metadata__", "mpistrat"
+
+
+class Snapshot:
+    """Copies of arrays, laid out as in the file.
+
+    Args:
+        named: arrays by name; NumPy's and torch's, on any device.
+        buffer: memory of an earlier snapshot, which is used again if it is large enough.
+
+    Attributes:
+        header: what comes before the values.
+        values: uint8[n]: the values of all arrays.
+    """
+
+    def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray | None = None) -> None:
+        ordered = sorted(named.items(), key=lambda item: _order(item[1]))
+        entries: dict[str, Any] = {}
+        places = []
+        end = 0
+        for name, array in ordered:
+            start, end = end, end + arrays.num_elements(array) * arrays.itemsize(array)
+            code, shape = _code(array), list(array.shape)
+            if code is None:
+                code, shape = _AS_BYTES, [end - start]
+            entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+            places.append((array, start, end))
+        foreign = {name: _described(array) for name, array in ordered if _code(array) is None}
+        if foreign:
+            entries[_METADATA] = {_FOREIGN: json.dumps(foreign)}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + _LENGTH) % _ALIGNMENT)
+        self.header = len(text).to_bytes(_LENGTH, "little") + text
+        if buffer is None or len(buffer) < end:
+            buffer = np.empty(end, np.uint8)
+        self.buffer = buffer
+        self.values = buffer[:end]
+        for array, start, end in places:
+            if end > start:
+                _copy(array, self.values[start:end])
+
+
+def _order(array: arrays.Array) -> tuple[bool, int]:
+    """Wide ones first, so that all are aligned: torch relies on it. NumPy does not, and its strings have odd widths."""
+    return _code(array) is None and not arrays.is_torch(array), -arrays.itemsize(array)
+
+
+def _described(array: arrays.Array) -> list[Any]:
+    """The dtype and the shape of an array whose dtype the format does not have: its bytes are stored."""
+    dtype = arrays.dtype_name(array) if arrays.is_torch(array) else array.dtype.str
+    return [dtype, list(array.shape)]
+
+
+def _code(array: arrays.Array) -> str | None:
+    if not arrays.is_torch(array) and not array.dtype.isnative:
+        return None
+    return _CODES.get(arrays.dtype_name(array))
+
+
+def _copy(array: arrays.Array, place: np.ndarray) -> None:
+    if arrays.is_torch(array):
+        import torch
+
+        with torch.no_grad():
+            torch.from_numpy(place).view(array.dtype).view(array.shape).copy_(array.detach())
+    else:
+        place.view(array.dtype).reshape(array.shape)[...] = array
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array as it lies in the memory that a file was read into.
+
+    Attributes:
+        dtype: as torch spells it, or as `numpy.dtype.str` does where the format has no code for it.
+        data: uint8[bytes].
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    def array(self) -> np.ndarray:
+        return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
+
+    def tensor(self) -> Any:
+        import torch
+
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"this torch has no dtype {self.dtype!r}")
+        if not len(self.data):
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.from_numpy(self.data).view(dtype).view(self.shape)
+
+
+def parse(content: np.ndarray) -> dict[str, StoredArray]:
+    """The arrays of a file whose bytes, uint8[n], are `content`: they share its memory.
+
+    Raises: ValueError, KeyError or TypeError for what is no such file.
+    """
+    start = _LENGTH + int.from_bytes(content[:_LENGTH].tobytes(), "little")
+    entries = json.loads(content[_LENGTH:start].tobytes())
+    foreign = json.loads(entries.pop(_METADATA, {}).get(_FOREIGN, "{}"))
+    stored = {}
+    for name, entry in entries.items():
+        first, end = entry["data_offsets"]
+        data = content[start + first : start + end]
+        dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
+        stored[name] = StoredArray(dtype, tuple(shape), data)
+    return stored

@@ -1,0 +1,69 @@
+"""Where mpi4py and the dynamic linker look for libraries, in their order."""
+
+from __future__ import annotations
+
+import glob
+import os
+import site
+import sys
+from collections.abc import Iterator, Mapping
+
+PRELOAD = "LD_PRELOAD"  # "/opt/mpi/lib/libmpi.so.12"; separated by colons or spaces
+CHOSEN = "MPI4PY_LIBMPI"  # "/opt/mpi/lib/libmpi.so.12", a folder, or several of both
+LIBRARY_PATH = "LD_LIBRARY_PATH"  # "/opt/mpi/lib:/opt/cuda/lib64"
+ENVIRONMENT, USER, BASE = "environment", "user", "base"  # rules that are no variables
+
+_NAMES = "libmpi.so*"
+_ELF = b"\x7fELF"
+
+
+def visible_mpi_libraries(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """(rule, path) of every libmpi that a rule would find, the rule that goes first first.
+
+    The order is mpi4py 4.1's (mpi4py/_mpiabi.py): what is preloaded; MPI4PY_LIBMPI, and then nothing else; the `lib` of
+    the virtual environment, of the user's packages, of Python itself; what the dynamic linker finds by name. What lies
+    in the system's own folders is not listed.
+    """
+    environ = os.environ if environ is None else environ
+    preloaded = environ.get(PRELOAD, "").replace(":", " ").split()
+    found = [(PRELOAD, path) for path in preloaded if os.path.basename(path).startswith("libmpi")]
+    for entry in filter(None, environ.get(CHOSEN, "").split(os.pathsep)):
+        entry = os.path.expanduser(os.path.expandvars(entry))
+        found += [
+            (CHOSEN, path) for path in (_in_folder(entry) if os.path.isdir(entry) else [entry])
+        ]
+    for rule, prefix in _prefixes():
+        found += [(rule, path) for path in _in_folder(os.path.join(prefix, "lib"))]
+    return found + [(LIBRARY_PATH, path) for path in libraries_on_path(_NAMES, environ)]
+
+
+def libraries_on_path(pattern: str, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Files of LD_LIBRARY_PATH's folders that are libraries and have such a name."""
+    folders = (os.environ if environ is None else environ).get(LIBRARY_PATH, "").split(os.pathsep)
+    return [path for folder in filter(None, folders) for path in _in_folder(folder, pattern)]
+
+
+def _prefixes() -> Iterator[tuple[str, str]]:
+    if sys.exec_prefix != sys.base_exec_prefix:
+        yield ENVIRONMENT, sys.exec_prefix
+    if site.ENABLE_USER_SITE and site.USER_BASE:
+        yield USER, os.path.abspath(site.USER_BASE)
+    if sys.base_exec_prefix != "/usr":  # whose folders the dynamic linker knows itself
+        yield BASE, sys.base_exec_prefix
+
+
+def _in_folder(folder: str, pattern: str = _NAMES) -> list[str]:
+    """Without what is a linker's script, such as the `libmpi.so` of the wheels; each file once."""
+    paths: dict[str, str] = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern))):
+        if _is_library(path):
+            paths.setdefault(os.path.realpath(path), path)
+    return list(paths.values())
+
+
+def _is_library(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_ELF)) == _ELF
+    except OSError:
+        return False

@@ -1,0 +1,36 @@
+"""On what kind of machine this is, as far as it matters for how its end is announced."""
+
+from __future__ import annotations
+
+import enum
+
+from mpistrat.cluster_resolver.gpus import visible_gpus
+from mpistrat.cluster_resolver.slurm_job import slurm_job
+
+_PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"
+
+
+class PlatformDevice(enum.Enum):
+    """Whose machine, and what it computes with; INTERNAL is anybody's but Google Compute Engine's."""
+
+    INTERNAL_CPU = "internal_CPU"
+    INTERNAL_GPU = "internal_GPU"
+    INTERNAL_TPU = "internal_TPU"
+    GCE_CPU = "GCE_CPU"
+    GCE_GPU = "GCE_GPU"
+    GCE_TPU = "GCE_TPU"
+
+
+def detect_platform() -> PlatformDevice:
+    """The platform of this process. A job of Slurm's is ended by Slurm, wherever its machines stand: INTERNAL."""
+    if slurm_job() is not None or not _on_google_compute_engine():
+        return PlatformDevice.INTERNAL_CPU  # with GPUs it would be the same
+    return PlatformDevice.GCE_GPU if visible_gpus() else PlatformDevice.GCE_CPU
+
+
+def _on_google_compute_engine() -> bool:
+    try:
+        with open(_PRODUCT, encoding="utf-8") as file:
+            return "Google Compute Engine" in file.read()
+    except OSError:
+        return False

@@ -1,0 +1,145 @@
+"""Communicators that outlive their ranks: User-Level Failure Mitigation (ULFM), as Open MPI 5 has it.
+
+A rank's death is known to MPI within milliseconds, but an operation fails only on ranks that wait for the dead one
+itself; others wait for these. So a thread looks a hundred times a second whether a rank has failed, and revokes the
+communicator with all that were made of it: whoever waits there, in MPI or in shared memory, gets an error and can go
+on among the survivors.
+
+mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, cast
+
+from mpi4py import MPI
+
+from mpistrat.errors import RankLostError
+
+SECONDS_BETWEEN_LOOKS = 0.01
+
+_MEANS_LOST = frozenset(
+    getattr(MPI, name)
+    for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+    if hasattr(MPI, name)  # since mpi4py 4
+)
+
+
+class Family:
+    """A communicator and all that were made of it, which are revoked together.
+
+    Attributes:
+        comm: the first.
+        lost: whether a rank has failed. Nothing moves in the family any more; what is made of it later is revoked, too.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = FaultTolerantComm(comm)
+        self.comm.family = self
+        self.lost = False
+        self._members: list[FaultTolerantComm] = [self.comm]
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        thread = threading.Thread(target=self._look_out, name="mpistrat failures", daemon=True)
+        self._thread = thread
+        thread.start()
+
+    def failed(self) -> list[int]:
+        """The ranks that this one knows to have failed, numbered as in `comm`."""
+        group, failed = self.comm.Get_group(), self.comm.Get_failed()
+        try:
+            return list(failed.Translate_ranks(None, group))
+        finally:
+            group.Free()
+            failed.Free()
+
+    def has_lost(self) -> bool:
+        """Whether this rank knows that some rank has failed, or another rank does and said so."""
+        if not self.lost:
+            with contextlib.suppress(MPI.Exception):
+                self.comm.Iprobe()  # lets the news in
+            self.lost = self.comm.Is_revoked() or bool(self.failed())
+        return self.lost
+
+    def raise_if_lost(self) -> None:
+        """Raises: RankLostError. It costs as much as reading a variable."""
+        if self.lost:
+            raise RankLostError(
+                "a rank of this communicator has failed; train() is called again with those that are left"
+            )
+
+    def revoke(self) -> None:
+        """Have every operation in the family fail, here and on the other ranks. Not collective."""
+        with self._lock:
+            self.lost = True
+            for member in self._members:
+                member.Revoke()
+
+    def stop_looking(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def adopt(self, comm: MPI.Intracomm) -> FaultTolerantComm:
+        """`comm`, just made of a member."""
+        member = FaultTolerantComm(comm)
+        member.family = self
+        if comm != MPI.COMM_NULL:
+            with self._lock:
+                self._members.append(member)
+                if self.lost:  # others may not have got so far
+                    member.Revoke()
+        return member
+
+    def free(self, member: FaultTolerantComm) -> None:
+        """Free it, which is collective; in a family that has lost a rank it is left behind."""
+        with self._lock:
+            self._members = [one for one in self._members if one is not member]
+            lost = self.lost
+        if not lost:
+            MPI.Intracomm.Free(member)
+
+    def _look_out(self) -> None:
+        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+            if self.has_lost():
+                self.revoke()
+                return
+
+
+class FaultTolerantComm(MPI.Intracomm):
+    """A member of a family; what is made of it is one, too."""
+
+    family: Family
+
+    def Dup(self, info: MPI.Info | None = None) -> FaultTolerantComm:  # noqa: N802
+        return self.family.adopt(MPI.Intracomm(self).Dup(info))
+
+    def Split(self, color: int = 0, key: int = 0) -> FaultTolerantComm:  # noqa: N802
+        return self.family.adopt(cast("MPI.Intracomm", super().Split(color, key)))
+
+    def Split_type(  # noqa: N802
+        self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
+    ) -> FaultTolerantComm:
+        return self.family.adopt(cast("MPI.Intracomm", super().Split_type(split_type, key, info)))
+
+    def Free(self) -> None:  # noqa: N802
+        self.family.free(self)
+
+
+def family_of(comm: Any) -> Family | None:
+    """None: a rank's death ends the job."""
+    return getattr(comm, "family", None)
+
+
+def tells_of_loss(error: BaseException | None) -> bool:
+    """Whether `error`, or what it came of, is how MPI or a wait tells that a rank has failed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RankLostError):
+            return True
+        if isinstance(error, MPI.Exception) and error.Get_error_class() in _MEANS_LOST:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,77 @@
+"""Questions to other programs, each with a limit: what is asked may hang, crash, or not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+MOST_WORDS = 1 << 20  # characters that are read of an answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attributes: ended: "" for exit code 0, else how: "exit code 1", "killed by SIGSEGV", "no end within 10 s"."""
+
+    output: str
+    errors: str
+    ended: str
+
+
+def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Answer:
+    """What `command` writes. Raises nothing, and takes no longer than `seconds`."""
+    # Files, and not pipes: a process that it leaves behind could keep those open.
+    with file_in_memory() as output, file_in_memory() as errors:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Answer("", "", f"it cannot be started ({error})")
+        try:
+            ended = how_it_ended(process.wait(seconds))
+        except subprocess.TimeoutExpired:
+            ended = f"no end within {seconds:g} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # of a process that no signal ends
+            process.wait(1)
+        return Answer(written(output), written(errors), ended)
+
+
+def file_in_memory() -> IO[bytes]:
+    """For what another process writes. No folder may be writable, which is among what is looked for."""
+    return os.fdopen(os.memfd_create("mpistrat-doctor"), "w+b")
+
+
+def how_it_ended(code: int) -> str:
+    """ "" for 0; a negative number is a signal's, as subprocess has it."""
+    if code >= 0:
+        return f"exit code {code}" if code else ""
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def written(file: object) -> str:
+    """The end of what is in a file that another process wrote to."""
+    assert hasattr(file, "fileno")
+    number = file.fileno()
+    size = os.fstat(number).st_size
+    return os.pread(number, MOST_WORDS, max(0, size - MOST_WORDS)).decode(errors="replace")
+
+
+def last_words(text: str, lines: int = 4) -> str:
+    """The last lines that say something, in one."""
+    said = [line.strip() for line in text.splitlines() if line.strip(" -=*#\t\0")]
+    return " / ".join(said[-lines:])

@@ -1,0 +1,69 @@
+"""What the kernel's control groups allow this process: Slurm's, a container's, systemd's. Versions 1 and 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 where there is no limit
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """CPUs' worth of time, and bytes; None: no limit. Pages of files that the kernel would drop count as free."""
+
+    cpus: float | None = None
+    memory: int | None = None
+    memory_used: int = 0
+
+
+def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
+    """The tightest limits of this process's groups and of those that they lie in."""
+    cpus: list[float] = []
+    memory: list[tuple[int, int]] = []
+    for folder in _folders(groups, mounts):
+        quota = (_read(folder / "cpu.max") or "").split()  # "200000 100000", "max 100000"
+        if not quota:
+            quota = [
+                _read(folder / f"cpu.cfs_{what}_us") or "" for what in ("quota", "period")
+            ]  # "-1"
+        if quota[0].isdigit() and quota[1].isdigit():
+            cpus.append(int(quota[0]) / int(quota[1]))
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            text = _read(folder / limit) or ""
+            if text.isdigit() and int(text) < _UNLIMITED:
+                taken = int(_read(folder / used) or 0) - _in_memory_stat(folder, cache)
+                memory.append((int(text), max(0, taken)))
+    limit_, used_ = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+    return Allowed(min(cpus, default=None), limit_, used_)
+
+
+def _folders(groups: str, mounts: str) -> Iterator[Path]:
+    """From a group's folder up; in a container, where paths are those outside, only what is mounted."""
+    for line in (_read(Path(groups)) or "").splitlines():
+        _, controllers, path = line.split(":", 2)  # "4:memory:/slurm/uid_0/job_7", "0::/user.slice"
+        tops = [Path(mounts), *(Path(mounts, name) for name in controllers.split(",") if name)]
+        for top in tops:
+            folder = Path(os.path.normpath(f"{top}/{path}"))
+            while folder.is_relative_to(top):
+                if folder.is_dir():
+                    yield folder
+                folder = folder.parent
+
+
+def _in_memory_stat(folder: Path, name: str) -> int:
+    """Bytes; 0 where there is no such line: "inactive_file 81920"."""
+    lines = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+    return next((int(line[1]) for line in lines if line[:1] == [name]), 0)
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None

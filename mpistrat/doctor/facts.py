@@ -1,0 +1,233 @@
+"""What is known of a job: gathered by each rank as plain data, and judged elsewhere.
+
+All of it can be written as JSON, which is how it comes from a rank's processes to the one that judges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions as they are installed, "" for what is not."""
+
+    python: str = ""
+    executable: str = ""
+    mpistrat: str = ""
+    folder: str = ""  # of the mpistrat that runs
+    mpi4py: str = ""
+    numpy: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What launcher and Slurm say of this process, and what the commands beside it are."""
+
+    size: int | None = None  # ranks that were started; None where nobody says
+    rank: int | None = None
+    variables: str = ""  # "PMI_SIZE=2, PMI_RANK=1"; "" where no launcher started this process
+    launcher: str = ""  # "Open MPI's mpiexec"
+    first_on_node: bool = True  # also where the launcher does not say
+    slurm: dict[str, str] = field(default_factory=dict)  # its variables
+    mpirun: str = ""  # the first in PATH
+    mpirun_version: str = ""  # the first lines of its --version
+    srun_types: list[str] = field(default_factory=list)  # of `srun --mpi=list`: "pmi2", "pmix"
+    job_state: str = ""  # as squeue has it: "RUNNING"; "gone" for a job that it does not know
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one to speak where the ranks cannot find each other."""
+        return self.rank in (0, None)
+
+    @property
+    def by_srun(self) -> bool:
+        return "srun" in self.launcher and "SLURM_STEP_ID" in self.slurm
+
+    @property
+    def of_ended_job(self) -> bool:
+        """Whether Slurm's variables speak of a job that does not run."""
+        return self.job_state not in ("", "RUNNING", "COMPLETING", "SUSPENDED")
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads."""
+
+    path: str = ""
+    version: str = ""  # MPI_Get_library_version
+    standard: list[int] = field(default_factory=list)  # [4, 1]
+    thread_level: str = ""  # "multiple", once MPI runs
+    candidates: list[list[str]] = field(default_factory=list)  # [rule, path], in mpi4py's order
+    built_for_one: bool = False  # mpi4py was built with it, and looks for no other
+
+
+@dataclass(frozen=True)
+class Cores:
+    allowed: list[int] = field(default_factory=list)  # this rank's affinity mask
+    of_launcher: int = 0  # how many the launcher may use here; this rank, where none is found
+    quota: float | None = None  # CPUs' worth of time that a control group allows
+    threads: dict[str, str] = field(
+        default_factory=dict
+    )  # {"OMP_NUM_THREADS": "8"}, as the user set them
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of a file system, in bytes."""
+
+    folder: str
+    size: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Sizes in bytes; None: no limit."""
+
+    shared: Room | None = None  # /dev/shm
+    temporary: Room | None = None
+    window_megabytes: float | None = None  # MPISTRAT_SHARED_MB
+    available: int = 0  # of the node
+    group_limit: int | None = None  # the control group's
+    group_used: int = 0
+    address_space: int | None = None
+    locked: int | None = None
+    files: int | None = None
+    files_most: int | None = None
+    infiniband: bool = False
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """As a process sees them that imports torch, then CuPy."""
+
+    visible: list[str] = field(default_factory=list)  # before any library is loaded
+    torch: str = ""  # "" where it is not installed, or cannot be imported
+    torch_error: str = ""
+    torch_cuda: str = ""  # "13.0"; "" for a CPU build
+    torch_gpus: int = 0
+    cupy: str = ""
+    cupy_error: str = ""
+    nccl_loaded: list[list[str]] = field(default_factory=list)  # [path, "2.27.5"], mapped together
+    nccl_visible: list[list[str]] = field(default_factory=list)  # [where, path]
+    mpi_takes_gpu: bool | None = None  # None: not tried
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far a node's time of day is ahead of node 0's, in seconds, give or take `error`."""
+
+    node: int
+    ahead: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was measured between nodes.
+
+    Attributes:
+        rates: [node, other node, bytes per second].
+        speeds: of each node, what its devices say: "25000 Mb/s".
+        pairs: how many pairs there are.
+    """
+
+    rates: list[list[float]] = field(default_factory=list)
+    speeds: list[list[str]] = field(default_factory=list)
+    pairs: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    rank: int = 0
+    node: int = 0
+    host: str = ""
+    software: Software = Software()
+    launch: Launch = Launch()
+    library: Library | None = None
+    cores: Cores = Cores()
+    memory: Memory = Memory()
+    gpus: Gpus | None = None  # of the first rank of a node
+    gpu_names: list[str] = field(default_factory=list)  # UUIDs of those that it sees
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no MPI job to speak of.
+
+    Attributes:
+        stage: what was being done: "MPI_Init".
+        kind: "topology" (launcher and library contradict each other), "library" (no MPI), "ended" or "late".
+        text: what happened.
+        words: what the process had written last.
+    """
+
+    stage: str
+    kind: str
+    text: str
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All ranks that could be asked; one, where MPI did not start."""
+
+    ranks: list[Rank]
+    failure: Failure | None = None
+    clocks: list[Clock] = field(default_factory=list)
+    links: Links | None = None
+
+    @property
+    def first(self) -> Rank:
+        return self.ranks[0]
+
+    def nodes(self) -> list[list[Rank]]:
+        """The ranks of each node."""
+        found: dict[int, list[Rank]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.node, []).append(rank)
+        return [found[node] for node in sorted(found)]
+
+    def node_names(self) -> list[str]:
+        """Each another: nodes that are called the same get their number, too."""
+        names = [ranks[0].host for ranks in self.nodes()]
+        return [
+            name if names.count(name) == 1 else f"{name} (node {node})"
+            for node, name in enumerate(names)
+        ]
+
+
+def as_json(facts: Any) -> dict[str, Any]:
+    return dataclasses.asdict(facts)
+
+
+def rank_from_json(given: dict[str, Any]) -> Rank:
+    memory = dict(given["memory"])
+    for name in ("shared", "temporary"):
+        memory[name] = _optional(Room, memory[name])
+    parts = {
+        "software": Software(**given["software"]),
+        "launch": Launch(**given["launch"]),
+        "library": _optional(Library, given["library"]),
+        "cores": Cores(**given["cores"]),
+        "memory": Memory(**memory),
+        "gpus": _optional(Gpus, given["gpus"]),
+    }
+    return Rank(**{**given, **parts})
+
+
+def job_from_json(given: dict[str, Any]) -> Job:
+    return Job(
+        [rank_from_json(rank) for rank in given["ranks"]],
+        _optional(Failure, given["failure"]),
+        [Clock(**clock) for clock in given["clocks"]],
+        _optional(Links, given["links"]),
+    )
+
+
+def _optional(kind: Any, given: dict[str, Any] | None) -> Any:
+    return None if given is None else kind(**given)

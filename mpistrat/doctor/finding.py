@@ -1,0 +1,43 @@
+"""What the doctor has to say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+LEVELS = (PROBLEM, WARNING, OK)  # as they are printed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence or two that are true, and what to do where that is not as it should be.
+
+    Attributes:
+        check: what was looked at: "MPI", "cores", ...
+        level: OK, WARNING (it works, and could do better) or PROBLEM (something to fix).
+        nodes: of which it is true; none: of the job.
+    Raises: ValueError for an unknown level, and where a warning or a problem comes without a fix.
+    """
+
+    check: str
+    level: str
+    text: str
+    fix: str = ""
+    nodes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"level={self.level!r}: expected one of {LEVELS}")
+        if (self.level != OK) != bool(self.fix):
+            raise ValueError(f"what is not ok has a fix, and nothing else: {self}")
+
+
+def said_once(findings: Iterable[Finding]) -> list[Finding]:
+    """What is true of several nodes as one finding."""
+    nodes: dict[Finding, list[str]] = {}
+    for finding in findings:
+        same = dataclasses.replace(finding, nodes=())
+        nodes.setdefault(same, []).extend(finding.nodes)
+    return [dataclasses.replace(finding, nodes=tuple(names)) for finding, names in nodes.items()]

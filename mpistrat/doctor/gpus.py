@@ -1,0 +1,217 @@
+"""GPUs, the NCCL between them, and whether MPI takes their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from mpistrat.cluster_resolver.gpus import visible_gpus
+from mpistrat.cluster_resolver.how_started import environment_of_others
+from mpistrat.cluster_resolver.library_search import LIBRARY_PATH, libraries_on_path
+from mpistrat.doctor.children import ask, last_words
+from mpistrat.doctor.facts import Gpus, Job, Rank
+from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.doctor.wording import count
+
+CHECK = "GPUs"
+SECONDS_TO_IMPORT = 60.0
+WHEEL = "the wheel that torch needs"
+BEGIN = '{"torch": '  # of the line that the child tells
+
+# Torch first, as mpistrat does it: CuPy then takes the libnccl that is there.
+_IMPORT = r"""
+import ctypes, glob, json, os, sys
+told = {"torch": "", "torch_error": "", "torch_cuda": "", "torch_gpus": 0, "cupy": "", "cupy_error": ""}
+wheels = [p for top in sys.path for p in glob.glob(os.path.join(top, "nvidia", "nccl*", "lib", "libnccl.so*"))]
+try:
+    import torch
+    told.update(torch=str(torch.__version__), torch_cuda=torch.version.cuda or "", torch_gpus=torch.cuda.device_count())
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        told["torch_error"] = repr(error)
+except Exception as error:
+    told["torch_error"] = repr(error)
+try:
+    import cupy
+    told["cupy"] = cupy.__version__
+    from cupy.cuda import nccl
+    nccl.available
+except ModuleNotFoundError as error:
+    if error.name != "cupy":
+        told["cupy_error"] = repr(error)
+except Exception as error:
+    told["cupy_error"] = repr(error)
+with open("/proc/self/maps") as maps:
+    loaded = sorted({line.split(maxsplit=5)[-1].strip() for line in maps if "/libnccl.so" in line})
+told["nccl_loaded"] = []
+for path in loaded:
+    number = ctypes.c_int()
+    ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
+    number = number.value
+    told["nccl_loaded"].append([path, f"{number // 10000}.{number // 100 % 100}.{number % 100}"])
+told["wheels"] = list(dict.fromkeys(map(os.path.realpath, wheels)))  # as maps has them
+print("\n" + json.dumps(told))
+"""
+
+
+def look() -> Gpus:
+    """What a child sees that imports the libraries: this process need not have them, nor survive them."""
+    answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_others())
+    visible = list(visible_gpus())
+    on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
+    if answer.ended:
+        words = last_words(answer.errors, 1)
+        why = f"importing torch and CuPy: {answer.ended}" + (f", {words}" if words else "")
+        return Gpus(visible, torch_error=why, nccl_visible=on_path)
+    lines = [line for line in answer.output.splitlines() if line.startswith(BEGIN)]
+    try:
+        told = json.loads(lines[-1])  # others may have printed, before it and at the end of Python
+    except (IndexError, ValueError):
+        words = last_words(answer.output, 1)
+        why = "importing torch and CuPy: a child that did so did not tell what it saw"
+        return Gpus(visible, torch_error=f"{why}, {words}" if words else why, nccl_visible=on_path)
+    wheels = told.pop("wheels")
+    of_wheels = [[WHEEL, path] for path in wheels]
+    others = [found for found in on_path if os.path.realpath(found[1]) not in wheels]
+    return Gpus(visible, **told, nccl_visible=[*of_wheels, *others])
+
+
+def check(job: Job) -> Iterator[Finding]:
+    nodes = zip(job.nodes(), job.node_names(), strict=True)
+    told = [(ranks, ranks[0].gpus, name) for ranks, name in nodes if ranks[0].gpus]
+    for _, gpus, name in told:
+        if gpus.torch_error:
+            yield Finding(
+                CHECK,
+                PROBLEM,
+                f"torch cannot be imported: {gpus.torch_error}.",
+                "pip install --force-reinstall torch, of the build that fits this machine (README: which torch comes "
+                "from where)",
+                (name,),
+            )
+    if not any(gpus.visible or gpus.torch_gpus for _, gpus, _ in told):
+        if told:
+            yield Finding(
+                CHECK,
+                OK,
+                "No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.",
+            )
+        return
+    for ranks, gpus, name in told:
+        for finding in _of_node(ranks, gpus):
+            yield dataclasses.replace(finding, nodes=(name,))
+    yield from _nccl_versions([(gpus, name) for _, gpus, name in told])
+
+
+def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
+    number = gpus.torch_gpus or len(gpus.visible)
+    if not number:
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            "No GPU is visible, while other nodes have some: values then go through the host everywhere.",
+            "ask Slurm for them on every node (--gpus-per-node=…), and look at nvidia-smi there",
+        )
+        return
+    there = f"{'is' if number == 1 else 'are'} {count(number, 'GPU')}"
+    if gpus.torch and not gpus.torch_cuda:
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            f"torch {gpus.torch} is a build for CPUs, and there {there}.",
+            "pip install torch, of a CUDA build (README: which torch comes from where)",
+        )
+    elif gpus.torch and not gpus.torch_gpus:
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            f"torch {gpus.torch} (CUDA {gpus.torch_cuda}) sees no GPU, and there {there}: its CUDA "
+            "is newer than the driver, or CUDA_VISIBLE_DEVICES hides them.",
+            "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
+        )
+    # --gpus-per-task, and scripts between launcher and program, give each rank others.
+    between = max(number, len({name for rank in ranks for name in rank.gpu_names}))
+    if len(ranks) > between:
+        yield Finding(
+            CHECK,
+            WARNING,
+            f"{count(len(ranks), 'rank')} share {count(between, 'GPU')}: NCCL refuses that, and values go "
+            "through the host.",
+            f"start one rank per GPU: --ntasks-per-node={between}",
+        )
+    yield from _nccl(gpus)
+    if gpus.mpi_takes_gpu:
+        yield Finding(CHECK, OK, "MPI takes memory of GPUs: a child process has sent some.")
+    elif gpus.mpi_takes_gpu is not None:
+        yield Finding(
+            CHECK,
+            WARNING,
+            "MPI does not take memory of GPUs: a child process tried. Where NCCL cannot be used, values go "
+            "through pinned host memory.",
+            "load a CUDA-aware build of MPI (Open MPI with UCX and CUDA; MPICH_GPU_SUPPORT_ENABLED=1 on a Cray) if "
+            "several ranks share a GPU",
+        )
+
+
+def _nccl(gpus: Gpus) -> Iterator[Finding]:
+    loaded, wheels = gpus.nccl_loaded, [path for by, path in gpus.nccl_visible if by == WHEEL]
+    others = sorted({path for by, path in gpus.nccl_visible if by != WHEEL})
+    if len(loaded) > 1:
+        told = " and ".join(f"{version} ({path})" for path, version in loaded)
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            f"A process has loaded {len(loaded)} NCCLs: {told}.",
+            "keep one: take NCCL's folder out of LD_LIBRARY_PATH and LD_PRELOAD, and pip uninstall other "
+            "nvidia-nccl-cu* wheels than torch's",
+        )
+    elif not gpus.cupy:
+        why = f" ({gpus.cupy_error})" if gpus.cupy_error else ""
+        yield Finding(
+            CHECK,
+            WARNING,
+            f"CuPy is missing{why}, by which NCCL is used: values on GPUs go a slower way.",
+            "pip install 'mpistrat[cuda]'",
+        )
+    elif not loaded:
+        yield Finding(
+            CHECK,
+            WARNING,
+            "Neither torch nor CuPy has found a libnccl: values on GPUs go a slower way.",
+            "pip install nvidia-nccl-cu13 (or cu12, as torch's CUDA is)",
+        )
+    elif wheels and loaded[0][0] not in wheels:
+        yield Finding(
+            CHECK,
+            WARNING,
+            f"NCCL {loaded[0][1]} is {loaded[0][0]}, and not {WHEEL} ({wheels[0]}).",
+            f"take {loaded[0][0]} out of LD_LIBRARY_PATH, unless that is what you wish",
+        )
+    else:
+        yield Finding(CHECK, OK, f"NCCL {loaded[0][1]}, one copy: {loaded[0][0]}.")
+        if wheels and others:
+            yield Finding(
+                CHECK,
+                WARNING,
+                f"LD_LIBRARY_PATH has another NCCL, {others[0]}: a program that imports cupy before torch "
+                "loads that one.",
+                "import torch first, or take its folder out of LD_LIBRARY_PATH",
+            )
+
+
+def _nccl_versions(told: list[tuple[Gpus, str]]) -> Iterator[Finding]:
+    having: dict[str, list[str]] = {}
+    for gpus, name in told:
+        for _, version in gpus.nccl_loaded[:1]:
+            having.setdefault(version, []).append(name)
+    if len(having) > 1:
+        listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in having.items())
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            f"Nodes have different versions of NCCL: {listed}.",
+            "start all ranks with one environment, and the same modules on all nodes",
+        )

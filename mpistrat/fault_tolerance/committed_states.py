@@ -1,0 +1,78 @@
+"""The last two states that a rank has committed, in memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from mpistrat import arrays
+
+
+class CommittedStates:
+    """Two, for when a rank is lost, others may have committed one step more than this one.
+
+    A copy takes the memory of the one before the last.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, Any]] = []  # with their steps, the older first
+
+    @property
+    def last(self) -> int | None:
+        """The step that was committed last; None where there is none."""
+        return self._kept[-1][0] if self._kept else None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays of one state."""
+        return _nbytes_of(self._kept[-1][1]) if self._kept else 0
+
+    def keep(self, step: int, state: Any) -> None:
+        memory = self._kept.pop(0)[1] if len(self._kept) > 1 else None
+        self._kept.append((step, copied(state, memory)))
+
+    def back_to(self, step: int | None) -> Any:
+        """A copy of the state of `step`, which is the last from now on; None where all ranks begin anew."""
+        if step is None:
+            self._kept = []
+            return None
+        steps = [kept for kept, _ in self._kept]
+        if step not in steps:
+            raise RuntimeError(f"step {step} was to be restored, but this rank keeps {steps}")
+        self._kept = self._kept[: steps.index(step) + 1]
+        return copied(self._kept[-1][1])  # what loads it may keep it, and write to it
+
+
+def copied(value: Any, memory: Any = None) -> Any:
+    """A copy of a structure of arrays and other picklable values; in the arrays of `memory` where they are alike."""
+    if isinstance(value, dict):
+        by_key = memory if isinstance(memory, dict) else {}
+        return {key: copied(one, by_key.get(key)) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        known = memory if type(memory) is type(value) else ()
+        pairs = itertools.zip_longest(value, known[: len(value)])
+        return type(value)(copied(one, into) for one, into in pairs)
+    if isinstance(value, (str, bytes, int, float)) or value is None:
+        return value
+    if not arrays.is_array(value) or value.dtype == object:
+        return copy.deepcopy(value)
+    value = arrays.detach(value)
+    alike = (
+        type(memory) is type(value)
+        and memory.shape == value.shape
+        and memory.dtype == value.dtype
+        and getattr(memory, "device", None) == getattr(value, "device", None)
+    )
+    if not alike:
+        return arrays.copy(value)
+    memory[...] = value
+    return memory
+
+
+def _nbytes_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_nbytes_of, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes_of, value))
+    return int(value.nbytes) if arrays.is_array(value) else 0

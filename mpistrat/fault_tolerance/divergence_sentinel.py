@@ -1,0 +1,99 @@
+"""Notices when what is mirrored is not the same any more on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpistrat.communicators.communicator import mark_raised_by_all
+from mpistrat.context import require_cross_replica
+from mpistrat.fault_tolerance.divergence_report import Digested, find_divergence
+from mpistrat.fault_tolerance.mirrored_state import Key, mirrored_state
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+# Such a digest of one rank makes the MAX over ranks say that they differ, whatever the others have.
+_DIFFERENT_HERE = (np.iinfo(np.int32).max,) * 4
+
+
+class DivergenceSentinel:
+    """Compares what is mirrored, bit for bit, at every `every`-th `backward()` that reduces gradients.
+
+    Called by: every rank, at the same place.   Context: cross-replica or top level.
+    Compared are parameters, buffers (but for those written since the last reduction, which the next one averages), the
+    state and hyperparameters of optimizers that step inside `run`, and mirrored variables. A NaN equals one of the same
+    bits. A digest rides along with the agreement before gradients are reduced; more is sent only if digests differ.
+    What does not call `backward()` calls `check`.
+
+    Args:
+        every: how many calls of `backward()` from one comparison to the next; the same on all ranks.
+    Raises:
+        ValueError: on all ranks, if `every` is no number from 1 on, or differs between ranks. Later `backward()`
+            raises `errors.DivergenceError` on all ranks, and leaves `.grad` as it was before.
+    """
+
+    def __init__(self, strategy: Strategy, every: int = 100) -> None:
+        require_cross_replica(strategy, "DivergenceSentinel")
+        self._strategy = strategy
+        self._every = every
+        self._calls = 0  # of backward
+        self._digested: dict[Key, Digested] = {}
+        self._last_equal = "this is the first comparison"
+        communicator = strategy.extended.communicator
+        everyone = communicator.all_gather_object(every, label="DivergenceSentinel(every=…)")
+        if not all(type(one) is int and one > 0 and one == everyone[0] for one in everyone):
+            error = ValueError(
+                f"DivergenceSentinel(every={every!r}) on rank {communicator.rank}: expected the same number, from 1 "
+                f"on, on all ranks; by rank they gave {everyone!r:.200}"
+            )
+            mark_raised_by_all(error)
+            raise error
+        if strategy.num_replicas_in_sync > 1:
+            strategy.extended.riders.append(self)
+
+    def check(self) -> None:
+        """Compare now. Called by: every rank.   Context: cross-replica or top level.
+
+        Raises: `errors.DivergenceError` on all ranks.
+        """
+        require_cross_replica(self._strategy, "DivergenceSentinel.check")
+        communicator = self._strategy.extended.communicator
+        with communicator.raising_together():
+            words = self._words()
+        communicator.all_reduce(words, "max", label="digest of what is mirrored")
+        self._judge(words, f"at a check after {self._calls} calls of backward()")
+
+    def board(self) -> np.ndarray:
+        """As a `Rider`: the digest, if it is time."""
+        due = (self._calls + 1) % self._every == 0
+        return self._words() if due else np.empty(0, np.int32)
+
+    def arrive(self, greatest: np.ndarray) -> None:
+        """As a `Rider`. Counts here, where all ranks come or none."""
+        self._calls += 1
+        if len(greatest):
+            self._judge(greatest, f"in call {self._calls} of backward()")
+
+    def _words(self) -> np.ndarray:
+        """62 bits in two words, each followed by its negative: of equal ranks, the two MAXs differ in sign only."""
+        import hashlib  # here, because it makes importing mpistrat slower
+
+        state = mirrored_state(self._strategy)
+        self._digested = {key: Digested.of(thing) for key, thing in state.items()}
+        if any(len(set(one.digests)) > 1 for one in self._digested.values()):
+            return np.array(_DIFFERENT_HERE, np.int32)
+        told = [(key, one.digests[0]) for key, one in self._digested.items()]
+        hashed = hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
+        first, second = np.frombuffer(hashed, np.int32) & np.int32(0x7FFFFFFF)
+        return np.array([first, -first, second, -second], np.int32)
+
+    def _judge(self, greatest: np.ndarray, when: str) -> None:
+        digested, self._digested = self._digested, {}
+        if greatest[0] != -greatest[1] or greatest[2] != -greatest[3]:
+            error = find_divergence(self._strategy, digested, f"{when}; {self._last_equal}")
+            if error is not None:
+                mark_raised_by_all(error)
+                raise error
+        self._last_equal = f"all was equal {when}"

@@ -1,0 +1,102 @@
+"""All that a strategy keeps equal on its replicas: parameters, buffers, optimizers' state, variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpistrat import arrays
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.mirroring import Mirroring
+    from mpistrat.strategy import Strategy
+
+# What is told of parameters comes before what is told of optimizers.
+_PARAMETER, _BUFFER, _OPTIMIZER, _VARIABLE = range(4)
+_OF_GROUP, _OF_PARAMETER = range(2)
+
+Key = tuple[Any, ...]  # the same for the same thing on every rank; sorts in the order of telling
+
+
+class MirroredThing(NamedTuple):
+    """`copies` are this rank's: arrays or Python values. One, or one for each of its replicas."""
+
+    name: str
+    copies: list[Any]
+
+
+def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
+    """In order: parameters by module, buffers, optimizers (numbers of the parameter groups, then state), variables.
+
+    Buffers that a replica has written since the last reduction of gradients are left out: they differ until the next.
+    What this rank has dropped is missing; another may still have it.
+    """
+    found: dict[Key, MirroredThing] = {}
+    if strategy._mirroring is not None:
+        found.update(_parameters(strategy._mirroring))
+        found.update(_buffers(strategy))
+        found.update(_optimizers(strategy._mirroring))
+    for number, variable in sorted(strategy.extended.mirrored_variables.items()):
+        copies = [component.read_value() for component in variable.values]
+        found[_VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
+    return found
+
+
+def _parameters(mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
+    registry = mirroring.registry
+    for index, (slot, parameter) in enumerate(
+        zip(registry.slots, registry.parameters(), strict=True)
+    ):
+        if parameter is not None:
+            yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
+
+
+def _buffers(strategy: Strategy) -> Iterator[tuple[Key, MirroredThing]]:
+    from mpistrat.pytorch.virtual_replicas import copies_of_buffers
+
+    assert strategy._mirroring is not None
+    slots = strategy._mirroring.registry.buffers
+    copies = copies_of_buffers(strategy.extended, slots)
+    # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.buffers.snapshot`).
+    written = {
+        slot.module
+        for own in copies
+        for slot, tensor in zip(slots, own, strict=True)
+        if slot.changed(tensor)
+    }
+    for index, slot in enumerate(slots):
+        tensors = [own[index] for own in copies]
+        if slot.module not in written and all(tensor is not None for tensor in tensors):
+            yield (_BUFFER, index), MirroredThing(slot.name, tensors)
+
+
+def _optimizers(mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
+    slots = {
+        id(parameter): (index, slot.name)
+        for index, (slot, parameter) in enumerate(
+            zip(mirroring.registry.slots, mirroring.registry.parameters(), strict=True)
+        )
+        if parameter is not None
+    }
+    optimizers = sorted(mirroring.reducer.optimizers.items())
+    for number, optimizer in optimizers:
+        name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and _is_comparable(value):
+                    thing = MirroredThing(f"{name}: {key} of group {g}", [value])
+                    yield (_OPTIMIZER, number, _OF_GROUP, g, key), thing
+        for parameter, state in list(optimizer.state.items()):
+            if id(parameter) not in slots or not isinstance(state, dict):
+                continue
+            index, of = slots[id(parameter)]
+            for key, value in state.items():
+                if _is_comparable(value):
+                    thing = MirroredThing(f"{name}: {key} of {of}", [value])
+                    yield (_OPTIMIZER, number, _OF_PARAMETER, index, str(key)), thing
+
+
+def _is_comparable(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_comparable, value))
+    return arrays.is_array(value) or value is None or isinstance(value, (int, float, complex, str))

@@ -1,0 +1,240 @@
+"""A checkpoint at a step that all ranks agree on, before the job is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrat.checkpoint import Checkpoint, CheckpointManager
+from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.cluster_resolver.platform_device import detect_platform
+from mpistrat.cluster_resolver.slurm_job import SlurmError, slurm_job
+from mpistrat.fault_tolerance.announced_end import (
+    NOTHING,
+    SAVE,
+    AnnouncedEnd,
+    level_of,
+    reason_of,
+)
+from mpistrat.fault_tolerance.riding_word import RidingWord
+from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
+
+_COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
+_SECONDS_TO_REQUEUE = 30.0
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint when the job is about to be ended, ends the program, and goes on from there the next time.
+
+    A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. That
+    rank's word rides on the reduction of gradients of the step that it is in, and at the end of that step all ranks
+    know: they write the checkpoint. Steps in which nothing is reduced cost a MAX of 8 bytes. The program leaves before
+    the next step, by `exit_fn`. So all that belongs to a step must be in the function that `run` is given, or before
+    `save_checkpoint_if_preempted`.
+
+    Made by: every rank, on the main thread, when the objects of the checkpoint are there: the newest checkpoint is
+    restored here, if there is one.
+    Args:
+        cluster_resolver: the strategy's, or None; who takes part is what the checkpoint's strategy says.
+        checkpoint_or_checkpoint_manager: what is saved, or what saves it.
+        checkpoint_dir: of a Checkpoint: the folder, of which the newest one is kept.
+        termination_config: what ends the program, and how.
+    Raises:
+        TypeError: a Checkpoint without a folder. NotImplementedError: the cluster has parameter servers.
+        RuntimeError: not on the main thread; another job saves to the folder. OSError: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        if cluster_resolver is not None and "ps" in cluster_resolver.cluster_spec().jobs:
+            raise NotImplementedError(
+                "PreemptionCheckpointHandler is for strategies whose replicas step together; this cluster has "
+                "parameter servers"
+            )
+        self._config = completed(termination_config, detect_platform())
+        self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        extended = self._manager.checkpoint.strategy.extended
+        self._communicator = extended.communicator
+        self._job = slurm_job()
+        self._counter = _Counter()
+        self._manager.checkpoint.objects[_COUNTER] = self._counter
+        if self._config.save_fn is None:
+            self._manager.claim()  # what is wrong with the folder is told now, and not in the last minute
+        # Why, once the checkpoint is written with which the program leaves.
+        self._saved: str | None = None
+        self._is_over = False
+        self._end = AnnouncedEnd(self._config, self._job, keeps_time=self._communicator.rank == 0)
+        began = time.monotonic()
+        restored = self._manager.restore_or_initialize()
+        # The best guess there is until something is saved.
+        self._end.takes_to_save(time.monotonic() - began)
+        self._riding = RidingWord(_word_of(self._end))
+        self._riders = extended.riders
+        self._riders.append(self._riding)
+        if restored is not None:
+            self._tell(f"goes on from {restored}, after {self.total_run_calls} steps")
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many steps are done: calls of `run` or `save_checkpoint_if_preempted`, those before restarts included."""
+        return self._counter.calls
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function, which is one step, with the arguments; then save if the end was announced.
+
+        Called by: every rank, equally often, outside `strategy.run`. After a save, the next call ends the program,
+        before the function is called; without a next call it ends as it would have.
+        Returns: what the function returned. Raises: what it raised; then the step does not count.
+        """
+        self._leave_if_saved()
+        result = distributed_train_function(*args, **kwargs)
+        self._finish_step((), {})
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """After a step, instead of `run`: save if the end was announced, and end the program at once.
+
+        Called by: every rank, equally often, outside `strategy.run`.
+        Args: what `save_fn`, or else the manager's `save`, is given; none for the latter: it gets the number of steps.
+        """
+        self._leave_if_saved()
+        self._finish_step(args, kwargs)
+        self._leave_if_saved()
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Changes nothing: TensorFlow needs it where a rank's error does not reach the others, which here it does."""
+        yield
+
+    def _finish_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._counter.calls += 1
+        self._end.steps.step()
+        self._end.takes_to_save(self._manager.seconds_to_save)
+        if self._is_over:
+            return
+        word = self._riding.take()
+        if word is None:
+            word = self._greatest_of_all()
+        level = level_of(word)
+        if level == NOTHING or (level == SAVE and not self._end.begin_grace()):
+            return
+        seconds, what = self._save(args, kwargs)
+        after = (
+            f"{reason_of(word)}: saved {what}after {self.total_run_calls} steps, in {seconds:.1f} s"
+        )
+        if level == SAVE:
+            self._tell(f"{after}; goes on for a grace period of {self._config.grace_period:g} s")
+        else:
+            self._saved = after
+
+    def _greatest_of_all(self) -> int:
+        word = np.array([self._end.word()], np.int64)
+        self._communicator.all_reduce(word, "max", label="end announced")
+        return int(word[0])
+
+    def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
+        """Seconds, and where to."""
+        began = time.monotonic()
+        if self._config.save_fn is not None:
+            path = self._config.save_fn(*args, **kwargs)
+        elif args or kwargs:
+            path = self._manager.save(*args, **kwargs)
+        else:
+            path = self._manager.save(self.total_run_calls)
+        self._manager.wait()  # until what was saved before, or with wait=False, is on disk
+        seconds = time.monotonic() - began
+        self._end.takes_to_save(seconds)
+        return seconds, f"{path} " if isinstance(path, str) else ""
+
+    def _leave_if_saved(self) -> None:
+        if self._saved is None:
+            return
+        self._is_over = True
+        self._riders.remove(self._riding)
+        self._tell(f"{self._saved}; the program ends")
+        self._saved = None
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                stream.flush()
+        if self._communicator.size > 1:
+            from mpistrat.communicators import job_end
+
+            job_end.leave_together()
+        self._communicator.barrier(
+            label="before the program ends"
+        )  # all have said what they had to
+        if self._config.requeue and self._communicator.rank == 0:
+            self._requeue()
+        self._communicator.barrier(label="requeued")
+        assert self._config.exit_fn is not None
+        self._config.exit_fn()
+
+    def _requeue(self) -> None:
+        if self._job is None:
+            self._tell("cannot requeue: this is no job of Slurm's")
+            return
+        try:
+            self._job.requeue(_SECONDS_TO_REQUEUE)
+        except SlurmError as error:
+            self._tell(
+                f"job {self._job.job_id} is not requeued: {error}. The batch script can do it, outside a container: "
+                f"scontrol requeue {self._job.job_id} when the program has ended with its exit code"
+            )
+
+    def _tell(self, text: str) -> None:
+        """On rank 0."""
+        if self._communicator.rank == 0:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"mpistrat: {text}\n")
+
+
+class _Counter:
+    may_be_absent = True  # from a checkpoint that was saved without a handler
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = int(state["calls"])
+
+
+def _manager_of(
+    given: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None
+) -> CheckpointManager:
+    if not isinstance(given, Checkpoint):
+        if not isinstance(given, CheckpointManager):
+            raise TypeError(
+                f"PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager, got {given!r:.60}"
+            )
+        return given
+    if not directory:
+        raise TypeError(
+            "PreemptionCheckpointHandler needs checkpoint_dir, the folder to save to, when it is given a Checkpoint"
+        )
+    return CheckpointManager(given, directory, keep=1)
+
+
+def _word_of(end: AnnouncedEnd) -> Callable[[], int]:
+    """Its word, without keeping it alive."""
+    reference = weakref.ref(end)
+
+    def ask() -> int:
+        alive = reference()
+        return 0 if alive is None else alive.word()
+
+    return ask

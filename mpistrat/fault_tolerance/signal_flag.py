@@ -1,0 +1,94 @@
+"""Signals that announce the end of the program; nothing happens in their handler but that it is noted.
+
+A checkpoint written inside a signal handler would begin in the middle of a step, at another place on each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from mpistrat.communicators.interrupts import raises_keyboard_interrupt
+
+
+class SignalFlag:
+    """Notes signals for as long as it exists; then they do what they did before.
+
+    Made by: the main thread, since Python gives signals to that one; RuntimeError elsewhere. What handled a signal
+    before is called as well, after it was noted, unless it is what Python itself does, which raises KeyboardInterrupt
+    in the middle of a step; a signal that is handled outside Python is left to that, with a warning.
+
+    Attributes:
+        number: of the last signal that came; 0 while none has.
+    """
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        self.number = 0
+        self.signals = frozenset(signals)
+        if not signals:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "signal handlers can only be set on the main thread: make the PreemptionCheckpointHandler there, or "
+                "give it TerminationConfig(signals=(), termination_watcher_fn=...)"
+            )
+        for number in signals:
+            _take(number)
+        _flags.add(self)
+
+
+_flags: weakref.WeakSet[SignalFlag] = weakref.WeakSet()
+_previous: dict[int, Any] = {}  # what handled a signal before
+_inside: set[int] = set()
+_forks_are_seen = False
+
+
+def _take(number: int) -> None:
+    global _forks_are_seen
+    before = signal.getsignal(number)
+    if before is _arrived:
+        return
+    if before is None:
+        warnings.warn(
+            f"{signal.Signals(number).name} is handled outside Python already, and is left to that: it will not bring "
+            "about a checkpoint. Choose others with TerminationConfig(signals=...)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return
+    _previous[number] = before
+    signal.signal(number, _arrived)
+    if not _forks_are_seen:
+        _forks_are_seen = True
+        os.register_at_fork(after_in_child=_forget)  # a child's signals are not ours
+
+
+def _arrived(number: int, frame: FrameType | None) -> None:
+    if number in _inside:
+        return  # a handler set after ours has called ours, and was then taken for the one before
+    _inside.add(number)
+    try:
+        heard = [flag for flag in _flags if number in flag.signals]
+        for flag in heard:
+            flag.number = number
+        previous = _previous[number]
+        if callable(previous):
+            if not heard or not raises_keyboard_interrupt(previous):
+                previous(number, frame)
+        elif previous == signal.SIG_DFL and not heard:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+    finally:
+        _inside.discard(number)
+
+
+def _forget() -> None:
+    for number, previous in _previous.items():
+        if signal.getsignal(number) is _arrived:
+            signal.signal(number, previous)

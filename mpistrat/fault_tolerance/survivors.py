@@ -1,0 +1,136 @@
+"""The ranks that are left, and how they agree on going on without the others.
+
+mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import cast
+
+from mpi4py import MPI
+
+from mpistrat.cluster_resolver.start_deadline import start_deadline
+from mpistrat.communicators import CheckedCommunicator, Communicator, job_end
+from mpistrat.communicators.construction import communicator_for, discard
+from mpistrat.communicators.fault_tolerant import Family, FaultTolerantComm, tells_of_loss
+from mpistrat.flight_recorder.record import text_of
+
+# In the place of a step: this rank keeps none.
+_NONE = -1
+# The number of a recovery among the calls on a communicator, for which it is the last.
+_LAST_CALL = 1 << 40
+
+
+class Survivors:
+    """The ranks of `comm`, later those of them that are left.
+
+    Attributes:
+        communicator: ours, over them; made by `meet`.
+    """
+
+    communicator: Communicator
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        # A program of its own may use `comm`, and ours must not be revoked with others.
+        with start_deadline("the duplication of a communicator"):
+            duplicate = comm.Dup()
+        self._family = Family(duplicate)
+
+    @property
+    def comm(self) -> FaultTolerantComm:
+        return self._family.comm
+
+    def meet(self) -> None:
+        """Make `communicator`. Collective."""
+        self.communicator = communicator_for(self.comm, what="run_elastic")
+        job_end.expect_losses(True)
+
+    def has_lost(self, error: Exception) -> bool:
+        """Whether `error` is, or may come of, the loss of a rank."""
+        return tells_of_loss(error) or self._family.has_lost()
+
+    def exchange(self, states: dict[int, bytes]) -> None:
+        """Add to `states`, this rank's own, those of two other ranks, which are lost if all three are. Collective.
+
+        One is a neighbour, and one is half of all ranks away: on another node, where there are several.
+        """
+        comm = self.comm
+        rank, size = comm.rank, comm.size
+        for away in {1, 2 if size == 3 else size // 2} if size > 1 else ():
+            to, of = (rank + away) % size, (rank - away) % size
+            states[of] = comm.sendrecv(states[rank], to, source=of)
+
+    def all_done(self, done: bool) -> bool:
+        """Whether all ranks that are left are done. Called by: each of them, whatever it has seen. Waits for all."""
+        comm = self.comm
+        with contextlib.suppress(MPI.Exception):
+            comm.Ack_failed()  # else Agree raises on all ranks, as if one were not done
+        try:
+            return bool(comm.Agree(int(done and not self._family.has_lost())))
+        except MPI.Exception as error:
+            if not tells_of_loss(error):
+                raise
+            return False
+
+    def go_on(self, last: int | None) -> tuple[list[int], int | None]:
+        """Leave those that failed behind. Called by: each rank that is left, after `all_done` was False.
+
+        Args: last: the step that this rank has committed last; None for none.
+        Returns: who is lost, by the job's numbers; the step that all have committed, None where some rank has none.
+        """
+        lost: list[int] = []
+        while True:
+            family = self._family
+            family.revoke()
+            family.stop_looking()
+            smaller = cast("MPI.Intracomm", family.comm.Shrink())
+            lost += _members(family.comm, besides=smaller)
+            discard(family.comm)
+            self._family = Family(smaller)
+            step = _NONE
+            told = False
+            try:
+                # Not allreduce: mpi4py's goes over a duplicate of its own, which nobody would revoke.
+                step = min(self.comm.allgather(_NONE if last is None else last))
+                told = True
+            except MPI.Exception as error:
+                if not tells_of_loss(error):
+                    raise
+            if self.all_done(told):  # else some would shrink a communicator on which others go on
+                return lost, None if step == _NONE else step
+
+    def end(self) -> None:
+        """Whoever fails from now on ends the job."""
+        self._family.stop_looking()
+        job_end.expect_losses(False)
+        if self._family.has_lost():  # one that was done, as all were
+            job_end.end_without_finalize()
+
+    @contextlib.contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Those that do not come are reported as if they did not come to a collective."""
+        communicator = getattr(self, "communicator", None)
+        if not isinstance(communicator, CheckedCommunicator):
+            yield
+            return
+        station = communicator.station
+        text, length = text_of("going on without the ranks that were lost", "run_elastic")
+        station.record.enter(station.board, _LAST_CALL, text, length)
+        try:
+            yield
+        finally:
+            station.record.leave(station.board)
+
+
+def _members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
+    """Who is in `comm`, but not in `besides`, by the job's numbers."""
+    group, others, world = comm.Get_group(), besides.Get_group(), MPI.COMM_WORLD.Get_group()
+    missing = MPI.Group.Difference(group, others)
+    try:
+        return list(missing.Translate_ranks(None, world))
+    finally:
+        for one in (group, others, world, missing):
+            if one != MPI.GROUP_EMPTY:
+                one.Free()

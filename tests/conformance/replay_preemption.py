@@ -1,0 +1,160 @@
+"""Replays training loops that a signal interrupts, and the defaults of a TerminationConfig."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mpistrat as ms
+from conformance.outcomes import CannotInterpret
+from conformance.stage import Handler, Stage
+from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from mpistrat.cluster_resolver.platform_device import PlatformDevice
+from mpistrat.fault_tolerance.termination_config import completed
+
+
+@contextlib.contextmanager
+def _surroundings() -> Iterator[str]:
+    """A folder for checkpoints; signals are handled as before afterwards."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Program:
+    """One start of the recorded training program: a variable that each step adds 1 to."""
+
+    def __init__(self, stage: Stage, folder: str, **config: Any) -> None:
+        self.events: list[str] = []
+        self.v = ms.Variable(0)
+        self.manager = ms.checkpoint.CheckpointManager(
+            ms.checkpoint.Checkpoint(v=self.v), folder, keep=1
+        )
+        given: tuple[Any, ...] = (self.manager.checkpoint, folder)
+        if stage.program.get("checkpoint") == "CheckpointManager":
+            given = (self.manager, None)
+        self.handler = ms.experimental.PreemptionCheckpointHandler(
+            SimpleClusterResolver(ClusterSpec({})),
+            *given,
+            ms.experimental.TerminationConfig(exit_fn=self._leave, **config),
+        )
+
+    def _leave(self) -> None:
+        self.events.append("exit")
+        raise SystemExit
+
+    def value(self) -> int:
+        return int(self.v.read_value())
+
+    def step(self) -> int:
+        self.v.assign_add(1)
+        return self.value()
+
+
+def _loop(stage: Stage) -> dict[str, Any]:
+    total, term_at = stage.inputs["total"], stage.inputs["term_at"]
+    grace = stage.program.get("grace_period")
+    seconds = stage.program.get("step_seconds", 0)
+    returns = []
+    with _surroundings() as folder:
+        first = _Program(stage, folder, grace_period=grace)
+
+        def step() -> int:
+            time.sleep(seconds)
+            return first.step()
+
+        with contextlib.suppress(SystemExit):
+            for index in range(total):
+                if index == term_at:
+                    signal.raise_signal(signal.SIGTERM)
+                if stage.program["via"] == "run":
+                    returns.append(first.handler.run(step))
+                else:
+                    returns.append(step())
+                    first.handler.save_checkpoint_if_preempted()
+        found = {
+            "steps_executed": first.value(),
+            "events": first.events,
+            "total_run_calls": first.handler.total_run_calls,
+            "num_checkpoints": len(first.manager.checkpoints),
+            "returns": returns,
+        }
+        if not first.manager.checkpoints:
+            return found
+        second = _Program(stage, folder)
+        restored = {
+            "restored_v": second.value(),
+            "restored_total_run_calls": second.handler.total_run_calls,
+        }
+    if grace is None:
+        return {**found, **restored}
+    return {
+        "num_checkpoints": found["num_checkpoints"],
+        "exited": found["events"] == ["exit"],
+        "trained_past_first_checkpoint": found["steps_executed"] > term_at + 1,
+        "restored_equals_last_step": restored["restored_v"] == found["steps_executed"],
+    }
+
+
+def _constructor(stage: Stage) -> None:
+    cluster = ClusterSpec(stage.program.get("cluster", {}))
+    with _surroundings() as folder:
+        folder = stage.program.get("checkpoint_dir", folder)
+        checkpoint = ms.checkpoint.Checkpoint(v=ms.Variable(0))
+        ms.experimental.PreemptionCheckpointHandler(
+            SimpleClusterResolver(cluster), checkpoint, folder
+        )
+    raise CannotInterpret("a constructor that succeeds")
+
+
+def _run_args(stage: Stage) -> dict[str, Any]:
+    with _surroundings() as folder:
+        handler = _Program(stage, folder).handler
+        return {"value": handler.run(lambda a, b, *, c: a + b * c, 1, 2, c=3)}
+
+
+def _defaults(stage: Stage) -> dict[str, Any]:
+    given = stage.inputs["config"]
+    config = None if given is None else ms.experimental.TerminationConfig(**given)
+    full = completed(config, PlatformDevice[stage.program["platform"]])
+    return {
+        "grace_period": full.grace_period,
+        "has_watcher": full.termination_watcher_fn is not None,
+        "default_exit_code": _exit_code(full.exit_fn),
+        "save_fn": full.save_fn,
+    }
+
+
+def _exit_code(leave: Callable[[], Any] | None) -> Any:
+    assert leave is not None
+    try:
+        leave()
+    except SystemExit as left:
+        return left.code
+    return None
+
+
+def _watcher(stage: Stage) -> dict[str, Any]:
+    watcher = ms.experimental.PreemptionWatcher()
+    return {
+        "preemption_message": watcher.preemption_message,
+        "block_until_worker_exit_returns": watcher.block_until_worker_exit(),
+    }
+
+
+HANDLERS: dict[str, Handler] = {
+    "preemption_loop": _loop,
+    "PreemptionCheckpointHandler": _constructor,
+    "handler.run forwards args/kwargs": _run_args,
+    "termination_config_defaults": _defaults,
+    "PreemptionWatcher on CPU platform": _watcher,
+}

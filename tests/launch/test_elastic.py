@@ -1,0 +1,224 @@
+"""Ranks are killed, and training goes on with those that are left: under Open MPI's ULFM."""
+
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Job, Launcher, run_job
+
+PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
+ENDINGS = PROGRAM.with_name("elastic_endings.py")
+RANKS, EXAMPLES, STEPS_OF_EPOCH, EPOCHS = 4, 96, 6, 4
+SECONDS = 120.0
+# Recovery takes less than a second; a loaded machine may take its time.
+SECONDS_TO_GO_ON = 20.0
+MEDIAN_SECONDS_TO_GO_ON = 2.0
+QUICK_SEEDS = (3, 12, 1)  # in MPI, in a commit, and one more while the others recover
+SEEDS = [
+    pytest.param(seed, marks=() if seed in QUICK_SEEDS else pytest.mark.slow) for seed in range(20)
+]
+PLACES = ("forward", "window", "MPI", "overlap", "commit", "recovery")
+
+
+def run(folder: Path, ranks: int, *words: str | Path) -> Job:
+    """Reports are left in `folder`."""
+    launcher = Launcher.named("Open MPI")
+    program = ["--with-ft", "ulfm", sys.executable, *map(str, words)]
+    return run_job(launcher.command(ranks, program), launcher.environment(), SECONDS, folder)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What ranks that have come to the end trained: the same on all of them."""
+
+    job: Job
+    folder: Path
+    ranks: set[int]
+    digest: str
+    loss: float
+
+    @property
+    def deterministic(self) -> bool:
+        return json.loads((self.folder / "plan").read_text(encoding="utf-8"))["deterministic"]
+
+    def times(self, name: str) -> list[float]:
+        return [float(path.read_text(encoding="utf-8")) for path in self.folder.glob(f"{name}-*")]
+
+    def examples_of_steps(self) -> list[list[int]]:
+        """Those that counted: read when the step was done last."""
+        steps: dict[int, dict[int, list[int]]] = {}
+        for path in self.folder.glob("read-*"):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                step, time, ids = json.loads(line)
+                steps.setdefault(step, {}).setdefault(time, []).extend(ids)
+        return [steps[step][max(steps[step])] for step in sorted(steps)]
+
+
+def train(folder: Path, seed: int | str, *place: str) -> Trained:
+    job = run(folder, RANKS, PROGRAM, str(seed), folder, *place)
+    assert job.returncode == 0, job.output
+    assert job.left_behind == ()
+    results = {
+        int(path.name.removeprefix("result-")): json.loads(path.read_text(encoding="utf-8"))
+        for path in folder.glob("result-*")
+    }
+    assert len({result["digest"] for result in results.values()}) == 1, job.output
+    one = next(iter(results.values()))
+    return Trained(job, folder, set(results), one["digest"], one["loss"])
+
+
+@pytest.fixture(scope="module")
+def recoveries() -> Iterator[list[float]]:
+    """How many seconds they took; over all seeds of the slow run the median is small."""
+    seconds: list[float] = []
+    yield seconds
+    if len(seconds) >= len(SEEDS):
+        assert statistics.median(seconds) <= MEDIAN_SECONDS_TO_GO_ON, sorted(seconds)
+
+
+Undisturbed = Callable[[bool], Trained]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Training of which no rank is killed, deterministic or not."""
+    known: dict[bool, Trained] = {}
+
+    def of(deterministic: bool) -> Trained:
+        if deterministic not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[deterministic] = train(folder, "-", "deterministic" if deterministic else "")
+            assert known[deterministic].ranks == set(range(RANKS))
+        return known[deterministic]
+
+    return of
+
+
+def assert_as_undisturbed(
+    trained: Trained,
+    undisturbed: Undisturbed,
+    recoveries: list[float],
+    record: Callable[[str, object], None],
+) -> None:
+    killed, went_on = trained.times("killed"), trained.times("went-on")
+    assert killed, "nobody was killed"
+    assert len(trained.ranks) == RANKS - len(killed)
+    # How it died is known since Linux 6.15 only.
+    assert trained.job.output.count("the others go on without it") == len(killed), (
+        trained.job.output
+    )
+    seconds = max(went_on) - max(killed)
+    record("seconds to go on", seconds)
+    recoveries.append(seconds)
+    assert seconds < SECONDS_TO_GO_ON
+    left = " and ".join(sorted(map(str, trained.ranks)))
+    assert re.search(
+        rf"{len(trained.ranks)} of 4 ranks go on after step \d+ without", trained.job.output
+    ), left
+    steps = trained.examples_of_steps()
+    assert len(steps) == STEPS_OF_EPOCH * EPOCHS
+    for first in range(0, len(steps), STEPS_OF_EPOCH):
+        epoch = itertools.chain.from_iterable(steps[first : first + STEPS_OF_EPOCH])
+        assert sorted(epoch) == list(range(EXAMPLES))
+    expected = undisturbed(trained.deterministic)
+    if trained.deterministic:
+        assert trained.digest == expected.digest
+    else:
+        assert math.isclose(trained.loss, expected.loss, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_is_killed_somewhere(
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    recoveries: list[float],
+    record_property: Callable[[str, object], None],
+    seed: int,
+) -> None:
+    """Where, when and which the seed says; also a second one while the others recover."""
+    assert_as_undisturbed(train(tmp_path, seed), undisturbed, recoveries, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_is_killed(
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    recoveries: list[float],
+    record_property: Callable[[str, object], None],
+    place: str,
+) -> None:
+    assert_as_undisturbed(train(tmp_path, 0, place), undisturbed, recoveries, record_property)
+
+
+def test_another_rank_is_killed_while_they_agree_on_a_step(tmp_path: Path) -> None:
+    job = run(tmp_path, 5, ENDINGS, "another while they agree")
+    assert job.returncode == 0, job.output
+    assert "3 of 5 ranks go on after step 5 without ranks 1, 2" in job.output
+    assert job.left_behind == ()
+
+
+def test_a_rank_is_killed_when_all_are_done(tmp_path: Path) -> None:
+    """The others end as after any loss: MPI_Finalize might wait for it."""
+    job = run(tmp_path, 3, ENDINGS, "after the last step")
+    assert job.returncode == 0, job.output
+    assert job.stdout.split() == ["10", "10"]
+    assert "the others go on without it" in job.output
+    assert job.left_behind == ()
+
+
+def test_too_few_replicas_are_left(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, ENDINGS, "too few")
+    assert job.returncode != 0
+    assert "TooFewReplicasError: 1 replicas are left, and min_replicas=2 are wanted" in job.output
+    assert job.left_behind == ()
+
+
+@pytest.mark.parametrize("how", ["raises", "leaves"])
+def test_what_is_no_loss_ends_the_job(tmp_path: Path, how: str) -> None:
+    """An error of a rank's own, and a rank that returns while others wait for it."""
+    job = run(tmp_path, 3, ENDINGS, how)
+    assert job.returncode != 0
+    assert job.left_behind == ()
+    told = {"raises": "KeyError: 'of its own'", "leaves": "rank 1: barrier(end of run_elastic)"}
+    assert told[how] in job.output
+    assert "go on" not in job.output
+
+
+def test_a_rank_does_not_come_to_run_elastic(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, ENDINGS, "does not come")
+    assert job.returncode != 0
+    assert "waited 2 s in the duplication of a communicator for the other ranks" in job.output
+    assert job.left_behind == ()
+
+
+@pytest.mark.parametrize("how", ["exit handlers", "an earlier strategy"])
+def test_what_is_to_run_at_exit_is_run_once_after_a_loss(tmp_path: Path, how: str) -> None:
+    """Though MPI_Finalize is not: Python's handlers in their order, threads, and the exit code."""
+    job = run(tmp_path, 3, ENDINGS, how)
+    assert job.returncode == 7, job.output
+    lines = sorted(re.findall(r"^rank \d: .*$", job.stdout, re.M))
+    assert lines == [
+        f"rank {rank}: the thread, then the second handler, then the first" for rank in (0, 2)
+    ]
+    assert "Ending the job" not in job.output
+    assert "Traceback" not in job.output
+    assert job.left_behind == ()
+
+
+def test_an_mpi_that_loses_no_ranks_says_so(launcher: Launcher) -> None:
+    job = launcher.run_python(2, ENDINGS, "nothing")
+    assert job.returncode == 0, job.output
+    lines = re.findall(r"^mpistrat: a rank that is lost ends this job: .*$", job.stderr, re.M)
+    assert len(lines) == 1, job.output
+    reason = {"Open MPI": "--with-ft ulfm", "MPICH": "Open MPI 5 does"}[launcher.name]
+    assert reason in lines[0]
+    assert job.stdout.split() == ["10", "10"]

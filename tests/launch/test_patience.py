@@ -1,0 +1,105 @@
+"""Ranks that share no node: large sums go in pieces, and their thread sleeps while the network works."""
+
+from pathlib import Path
+
+import pytest
+
+import two_nodes
+from mpi_launcher import MPI_NAMES, Launcher
+
+SLOW = """
+import time
+import numpy as np
+from mpi4py import MPI
+from mpistrat.communicators.construction import communicator_for
+
+world = MPI.COMM_WORLD
+communicator = communicator_for(world)
+buffer = np.ones(1 << 18, np.float32)
+communicator.all_reduce(buffer)  # measures, once
+
+def cpu_share(smallest):
+    communicator.inner.smallest = smallest
+    world.Barrier()
+    began, ran = time.perf_counter(), time.thread_time()
+    communicator.all_reduce(buffer)
+    return (time.thread_time() - ran) / (time.perf_counter() - began)
+
+pieces, alone = (min(cpu_share(smallest) for _ in range(3)) for smallest in (0, float("inf")))
+print(f"{world.rank}: {pieces:.3f} {alone:.3f}", flush=True)
+"""
+
+WAYS = """
+import numpy as np, torch
+from mpi4py import MPI
+import mpistrat as ms
+from mpistrat.communicators.patient import PatientCommunicator
+from mpistrat.pytorch.wires import Wire
+from mpistrat.wire_formats import ShortFloats, TopK
+
+strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+communicator = strategy.extended.communicator
+inner, rank, size = communicator.inner, communicator.rank, communicator.size
+assert isinstance(inner, PatientCommunicator)
+assert "once something large has been combined" in strategy.extended.explain()
+communicator.all_reduce(np.zeros(1 << 18))
+assert set(inner.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
+assert "sums in pieces, asleep meanwhile, " in strategy.extended.explain()
+inner.smallest = 0
+
+taken = []
+in_pieces = inner._all_reduce
+inner._all_reduce = lambda *args: (taken.append(1), in_pieces(*args))
+everyone = [torch.randn(1_000_003, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+buffer = everyone[rank].clone()
+communicator.all_reduce(buffer, scale=0.5)
+torch.testing.assert_close(buffer, 0.5 * sum(everyone))
+assert len(taken) == 1
+for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1.0), 1e-4)):
+    wire = Wire(wire_format)
+    buffer = everyone[rank].clone()
+    communicator.all_reduce(buffer, wire=wire)
+    assert (buffer - sum(everyone)).abs().max() < most
+    assert len(set(MPI.COMM_WORLD.allgather(buffer.numpy().tobytes()))) == 1
+    assert wire.size == 1_000_003
+assert len(taken) == 2  # what is short goes in pieces, too
+
+wire = Wire(ShortFloats("bfloat16"))
+for dtype, length in ((torch.float64, 100_000), (torch.float32, 1000)):  # a wire is for neither
+    buffer = torch.full((length,), 1.001, dtype=dtype)
+    communicator.all_reduce(buffer, wire=wire)
+    assert torch.equal(buffer, sum(torch.full((length,), 1.001, dtype=dtype) for _ in range(size)))
+assert len(taken) == 3
+assert wire.size == 0
+if rank == 0:
+    print("all is well", flush=True)
+"""
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("mpi", MPI_NAMES)
+def test_the_core_is_left_to_the_program(tmp_path: Path, mpi: str) -> None:
+    """1 MB over 100 Mbit/s takes 80 ms at least. MPI alone spins: if it did not, there would be nothing to show."""
+    if reason := two_nodes.why_not():
+        pytest.skip(reason)
+    program = tmp_path / "program.py"
+    program.write_text(SLOW)
+    with two_nodes.two_nodes(tmp_path, "100mbit") as nodes:
+        job = nodes.run_python(Launcher.named(mpi), 1, program, seconds=60)
+    assert job.returncode == 0, job.output
+    shares = [line.split(": ")[1].split() for line in job.stdout.splitlines() if ": " in line]
+    assert len(shares) == 2, job.output
+    for pieces, alone in shares:
+        assert float(pieces) < 0.3, job.output
+        assert float(alone) > 2 * float(pieces), job.output
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_alone_on_their_nodes(tmp_path: Path, ranks: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(WAYS)
+    environment = {"MPIR_CVAR_NUM_CLIQUES": str(ranks), "OMP_NUM_THREADS": "1"}
+    job = Launcher.named("MPICH").run_python(ranks, program, env=environment, seconds=90)
+    assert job.returncode == 0, job.output
+    assert "all is well" in job.output

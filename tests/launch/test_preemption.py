@@ -1,0 +1,89 @@
+"""Which signals reach the ranks through each launcher: README's table. And that the ranks then leave together."""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from launch.preempted_runs import PROGRAM, starts_of, steps_done, until
+from mpi_launcher import Job, Launcher, run_job
+
+RANKS = 2
+MORE_STEPS_THAN_IT_TAKES = 10_000
+
+
+def signalled(
+    launcher: Launcher, folder: Path, number: int, *arguments: str, ranks: int, group: bool = False
+) -> Job:
+    """Train; after the third step, send a signal to the launcher; without one (0 ranks) to the program.
+
+    Or to its whole process group, workers included.
+    """
+    program = [sys.executable, str(PROGRAM), str(folder), str(MORE_STEPS_THAN_IT_TAKES), "0.02"]
+    program += arguments
+    command = launcher.command(ranks, program) if ranks else program
+    text = f"echo $$ > {shlex.quote(str(folder / 'launcher'))}; exec {shlex.join(command)}"
+
+    def send() -> None:
+        until(lambda: steps_done(folder, max(ranks, 1)) >= 3, "three steps")
+        (os.killpg if group else os.kill)(int((folder / "launcher").read_text()), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    job = run_job(["sh", "-c", text], launcher.environment(), 150.0)
+    sender.join()
+    assert job.left_behind == ()
+    return job
+
+
+SLOW = pytest.mark.slow
+# What mpiexec does with a signal that it gets itself: whether the ranks get it, and the job so ends with a checkpoint.
+FORWARDED = {
+    ("MPICH", signal.SIGTERM): True,
+    ("MPICH", signal.SIGUSR1): True,
+    ("MPICH", signal.SIGUSR2): False,
+    ("Open MPI", signal.SIGTERM): False,
+    ("Open MPI", signal.SIGUSR1): True,
+    ("Open MPI", signal.SIGUSR2): True,
+}
+
+
+USUAL = (("MPICH", signal.SIGTERM), ("Open MPI", signal.SIGUSR1))
+
+
+@pytest.mark.parametrize(
+    ("mpi", "number"),
+    [pytest.param(*way, marks=() if way in USUAL else SLOW) for way in FORWARDED],
+)
+def test_a_signal_to_the_launcher(tmp_path: Path, mpi: str, number: signal.Signals) -> None:
+    job = signalled(Launcher.named(mpi), tmp_path, number, ranks=RANKS)
+    saved = FORWARDED[mpi, number]
+    assert job.returncode == 42 if saved else job.returncode != 0, job.output
+    assert (f"{number.name} has come: saved" in job.stderr) == saved, job.output
+    if saved:
+        left_together(job, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=SLOW)])
+def test_workers_of_a_loader_go_on_when_all_processes_are_signalled(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As Slurm does: ranks need their next batches until they leave."""
+    mpich = Launcher.named("MPICH")
+    job = signalled(mpich, tmp_path, number, "workers", ranks=0, group=True)
+    assert job.returncode == 42, job.output
+    assert job.stderr.count("\n") == 1, job.output
+    assert f"{number.name} has come: saved" in job.stderr
+
+
+def left_together(job: Job, folder: Path) -> None:
+    """All after the same step, and nothing of what notices ranks that fail has said a word."""
+    starts = starts_of(folder, RANKS)
+    assert starts == [starts[0]] * RANKS
+    ours = [line for line in job.stderr.splitlines() if line.startswith("mpistrat: ")]
+    assert len(ours) == 1, job.output
+    assert "Traceback" not in job.output

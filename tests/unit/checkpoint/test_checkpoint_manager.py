@@ -1,0 +1,540 @@
+"""What one process saves and restores: which checkpoints count, what is damaged, who may write."""
+
+import gc
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mpistrat as ms
+from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
+from mpistrat.checkpoint.directory import Directory
+from mpistrat.checkpoint.manifest import read_manifest
+
+
+class Counter:
+    """A stateful object of a program's own."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["count"]
+
+
+def names(manager: CheckpointManager) -> list[str]:
+    return [Path(path).name for path in manager.checkpoints]
+
+
+def test_all_kinds_of_objects_come_back(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    variable = ms.Variable([1.0, 2.0])
+    counter = Counter(7)
+    parts = {"model": model, "optimizer": optimizer, "variable": variable, "counter": counter}
+    manager = CheckpointManager(Checkpoint(**parts), tmp_path / "new" / "saved")
+    path = manager.save(12)
+    assert path == str(tmp_path / "new" / "saved" / "step-00000012")
+    expected = [p.detach().clone() for p in model.parameters()]
+    draws = torch.rand(3), np.random.rand(3)
+
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer.state.clear()
+    variable.assign([0.0, 0.0])
+    counter.count = 0
+    manager.restore(path)
+    assert all(map(torch.equal, expected, model.parameters()))
+    assert len(optimizer.state) == 2
+    assert variable.numpy().tolist() == [1, 2]
+    assert counter.count == 7
+    assert torch.equal(torch.rand(3), draws[0])
+    assert np.random.rand(3).tolist() == draws[1].tolist()
+
+
+def test_a_state_in_memory(tmp_path: Path) -> None:
+    counter = Counter(1)
+    checkpoint = Checkpoint(counter=counter)
+    state = checkpoint.state_dict()
+    drawn = torch.rand(2)
+    counter.count = 2
+    checkpoint.load_state_dict(state)
+    assert counter.count == 1
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """In the order in which they were saved, which is not that of their steps after one went back."""
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path, keep=2)
+    assert manager.latest_checkpoint is None
+    for step in (100, 200, 50):
+        manager.save(step)
+    assert names(manager) == ["step-00000200", "step-00000050"]
+    assert manager.save() == manager.latest_checkpoint == str(tmp_path / "step-00000051")
+    again = CheckpointManager(Checkpoint(counter=Counter()), tmp_path, keep=2)
+    again.save(52)
+    assert names(again) == ["step-00000051", "step-00000052"]
+
+
+def test_a_step_is_saved_again(tmp_path: Path) -> None:
+    counter = Counter()
+    manager = CheckpointManager(Checkpoint(counter=counter), tmp_path, keep=2)
+    for counter.count in range(4):
+        path = manager.save(7)
+    assert names(manager) == ["step-00000007.3", "step-00000007.4"]
+    manager.restore_or_initialize()
+    assert counter.count == 3
+    assert path == manager.latest_checkpoint
+
+
+def test_only_complete_ones_count(tmp_path: Path) -> None:
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path, keep=2)
+    manager.save(1)
+    (tmp_path / "step-00000009").mkdir()  # not ours, or half deleted by hand
+    (tmp_path / "step-00000008-copy").mkdir()
+    manager.save(2)
+    assert names(manager) == ["step-00000001", "step-00000002"]
+    with pytest.warns(UserWarning, match=r"step-00000009/manifest.json is missing"):
+        assert manager.restore_or_initialize() == str(tmp_path / "step-00000002")
+
+
+def test_one_that_was_moved_elsewhere(tmp_path: Path) -> None:
+    """Its link is removed in its turn, and what it leads to stays."""
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path / "saved", keep=1)
+    elsewhere = shutil.move(manager.save(1), tmp_path / "elsewhere")
+    (tmp_path / "saved" / "step-00000001").symlink_to(elsewhere)
+    assert names(manager) == ["step-00000001"]
+    manager.save(2)
+    assert sorted(os.listdir(tmp_path / "saved")) == [".lock", "step-00000002"]
+    assert read_manifest(elsewhere).step == 1
+
+
+def test_leftovers_of_all_kinds(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".unfinished-file").write_text("")
+    (tmp_path / ".unfinished-folder").mkdir()
+    (tmp_path / ".deleted-link").symlink_to(tmp_path / "folder")
+    (tmp_path / ".deleted-broken").symlink_to(tmp_path / "nothing")
+    CheckpointManager(Checkpoint(counter=Counter()), tmp_path).save(1)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "folder", "step-00000001"]
+
+
+@pytest.mark.parametrize("call", ["rmdir", "rename"])
+def test_what_cannot_be_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """On NFS a folder is not empty while somebody reads a file that was in it; the save is good all the same."""
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path / "saved", keep=1)
+    manager.save(1)
+    (tmp_path / "saved" / ".unfinished-folder").mkdir()
+    real = getattr(os, call)
+
+    def fails(path, *args, **kwargs):
+        if "00001" in str(path) or ".unfinished-folder" in str(path):
+            raise OSError(39, "Directory not empty")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, fails)
+    path = manager.save(2)
+    assert manager.latest_checkpoint == path
+    del manager
+    gc.collect()
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path / "saved", keep=1)
+    assert manager.save(3) == manager.latest_checkpoint
+    monkeypatch.undo()
+    manager.save(4)
+    assert names(manager) == ["step-00000004"]
+
+
+def damage(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    places = {"first": 0, "middle": len(content) // 2, "last": len(content) - 1}
+    if how == "cut":
+        os.truncate(file, len(content) - 1)
+    elif how == "gone":
+        file.unlink()
+    else:
+        content[places[how]] ^= 4
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["first", "middle", "last", "cut", "gone"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "manifest.json",
+        "state.json",
+        "model.safetensors",
+        "rank-00000.json",
+        "rank-00000.safetensors",
+    ],
+)
+def test_a_damaged_one_is_skipped(tmp_path: Path, file: str, how: str) -> None:
+    model, counter = torch.nn.Linear(5, 5), Counter(1)
+    manager = CheckpointManager(Checkpoint(model=model, counter=counter), tmp_path)
+    first = manager.save(1)
+    counter.count = 2
+    second = manager.save(2)
+    damage(Path(second) / file, how)
+    with pytest.raises((ValueError, OSError), match=re.escape(str(Path(second) / file))):
+        manager.restore(second)
+    assert counter.count == 2
+    with pytest.warns(UserWarning, match=re.escape(str(Path(second) / file))):
+        assert manager.restore_or_initialize() == first
+    assert counter.count == 1
+    shutil.rmtree(first)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: .*" + re.escape(file)):
+        manager.restore_or_initialize()
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    manager = CheckpointManager(Checkpoint(variable=ms.Variable([1.0, 2.0])), tmp_path)
+    del manager.checkpoint.objects["random"]
+    path = Path(manager.save(1))
+    flipped = 0
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for place in range(0, len(content), 7):
+            changed = bytearray(content)
+            changed[place] ^= 1 << place % 8
+            file.write_bytes(changed)
+            with pytest.raises((ValueError, OSError)):
+                manager.restore(path)
+            flipped += 1
+        file.write_bytes(content)
+    manager.restore(path)
+    assert flipped > 50
+
+
+def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
+    both = Checkpoint(one=Counter(1), two=Counter(2))
+    path = CheckpointManager(both, tmp_path).save(1)
+    only = Counter()
+    CheckpointManager(Checkpoint(two=only), tmp_path).restore(path)
+    assert only.count == 2
+    manager = CheckpointManager(Checkpoint(three=Counter()), tmp_path)
+    with pytest.raises(KeyError, match="no state of 'three', only of strategy, one, two"):
+        manager.restore_or_initialize()
+
+
+class CounterOfRank(Counter):
+    """One whose state is each rank's own."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def rank_state_dict(self) -> dict:
+        return {"count": self.count}
+
+    def load_rank_state_dicts(self, states) -> None:
+        self.count = states[0]["count"]
+
+
+@pytest.mark.parametrize("kind", [Counter, CounterOfRank])
+def test_what_may_be_absent(tmp_path: Path, kind: type[Counter]) -> None:
+    old = CheckpointManager(Checkpoint(one=Counter(1)), tmp_path).save(1)
+    one, new = Counter(), kind(5)
+    manager = CheckpointManager(Checkpoint(one=one, new=new), tmp_path)
+    with pytest.raises(KeyError, match="no state of 'new', only of"):
+        manager.restore(old)
+    assert one.count == 0
+    new.may_be_absent = True  # type: ignore[attr-defined]
+    manager.restore(old)
+    assert (one.count, new.count) == (1, 5)
+    path = manager.save(2)
+    new.count = 6
+    manager.restore(path)
+    assert new.count == 5
+
+
+def test_the_longest_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its begin, until its thread has finished."""
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path)
+    assert manager.seconds_to_save == 0.0
+    keep_newest, may_finish = Directory.keep_newest, threading.Event()
+
+    def late(self, count):
+        keep_newest(self, count)
+        assert may_finish.wait(30)
+
+    monkeypatch.setattr(Directory, "keep_newest", late)
+    now = 100.0
+    monkeypatch.setattr(checkpoint_manager.time, "monotonic", lambda: now)
+    manager.save(1, wait=False)
+    assert manager.seconds_to_save == 0.0
+    now = 103.0
+    may_finish.set()
+    assert manager._saving is not None
+    assert manager._saving.finished.wait(30)
+    assert manager.seconds_to_save == 3.0
+    manager.save(2)
+    assert manager.seconds_to_save == 3.0
+
+
+def test_a_save_that_failed_tells_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path, parts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable_files, "write", fails)
+    manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        manager.save(1)
+    assert manager.seconds_to_save == 0.0
+
+
+def test_a_relative_path_is_told_to_other_ranks_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counter(1)
+    manager = CheckpointManager(Checkpoint(counter=counter), tmp_path / "saved")
+    path = manager.save(1)
+    told = []
+    communicator = manager.checkpoint.strategy.extended.communicator
+    monkeypatch.setattr(
+        communicator, "broadcast_object", lambda value, **_: told.append(value) or value
+    )
+    monkeypatch.chdir(tmp_path)
+    manager.restore(Path("saved") / "step-00000001")
+    assert told == [path]
+    with pytest.raises(TypeError, match="NoneType"):
+        manager.restore(None)  # type: ignore[arg-type]
+
+
+def test_no_other_user_can_read(tmp_path: Path) -> None:
+    for umask in (0, 0o777):
+        before = os.umask(umask)
+        try:
+            directory = tmp_path / str(umask)
+            manager = CheckpointManager(Checkpoint(model=torch.nn.Linear(2, 2)), directory)
+            manager.save(1)
+        finally:
+            os.umask(before)
+        found = [directory, *directory.rglob("*")]
+        modes = {p.is_dir(): stat.S_IMODE(p.stat().st_mode) for p in found}
+        assert len(found) > 7
+        assert modes == {True: 0o700, False: 0o600}
+
+
+def test_no_pickle_is_read() -> None:
+    folder = Path(durable_files.__file__).parent
+    assert not [
+        file
+        for file in folder.glob("*.py")
+        if re.search("pickle|torch.load|allow_pickle", strip_prose(file))
+    ]
+
+
+def strip_prose(file: Path) -> str:
+    """The code without docstrings and comments."""
+    import ast
+
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant("")
+    return ast.unparse(tree)
+
+
+def test_training_goes_on_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is the state at the time of the save; the next save waits for it."""
+    may_write = threading.Event()
+    write = durable_files.write
+
+    def slow(path, parts):
+        assert may_write.wait(30)
+        return write(path, parts)
+
+    monkeypatch.setattr(durable_files, "write", slow)
+    model, counter = torch.nn.Linear(2, 2), Counter(1)
+    manager = CheckpointManager(Checkpoint(model=model, counter=counter), tmp_path)
+    saved = model.weight.detach().clone()
+    path = manager.save(1, wait=False)
+    assert manager.checkpoints == []
+    with torch.no_grad():
+        model.weight += 1
+    counter.count = 2
+    threading.Timer(0.1, may_write.set).start()
+    manager.save(2, wait=False)
+    assert manager.checkpoints[:1] == [path]
+    manager.wait()
+    manager.wait()
+    assert names(manager) == ["step-00000001", "step-00000002"]
+    manager.restore(path)
+    assert torch.equal(model.weight, saved)
+    assert counter.count == 1
+
+
+def test_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    write = durable_files.write
+
+    def noting(path, parts):
+        parts = list(parts)
+        taken.extend(p.ctypes.data for p in parts if isinstance(p, np.ndarray) and "model" in path)
+        return write(path, parts)
+
+    monkeypatch.setattr(durable_files, "write", noting)
+    manager = CheckpointManager(Checkpoint(model=torch.nn.Linear(99, 99)), tmp_path)
+    manager.save(1, wait=False)
+    manager.save(2, wait=False)
+    manager.wait()
+    assert len(taken) == 2
+    assert len(set(taken)) == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    """Nothing is left of it, and the one before is still there."""
+    counter = Counter()
+    manager = CheckpointManager(Checkpoint(counter=counter), tmp_path, keep=1)
+    first = manager.save(1)
+    write = os.write
+    full = OSError(28, "No space left on device")
+
+    def fails(file, data):
+        if os.readlink(f"/proc/self/fd/{file}").endswith(".json"):
+            raise full
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", fails)
+    if wait:
+        with pytest.raises(OSError, match="No space left"):
+            manager.save(2)
+    else:
+        manager.save(2, wait=False)
+        with pytest.raises(OSError, match="No space left"):
+            manager.wait()
+    monkeypatch.undo()
+    assert manager.checkpoints == [first]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000001"]
+    manager.save(3)
+    assert names(manager) == ["step-00000003"]
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    manager = CheckpointManager(Checkpoint(counter=Counter({1, 2})), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"counter: count is a builtins.set, which a checkpoint cannot keep"
+    ):
+        manager.save(1)
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+OTHER_JOB = """
+import sys
+import mpistrat as ms
+from mpistrat.checkpoint import Checkpoint, CheckpointManager
+manager = CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), sys.argv[1])
+if sys.argv[2] in ("save", "claim"):
+    manager.save(2) if sys.argv[2] == "save" else manager.claim()
+else:
+    print(manager.restore_or_initialize())
+"""
+
+
+def test_another_job_may_read_but_not_write(tmp_path: Path) -> None:
+    def job(what: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", OTHER_JOB, str(tmp_path), what]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    manager = CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), tmp_path)
+    path = manager.save(1)
+    (tmp_path / ".unfinished-step-00000002-abcd").mkdir()
+    for refused in map(job, ("save", "claim")):
+        assert refused.returncode != 0
+        assert f"another job, process {os.getpid()} on " in refused.stderr
+    assert job("restore").stdout.strip() == path
+    assert (tmp_path / ".unfinished-step-00000002-abcd").exists()
+    CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), tmp_path).save(2)  # of the same job
+    del manager
+    gc.collect()
+    assert job("save").returncode == 0
+    assert not (tmp_path / ".unfinished-step-00000002-abcd").exists()
+
+
+def test_a_claim_makes_the_directory_and_takes_its_lock(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "saved"
+    manager = CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), directory)
+    manager.claim()
+    manager.claim()
+    assert os.listdir(directory) == [".lock"]
+    command = [sys.executable, "-c", OTHER_JOB, str(directory), "save"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert f"RuntimeError: another job, process {os.getpid()} on " in refused.stderr
+    manager.save(1)
+    assert names(manager) == ["step-00000001"]
+
+
+AT_EXIT = """
+import sys, threading, time
+import numpy as np
+import mpistrat as ms
+from mpistrat.checkpoint import Checkpoint, CheckpointManager, durable_files
+write = durable_files.write
+def slow(path, parts):
+    time.sleep(0.2)
+    if sys.argv[2] == "fail":
+        raise OSError(28, "No space left on device")
+    return write(path, parts)
+durable_files.write = slow
+manager = CheckpointManager(Checkpoint(variable=ms.Variable(np.ones(3))), sys.argv[1])
+manager.save(1, wait=False)
+"""
+
+
+@pytest.mark.parametrize("outcome", ["end", "fail"])
+def test_the_program_ends_when_it_is_written(tmp_path: Path, outcome: str) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path), outcome]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    written = [Path(p) for p in CheckpointManager(Checkpoint(), tmp_path).checkpoints]
+    if outcome == "end":
+        assert job.stderr == ""
+        assert [path.name for path in written] == ["step-00000001"]
+    else:
+        assert "was not written: OSError: [Errno 28] No space left" in job.stderr
+        assert written == []
+
+
+def test_the_manifest_tells_what_there_is(tmp_path: Path) -> None:
+    path = CheckpointManager(Checkpoint(model=torch.nn.Linear(2, 2)), tmp_path).save(5)
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.number, manifest.ranks) == (5, 1, 1)
+    assert {*manifest.files, "manifest.json"} == set(os.listdir(path))
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3"])
+def test_steps_are_numbers(tmp_path: Path, step: object) -> None:
+    manager = CheckpointManager(Checkpoint(), tmp_path)
+    with pytest.raises(ValueError, match="step must be a number of steps or None"):
+        manager.save(step)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Checkpoint\(thing=…\) takes an object with state_dict"):
+        Checkpoint(thing=3)
+    with pytest.raises(TypeError, match="takes an object"):
+        Checkpoint(module=torch.nn.Linear)
+    with pytest.raises(ValueError, match="that name is taken"):
+        Checkpoint(random=Counter())
+    with pytest.raises(ValueError, match="keep must be a number of checkpoints"):
+        CheckpointManager(Checkpoint(), tmp_path, keep=0)
+    with pytest.raises(TypeError, match="checkpoint must be a Checkpoint"):
+        CheckpointManager({}, tmp_path)  # type: ignore[arg-type]
+    checkpoint = Checkpoint()
+    checkpoint.objects["../up"] = Counter()
+    with pytest.raises(ValueError, match="have names such as 'model'"):
+        CheckpointManager(checkpoint, tmp_path).save(1)

@@ -1,0 +1,42 @@
+"""Programs that hang, crash, are not there, or leave something behind."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mpistrat.doctor.children import ask, how_it_ended, last_words
+
+
+def test_an_answer() -> None:
+    answer = ask(["sh", "-c", "echo $NAME; echo oh >&2; exit 3"], 30, {**os.environ, "NAME": "x"})
+    assert (answer.output, answer.errors, answer.ended) == ("x\n", "oh\n", "exit code 3")
+    assert ask(["true"], 30, os.environ).ended == ""
+
+
+def test_no_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert ask(["echo", "yes"], 30, os.environ).output == "yes\n"
+
+
+def test_one_that_is_not_there() -> None:
+    assert ask(["no-such-program"], 30, os.environ).ended.startswith("it cannot be started")
+
+
+@pytest.mark.parametrize(
+    "program", ["sleep 600", "sleep 600 & echo started; wait", "sleep 600 & exit 0"]
+)
+def test_one_that_hangs(program: str) -> None:
+    """Nor does what it started keep anybody waiting."""
+    started = time.monotonic()
+    answer = ask(["sh", "-c", program], 0.5, os.environ)
+    assert answer.ended == ("" if "exit" in program else "no end within 0.5 s")
+    assert time.monotonic() - started < 60
+
+
+def test_words() -> None:
+    assert how_it_ended(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert last_words("a\n-----\n\n  b\nc\n******\n", 2) == "b / c"

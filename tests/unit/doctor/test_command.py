@@ -1,0 +1,169 @@
+"""What is judged, printed and returned."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mpistrat.__main__ import main
+from mpistrat.doctor import command
+from mpistrat.doctor.facts import Failure, Job, Launch, as_json, job_from_json
+from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
+from mpistrat.doctor.printing import as_text, to_json
+from mpistrat.doctor.supervision import Outcome
+from mpistrat.doctor.wording import bytes_in_words, ranks_in_words
+
+MakeJob = Callable[..., Job]
+
+
+def test_what_is_not_ok_has_a_fix() -> None:
+    for level, fix in ((PROBLEM, ""), (OK, "do it"), ("bad", "do it")):
+        with pytest.raises(ValueError, match=r"fix|level"):
+            Finding("cores", level, "text", fix)
+
+
+def test_what_is_true_of_several_nodes_is_said_once() -> None:
+    findings = [Finding("cores", WARNING, "few", "more", (node,)) for node in ("n1", "n2", "n3")]
+    findings.insert(1, Finding("MPI", OK, "well"))
+    once = said_once(findings)
+    assert once == [
+        Finding("cores", WARNING, "few", "more", ("n1", "n2", "n3")),
+        Finding("MPI", OK, "well"),
+    ]
+    assert "warning  cores on all 3 nodes: few" in as_text(once, nodes=3)
+    assert "warning  cores on n1, n2, n3: few" in as_text(once, nodes=9)
+
+
+def test_text() -> None:
+    findings = [
+        Finding("MPI", OK, "It runs."),
+        Finding("memory", WARNING, "Little.", "more"),
+        Finding("cores", PROBLEM, "None.", "some"),
+    ]
+    assert as_text(findings, nodes=1).splitlines() == [
+        "PROBLEM  cores: None.",
+        "    fix: some",
+        "warning  memory: Little.",
+        "    fix: more",
+        "ok       MPI: It runs.",
+        "1 problem, 1 warning.",
+    ]
+    assert as_text(findings[:1], nodes=1).endswith("Nothing to fix.")
+
+
+def test_facts_survive_json(make_job: MakeJob) -> None:
+    job = Job(make_job(nodes=2).ranks, Failure("MPI_Init", "late", "..."))
+    assert job_from_json(json.loads(json.dumps(as_json(job)))) == job
+
+
+def test_json(make_job: MakeJob) -> None:
+    job = make_job()
+    content = json.loads(to_json(command.judge(job), job))
+    assert {finding["check"] for finding in content["findings"]} >= {"MPI", "software", "cores"}
+    assert content["facts"]["ranks"][0]["host"] == "n1"
+
+
+def test_a_check_that_fails_itself_does_not_silence_the_others(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(job: Job) -> Iterator[Finding]:
+        yield Finding("x", OK, "so far")
+        raise KeyError("oh")
+
+    monkeypatch.setattr(command, "CHECKS", (broken, *command.CHECKS))
+    first, failed, *others = command.judge(make_job())
+    assert first.text == "so far"
+    assert "KeyError: 'oh'" in failed.text
+    assert others
+
+
+def test_each_rank_looks_which_gpus_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first rank of a node what can be done with them."""
+    monkeypatch.setattr(command.nodes, "look", lambda: Launch(rank=1, first_on_node=False))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2b")
+    here = command.look()
+    assert (here.gpu_names, here.gpus) == (["MIG-2b"], None)
+
+
+def outcome_of(make_job: MakeJob, **kind: Any) -> Outcome:
+    if "job" in kind:
+        return Outcome(job=make_job(**kind["job"]))
+    return Outcome(failure=Failure("MPI_Init", **kind)) if kind else Outcome()
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "code", "speaks"),
+    [
+        (0, {"job": {}}, 0, True),
+        (0, {"job": {"memory": {"files": 1024}}}, 0, True),  # a warning
+        (0, {"job": {"memory": {"shared": None}}}, 1, True),
+        (1, {}, 0, False),
+        (0, {"kind": "topology", "text": "2 ranks"}, 1, True),
+        (1, {"kind": "topology", "text": "2 ranks"}, 0, False),  # as rank 0 says
+        (1, {"kind": "library", "text": "none"}, 0, False),
+    ],
+)
+def test_who_speaks_and_what_is_returned(
+    make_job: MakeJob,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    kind: dict[str, Any],
+    code: int,
+    speaks: bool,
+) -> None:
+    here = make_job().ranks[rank]
+    monkeypatch.setattr(command, "look", lambda: here)
+    monkeypatch.setattr(command, "run_rank", lambda given: outcome_of(make_job, **kind))
+    assert main(["doctor"]) == code
+    assert bool(capsys.readouterr().out) == speaks
+
+
+def test_a_rank_that_failed_alone_tells_it_in_a_line(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 waits for it, and knows nothing of it."""
+    here = make_job().ranks[1]
+    failure = {"kind": "ended", "text": "killed by SIGSEGV", "words": "no device"}
+    monkeypatch.setattr(command, "SECONDS_FOR_RANK_0", 0)
+    monkeypatch.setattr(command, "look", lambda: here)
+    monkeypatch.setattr(command, "run_rank", lambda given: outcome_of(make_job, **failure))
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr()
+    assert not told.out
+    assert told.err == "mpistrat doctor: rank 1 on n1, MPI_Init: killed by SIGSEGV (no device)\n"
+
+
+def test_a_node_without_an_mpi_library_is_named(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once for all its ranks. Rank 0 has a library, waits in vain, and thinks of firewalls."""
+    failure = {"kind": "library", "text": "cannot load MPI library"}
+    monkeypatch.setattr(command, "SECONDS_FOR_RANK_0", 0)
+    monkeypatch.setattr(command, "run_rank", lambda given: outcome_of(make_job, **failure))
+    for here in make_job(nodes=2).ranks[2:]:
+        monkeypatch.setattr(command, "look", lambda here=here: here)
+        assert main(["doctor"]) == 0
+    told = capsys.readouterr()
+    assert not told.out
+    assert told.err == "mpistrat doctor: rank 2 on n2, MPI_Init: cannot load MPI library\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["doctor", "--yaml"]])
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: mpistrat" in capsys.readouterr().err
+
+
+def test_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([7, 0, 1, 2]) == "ranks 0-2, 7"
+    assert [bytes_in_words(n) for n in (12, 64e6, 30.4e9, 2e12)] == [
+        "12 bytes",
+        "64 MB",
+        "30.4 GB",
+        "2 TB",
+    ]

@@ -1,0 +1,169 @@
+"""GPUs, NCCL and CUDA-aware MPI, by made-up facts: this machine need have none."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpistrat.doctor import gpus
+from mpistrat.doctor.facts import Gpus, Job
+from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
+
+MakeJob = Callable[..., Job]
+WHEELS = "/env/nvidia/nccl/lib/libnccl.so.2"
+MODULES = "/opt/nccl/lib/libnccl.so.2"
+WELL = {
+    "visible": ["0", "1", "2", "3"],
+    "torch": "2.13",
+    "torch_cuda": "13.0",
+    "torch_gpus": 4,
+    "cupy": "14.2",
+    "nccl_loaded": [[WHEELS, "2.29.7"]],
+    "nccl_visible": [[gpus.WHEEL, WHEELS]],
+    "mpi_takes_gpu": True,
+}
+
+
+def told(make_job: MakeJob, per_node: int = 2, **changes: object) -> list[Finding]:
+    return list(gpus.check(make_job(per_node=per_node, gpus={**WELL, **changes})))
+
+
+def bad(findings: list[Finding]) -> Finding:
+    (found,) = [finding for finding in findings if finding.level != OK]
+    return found
+
+
+def test_none(make_job: MakeJob) -> None:
+    (finding,) = gpus.check(make_job())
+    assert finding.level == OK
+    assert finding.text.startswith("No GPU is visible")
+
+
+def test_all_well(make_job: MakeJob) -> None:
+    findings = told(make_job)
+    assert [finding.level for finding in findings] == [OK, OK]
+    assert findings[0].text == f"NCCL 2.29.7, one copy: {WHEELS}."
+    assert "a child process has sent some" in findings[1].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words", "fix"),
+    [
+        ({"mpi_takes_gpu": False}, WARNING, "MPI does not take memory of GPUs", "CUDA-aware build"),
+        (
+            {"nccl_loaded": [[WHEELS, "2.29.7"], [MODULES, "2.4.8"]]},
+            PROBLEM,
+            f"has loaded 2 NCCLs: 2.29.7 ({WHEELS}) and 2.4.8 ({MODULES})",
+            "LD_LIBRARY_PATH",
+        ),
+        (
+            {"nccl_visible": [[gpus.WHEEL, WHEELS], ["LD_LIBRARY_PATH", MODULES]]},
+            WARNING,
+            f"LD_LIBRARY_PATH has another NCCL, {MODULES}",
+            "import torch first",
+        ),
+        (
+            {"nccl_loaded": [[MODULES, "2.4.8"]]},
+            WARNING,
+            f"is {MODULES}, and not the wheel",
+            MODULES,
+        ),
+        ({"cupy": "", "nccl_loaded": []}, WARNING, "CuPy is missing", "mpistrat[cuda]"),
+        ({"nccl_loaded": []}, WARNING, "found a libnccl", "pip install nvidia-nccl"),
+        ({"torch_cuda": "", "torch_gpus": 0}, PROBLEM, "is a build for CPUs", "CUDA build"),
+        ({"torch_gpus": 0}, PROBLEM, "(CUDA 13.0) sees no GPU, and there are 4 GPUs", "driver"),
+        (
+            {"torch_error": "ImportError('libcudart')"},
+            PROBLEM,
+            "cannot be imported: ImportError",
+            "torch",
+        ),
+    ],
+)
+def test_traps(
+    make_job: MakeJob, changes: dict[str, object], level: str, words: str, fix: str
+) -> None:
+    found = bad(told(make_job, **changes))
+    assert found.level == level
+    assert words in found.text
+    assert fix in found.fix
+
+
+def test_more_ranks_than_gpus(make_job: MakeJob) -> None:
+    found = bad(told(make_job, per_node=8))
+    assert "8 ranks share 4 GPUs" in found.text
+    assert "--ntasks-per-node=4" in found.fix
+
+
+def test_a_gpu_for_each_rank(make_job: MakeJob) -> None:
+    """--gpus-per-task: the first rank sees one, and so does each other."""
+    job = make_job(per_node=4, gpus={**WELL, "visible": ["0"], "torch_gpus": 1})
+    each = [dataclasses.replace(rank, gpu_names=[f"GPU-{rank.rank}"]) for rank in job.ranks]
+    assert {finding.level for finding in gpus.check(Job(each))} == {OK}
+    pairs = [dataclasses.replace(rank, gpu_names=[f"GPU-{rank.rank // 2}"]) for rank in job.ranks]
+    assert "4 ranks share 2 GPUs" in bad(list(gpus.check(Job(pairs)))).text
+
+
+def test_nodes_that_differ(make_job: MakeJob) -> None:
+    job = make_job(nodes=2, gpus=WELL)
+    first, second = job.ranks[0], job.ranks[2]
+    other = dataclasses.replace(second.gpus or Gpus(), nccl_loaded=[[WHEELS, "2.27.5"]])
+    found = bad(list(gpus.check(Job([first, dataclasses.replace(second, gpus=other)]))))
+    assert found.text == "Nodes have different versions of NCCL: 2.29.7 on n1; 2.27.5 on n2."
+    without = dataclasses.replace(second, gpus=Gpus())
+    found = bad(list(gpus.check(Job([first, without]))))
+    assert (found.level, found.nodes) == (PROBLEM, ("n2",))
+    assert "No GPU is visible, while other nodes have some" in found.text
+
+
+TORCH = """
+import atexit, os, types
+__version__ = "2.13"
+version = types.SimpleNamespace(cuda=None)
+cuda = types.SimpleNamespace(device_count=lambda: 0)
+"""
+
+
+def look_with(folder: Path, torch: str, monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """What `look` finds where packages lie in `folder`, with this text for torch."""
+    (folder / "torch.py").write_text(torch)
+    (folder / "cupy.py").write_text("raise ModuleNotFoundError(name='cupy')")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return gpus.look()
+
+
+def test_a_library_that_prints_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = TORCH + "atexit.register(print, '{bye}')"
+    found = look_with(tmp_path, torch, monkeypatch)
+    assert (found.torch, found.torch_error) == ("2.13", "")
+
+
+def test_a_child_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = TORCH + "print('no licence', flush=True)\nos._exit(0)"
+    found = look_with(tmp_path, torch, monkeypatch)
+    assert found.torch_error.endswith("did not tell what it saw, no licence")
+
+
+def test_packages_behind_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells where NCCL really lies: that is compared. LD_LIBRARY_PATH may name the wheel itself."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    wheel = real / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    other = tmp_path / "libnccl.so.2"
+    wheel.parent.mkdir(parents=True)
+    for file in (wheel, other):
+        file.write_bytes(b"\x7fELF")
+    link.symlink_to(real)
+    folders = [str(link / "nvidia" / "nccl" / "lib"), str(tmp_path)]
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(folders))
+    found = look_with(link, TORCH, monkeypatch)
+    assert [[by, path] for by, path in found.nccl_visible if path.startswith(str(tmp_path))] == [
+        [gpus.WHEEL, str(wheel)],
+        ["LD_LIBRARY_PATH", str(other)],
+    ]
+
+
+def test_here() -> None:
+    """torch is imported in a child, whatever comes of it."""
+    found = gpus.look()
+    assert found.torch or found.torch_error or not found.torch_gpus

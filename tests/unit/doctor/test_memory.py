@@ -1,0 +1,96 @@
+"""Shared memory, and limits on memory, files and disk space."""
+
+from collections.abc import Callable
+
+import pytest
+
+from mpistrat.doctor import memory
+from mpistrat.doctor.facts import Job, Room
+from mpistrat.doctor.finding import OK, PROBLEM, WARNING
+
+MakeJob = Callable[..., Job]
+MB, GB = 10**6, 10**9
+
+
+def only(job: Job) -> tuple[str, str, str]:
+    (finding,) = memory.check(job)
+    return finding.level, finding.text, finding.fix
+
+
+def test_enough_of_everything(make_job: MakeJob) -> None:
+    (finding,) = memory.check(make_job(nodes=3))
+    assert (finding.level, finding.nodes) == (OK, ("n1", "n2", "n3"))
+    assert "/dev/shm has 30 GB free" in finding.text
+    assert finding.text.endswith("at least.")
+
+
+def test_the_64_mb_of_a_docker_container(make_job: MakeJob) -> None:
+    level, text, fix = only(
+        make_job(per_node=4, memory={"shared": Room("/dev/shm", 64 * MB, 64 * MB)})
+    )
+    assert level == WARNING
+    assert "64 MB free of 64 MB" in text
+    assert "1.1 million float32 parameters" in text  # (64 / 4 - 3.1) MB / (3 * 4 bytes)
+    assert "--shm-size" in fix
+
+
+def test_a_full_shm(make_job: MakeJob) -> None:
+    level, text, _ = only(make_job(memory={"shared": Room("/dev/shm", GB, 4096)}))
+    assert level == PROBLEM
+    assert "the windows of 2 ranks take 6.2 MB" in text
+
+
+def test_no_shm(make_job: MakeJob) -> None:
+    level, text, fix = only(make_job(memory={"shared": None}))
+    assert (level, text[:11]) == (PROBLEM, "There is no")
+    assert "--bind /dev/shm" in fix
+
+
+def test_windows_that_do_not_fit(make_job: MakeJob) -> None:
+    small = Room("/dev/shm", GB, GB)
+    level, text, fix = only(make_job(memory={"shared": small, "window_megabytes": 4000.0}))
+    assert level == WARNING
+    assert "MPISTRAT_SHARED_MB=4000 allows 2 ranks 8 GB" in text
+    assert fix.startswith("set MPISTRAT_SHARED_MB=500")
+    assert only(make_job(memory={"shared": small, "window_megabytes": 0.0}))[0] == OK
+
+
+def test_little_memory(make_job: MakeJob) -> None:
+    level, text, fix = only(
+        make_job(per_node=4, memory={"group_limit": 4 * GB, "group_used": 3 * GB})
+    )
+    assert level == WARNING
+    assert text == "4 ranks here have 1 GB of memory left of 4 GB that a control group allows."
+    assert "--mem=" in fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words", "fix"),
+    [
+        ({"address_space": 8 * GB}, WARNING, "ulimit -v is 8 GB", "ulimit -v unlimited"),
+        ({"infiniband": True, "locked": 65536}, PROBLEM, "ulimit -l allows 65.5 KB", "ulimit -l"),
+        ({"files": 1024}, WARNING, "may open 1024 files", "ulimit -n 65536"),
+        ({"files": 1024, "files_most": 1024}, WARNING, "1024 files", "the hard limit"),
+        ({"files": 256}, PROBLEM, "2 ranks may need 264", "ulimit -n 65536"),
+        ({"temporary": Room("/tmp", GB, MB)}, WARNING, "/tmp, has 1 MB left", "TMPDIR"),
+        ({"temporary": None}, PROBLEM, "no folder for temporary files", "TMPDIR"),
+    ],
+)
+def test_limits(
+    make_job: MakeJob, changes: dict[str, object], level: str, words: str, fix: str
+) -> None:
+    told = only(make_job(memory=changes))
+    assert told[0] == level
+    assert words in told[1]
+    assert fix in told[2]
+
+
+def test_locked_memory_matters_with_infiniband_only(make_job: MakeJob) -> None:
+    assert only(make_job(memory={"locked": 65536}))[0] == OK
+
+
+def test_this_machine() -> None:
+    here = memory.look()
+    assert here.shared is not None
+    assert 0 <= here.shared.free <= here.shared.size
+    assert here.available > 0

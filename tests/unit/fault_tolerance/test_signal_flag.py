@@ -1,0 +1,156 @@
+"""Signals are noted, once, twice, by several; and do what they did before where nobody listens any more."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpistrat.fault_tolerance import signal_flag
+from mpistrat.fault_tolerance.signal_flag import SignalFlag
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+TOP = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (USR1, USR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_nothing_has_come() -> None:
+    assert SignalFlag([USR1]).number == 0
+
+
+def test_each_flag_notes_its_own_signals() -> None:
+    first, second = SignalFlag([USR1]), SignalFlag([USR1, USR2])
+    signal.raise_signal(USR2)
+    assert (first.number, second.number) == (0, USR2)
+    signal.raise_signal(USR1)
+    signal.raise_signal(USR1)
+    assert (first.number, second.number) == (USR1, USR1)
+
+
+def test_the_handler_that_was_there_is_called_after_it_was_noted() -> None:
+    seen = []
+    signal.signal(USR1, lambda number, frame: seen.append((number, flag.number)))
+    flag = SignalFlag([USR1])
+    signal.raise_signal(USR1)
+    assert seen == [(USR1, USR1)]
+
+
+def test_it_is_called_once_with_several_flags() -> None:
+    seen = []
+    signal.signal(USR1, lambda number, frame: seen.append(number))
+    flags = [SignalFlag([USR1]) for _ in range(3)]
+    signal.raise_signal(USR1)
+    assert seen == [USR1]
+    assert [flag.number for flag in flags] == [USR1] * 3
+
+
+def test_a_handler_set_later_that_calls_ours() -> None:
+    first = SignalFlag([USR1])
+    ours = signal.getsignal(USR1)
+    seen = []
+
+    def later(number: int, frame: object) -> None:
+        seen.append(number)
+        ours(number, frame)  # type: ignore[operator, misc, arg-type]
+
+    signal.signal(USR1, later)
+    second = SignalFlag([USR1])
+    signal.raise_signal(USR1)
+    assert seen == [USR1]
+    assert (first.number, second.number) == (USR1, USR1)
+
+
+def test_what_is_ignored_stays_so_once_nobody_listens() -> None:
+    signal.signal(USR1, signal.SIG_IGN)
+    flag = SignalFlag([USR1])
+    del flag
+    signal.raise_signal(USR1)
+
+
+def test_only_the_main_thread_can_listen() -> None:
+    errors = []
+
+    def listen() -> None:
+        try:
+            SignalFlag([USR1])
+        except RuntimeError as error:
+            errors.append(str(error))
+        SignalFlag([])  # to nothing
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "main thread" in errors[0]
+
+
+def test_a_handler_outside_python_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_flag.signal, "getsignal", lambda number: None)
+    with pytest.warns(RuntimeWarning, match="SIGUSR1 is handled outside Python"):
+        flag = SignalFlag([USR1])
+    monkeypatch.undo()
+    assert signal.getsignal(USR1) is not signal_flag._arrived
+    assert flag.number == 0
+
+
+@pytest.mark.parametrize("handled_by", ["Python", "Interrupts"])
+def test_ctrl_c_raises_nothing_while_somebody_listens(handled_by: str) -> None:
+    program = """
+from mpistrat.communicators.interrupts import Interrupts
+ours = Interrupts() if "WHAT" == "Interrupts" else None
+flag = SignalFlag([2])
+signal.raise_signal(2)
+assert flag.number == 2
+del flag
+try:
+    signal.raise_signal(2)
+except KeyboardInterrupt:
+    assert ours is None or not ours.unanswered()
+    os._exit(3)
+"""
+    assert returncode_of(program.replace("WHAT", handled_by)) == 3
+
+
+def returncode_of(program: str) -> int:
+    text = (
+        f"import os, signal\nfrom mpistrat.fault_tolerance.signal_flag import SignalFlag\n{program}"
+    )
+    return subprocess.run([sys.executable, "-c", text], cwd=TOP).returncode
+
+
+def test_without_listeners_a_signal_ends_the_program_as_it_would_have() -> None:
+    program = "flag = SignalFlag([15])\nsignal.raise_signal(15)\ndel flag\nsignal.raise_signal(15)"
+    assert returncode_of(program) == -signal.SIGTERM
+
+
+def test_a_forked_child_can_be_terminated() -> None:
+    program = """
+flag = SignalFlag([15])
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writer, b"!")  # it has begun; earlier signals are lost in every Python
+    signal.pause()
+    os._exit(0)
+os.read(reader, 1)
+os.kill(child, 15)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 100)
+"""
+    assert returncode_of(program) == 100 - signal.SIGTERM
+
+
+def test_a_signal_from_another_process_is_noted() -> None:
+    flag = SignalFlag([USR1])
+    subprocess.run([sys.executable, "-c", f"import os; os.kill({os.getpid()}, {int(USR1)})"])
+    assert flag.number == USR1
