@@ -226,9 +226,8 @@ def test_the_time_that_a_checkpoint_took_is_left_before_the_limit(
     training = Training(STRATEGIES["plain"](), folder, end_time=end, margin=0.0)
     training.handler.run(training.step)
     monkeypatch.setattr(ms.checkpoint.CheckpointManager, "seconds_to_save", 1801.0)
-    assert (
-        training.until_it_leaves() == 3
-    )  # the next step is told of it, and the one after not begun
+    # The step under way is told of it, and the one after not begun; a lone replica asks at the step's end already.
+    assert training.until_it_leaves() == (3 if SIZE > 1 else 2)
 
 
 def test_a_grace_period_begins_and_ends_on_all_ranks_at_once(folder: str) -> None:

@@ -122,10 +122,17 @@ except KeyboardInterrupt:
     assert returncode_of(program.replace("WHAT", handled_by)) == 3
 
 
+# What was started in the background of a shell inherits that SIGINT is ignored.
+BEGIN = """
+import os, signal
+from mpistrat.fault_tolerance.signal_flag import SignalFlag
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+"""
+
+
 def returncode_of(program: str) -> int:
-    text = (
-        f"import os, signal\nfrom mpistrat.fault_tolerance.signal_flag import SignalFlag\n{program}"
-    )
+    text = BEGIN + program
     return subprocess.run([sys.executable, "-c", text], cwd=TOP).returncode
 
 
