@@ -34,6 +34,7 @@ from mpistrat.reduce_op import ReduceOp as ReduceOp
 from mpistrat.reduce_op import VariableAggregation as VariableAggregation
 from mpistrat.reduce_op import VariableSynchronization as VariableSynchronization
 from mpistrat.replica_context import ReplicaContext as ReplicaContext
+from mpistrat.sharded_variable import ShardedVariable as ShardedVariable
 from mpistrat.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.strategies import MirroredStrategy as MirroredStrategy
 from mpistrat.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

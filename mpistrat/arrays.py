@@ -69,6 +69,19 @@ def itemsize(array: Array) -> int:
     return int(array.dtype.itemsize)
 
 
+def itemsize_of(dtype: Any) -> int | None:
+    """Bytes of an element of `dtype`: a name, or a dtype of any library. None for texts and other objects."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+        if isinstance(dtype, torch.dtype):
+            return dtype.itemsize
+    if dtype == "string":
+        return None
+    numpy_dtype = np.dtype(dtype)
+    return numpy_dtype.itemsize if numpy_dtype.kind in "biufcV" else None
+
+
 def num_elements(array: Array) -> int:
     return int(array.numel() if is_torch(array) else array.size)
 
@@ -200,6 +213,11 @@ def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     return api.array_namespace(arrays[0]).concat(list(arrays), axis=axis)
+
+
+def flipped(array: Array) -> Array:
+    """In the reverse order along the first axis."""
+    return api.array_namespace(array).flip(array, axis=0)
 
 
 def true_divide(array: Array, divisor: Any) -> Array:

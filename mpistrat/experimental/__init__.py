@@ -1,5 +1,6 @@
 """The names that `tf.distribute.experimental` keeps."""
 
+from mpistrat.experimental import partitioners as partitioners
 from mpistrat.fault_tolerance import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from mpistrat.fault_tolerance import PreemptionWatcher as PreemptionWatcher
 from mpistrat.fault_tolerance import TerminationConfig as TerminationConfig

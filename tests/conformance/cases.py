@@ -25,6 +25,7 @@ from conformance import (
     replay_replica_collectives,
     replay_resolvers,
     replay_run,
+    replay_sharded_variable,
     replay_v1_input,
     replay_variable_uses,
     replay_variables,
@@ -52,7 +53,8 @@ def _with_failures(result: Any) -> Any:
 _RESOLVERS: dict[str, Handler] = {
     op: _of_one_process(handler) for op, handler in replay_resolvers.HANDLERS.items()
 }
-ONE_LIBRARY = ("contexts", "input_context", "autoshard", "preemption")  # no arrays are given
+# No arrays are given.
+ONE_LIBRARY = ("contexts", "input_context", "autoshard", "partitioners", "preemption")
 RESOLVER_AREAS = ("cluster_spec", "resolvers", "slurm", "multi_worker_util")
 HANDLERS: dict[str, dict[str, Handler]] = {
     "contexts": replay_contexts.HANDLERS,
@@ -69,6 +71,8 @@ HANDLERS: dict[str, dict[str, Handler]] = {
     "input_context": replay_input_context.HANDLERS,
     "autoshard": replay_autoshard.HANDLERS,
     "preemption": replay_preemption.HANDLERS,
+    "partitioners": replay_sharded_variable.PARTITIONERS,
+    "sharded_variable": replay_sharded_variable.HANDLERS,
     "multi_worker": {
         **replay_multi_worker.HANDLERS,
         **replay_distribute_dataset.OF_WORKERS,
@@ -80,8 +84,6 @@ HANDLERS: dict[str, dict[str, Handler]] = {
 # What other parts of the project replay, once they are there.
 LATER_AREAS = {
     "coordinator": "parameter serving",
-    "partitioners": "parameter serving",
-    "sharded_variable": "parameter serving",
     "tpu_topology": "TPU",
 }
 LATER_OPS = {
@@ -125,6 +127,8 @@ def libraries(case: dict[str, Any]) -> tuple[encoding.Library, ...]:
     """The array libraries to replay `case` with: both, where it has arrays and both have its dtypes."""
     if case["program"]["op"].startswith("grad_"):
         return ("torch",)  # NumPy has no gradients
+    if case["area"] == "sharded_variable":
+        return encoding.LIBRARIES
     if case["area"] in (*ONE_LIBRARY, *RESOLVER_AREAS) or case["replicas"] == 0:
         return ("numpy",)
     dtypes = {*encoding.dtypes(case["inputs"]), *encoding.dtypes(case["program"])}
