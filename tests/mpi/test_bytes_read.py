@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 import mpistrat as ms
 from mpistrat.input import BatchedDataset, FileDataset
 
-pytestmark = pytest.mark.time_limit(30)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 EXAMPLE, EXAMPLES = 8192, 960  # bytes, and how many: they divide by 1, 2, 3 and 4 ranks

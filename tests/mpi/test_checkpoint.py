@@ -17,8 +17,6 @@ import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
 from rank_errors import assert_usable, errors_of_ranks
 
-pytestmark = pytest.mark.time_limit(60)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1

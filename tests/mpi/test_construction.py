@@ -13,8 +13,6 @@ from mpistrat.cluster_resolver.cpu_share import THREAD_COUNTS, intra_op_threads
 from mpistrat.strategies import threads
 from rank_errors import assert_usable, errors_of_ranks
 
-pytestmark = pytest.mark.time_limit(20)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1

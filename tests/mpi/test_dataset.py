@@ -12,8 +12,6 @@ import mpistrat as ms
 from mpistrat.input.splitting import slice_bounds
 from rank_errors import errors_of_ranks
 
-pytestmark = pytest.mark.time_limit(30)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 

@@ -8,8 +8,6 @@ from mpi4py import MPI
 
 import mpistrat as ms
 
-pytestmark = pytest.mark.time_limit(60)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 

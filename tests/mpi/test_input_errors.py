@@ -12,10 +12,7 @@ import mpistrat as ms
 from mpistrat import nest
 from rank_errors import errors_of_ranks
 
-pytestmark = [
-    pytest.mark.time_limit(60),
-    pytest.mark.filterwarnings("ignore:each of the:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:each of the:UserWarning")
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LAST = SIZE - 1

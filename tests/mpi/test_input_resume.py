@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import mpistrat as ms
 
-pytestmark = pytest.mark.time_limit(60)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 EXAMPLES, BATCH = 60, 8

@@ -21,8 +21,6 @@ from torch.utils.data import (
 import mpistrat as ms
 from mpistrat.compat import v1
 
-pytestmark = pytest.mark.time_limit(60)
-
 WORLD = MPI.COMM_WORLD
 EXAMPLES = 24
 DATASET = TensorDataset(torch.arange(EXAMPLES))

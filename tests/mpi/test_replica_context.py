@@ -8,8 +8,6 @@ from mpi4py import MPI
 import mpistrat as ms
 from rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
-pytestmark = pytest.mark.time_limit(20)
-
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LAST = SIZE - 1
 every_library = pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])

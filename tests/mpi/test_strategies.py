@@ -9,8 +9,6 @@ import mpistrat as ms
 from mpistrat.compat import v1
 from rank_errors import assert_usable
 
-pytestmark = pytest.mark.time_limit(20)
-
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 KINDS = {
     "mirrored": lambda: ms.MirroredStrategy(),

@@ -345,5 +345,5 @@ def test_a_dropped_strategy_leaves_nothing_behind() -> None:
     del strategy, pair
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
-    thread.join(timeout=5)
+    thread.join(timeout=30)
     assert not thread.is_alive()

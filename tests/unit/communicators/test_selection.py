@@ -1,5 +1,6 @@
 """What is measured, in which time, and what follows from it."""
 
+import itertools
 import math
 import time
 from pathlib import Path
@@ -22,41 +23,62 @@ def of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 0.0)  # what runs beside tests is not theirs
 
 
-def spinning(alpha: float, beta: float) -> Any:
-    """A way of that cost."""
+class Clock:
+    """Seconds that pass in the ways only, however busy the machine is."""
 
-    def way(buffer: np.ndarray) -> None:
-        until = time.perf_counter() + alpha + beta * buffer.nbytes
-        while time.perf_counter() < until:
-            pass
+    def __init__(self) -> None:
+        self.now = self.ran = 0.0
 
-    return way
+    def sleeping(self, seconds: float) -> Any:
+        def way(buffer: np.ndarray) -> None:
+            self.now += seconds
+
+        return way
+
+    def spinning(self, alpha: float, beta: float, disturbed: float = 0.0) -> Any:
+        """A way of that cost, of which each fifth call takes longer."""
+        calls = itertools.count()
+
+        def way(buffer: np.ndarray) -> None:
+            seconds = alpha + beta * buffer.nbytes
+            self.ran += seconds
+            self.now += seconds + (0.0 if next(calls) % 5 else disturbed)
+
+        return way
 
 
-def test_costs_are_measured() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(time, "thread_time", lambda: clock.ran)
+    return clock
+
+
+def test_costs_are_measured(clock: Clock) -> None:
     """The median of nine leaves out what some calls take longer."""
-    costs = costs_of({"slow": spinning(5e-4, 1e-10), "fast": spinning(1e-4, 5e-10)}, ALONE, "", [1])
-    assert costs.ways["slow"].alpha == pytest.approx(5e-4, rel=0.3)
-    assert costs.ways["fast"].beta == pytest.approx(5e-10, rel=0.3)
-    assert costs.cheaper_from("slow", "fast", FLOOR) == pytest.approx(1e6, rel=0.5)
+    ways = {"slow": clock.spinning(5e-4, 1e-10, 3e-3), "fast": clock.spinning(1e-4, 5e-10, 3e-3)}
+    costs = costs_of(ways, ALONE, "", [1])
+    assert costs.ways["slow"].alpha == pytest.approx(5e-4)
+    assert costs.ways["fast"].beta == pytest.approx(5e-10)
+    assert costs.cheaper_from("slow", "fast", FLOOR) == pytest.approx(1e6)
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.2, 0.6])
-def test_it_takes_less_than_a_second(seconds: float) -> None:
+def test_it_takes_less_than_a_second(clock: Clock, seconds: float) -> None:
     """Also of calls that are very slow: one that has begun ends, and there is no other."""
-    started = time.perf_counter()
-    costs = costs_of({"one": lambda buffer: time.sleep(seconds)}, ALONE, "", [1])
-    assert time.perf_counter() - started < 1
+    costs = costs_of({"one": clock.sleeping(seconds)}, ALONE, "", [1])
+    assert clock.now < 1
     assert bool(costs.ways) == (seconds < 0.3)
     if seconds == 0.6:
         assert costs.cheaper_from("one", "another", FLOOR) == selection.UNMEASURED
         assert "not measured: calls of two sizes took longer than 0.3 s" in costs.explain()
 
 
-def test_a_way_that_sleeps_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_sleeps_is_not_disturbed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it should be awake: then somebody else had the core."""
     monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 0.3)  # of 1 and 1/6
-    ways = {"asleep": lambda buffer: time.sleep(5e-3), "awake": spinning(1e-3, 0.0)}
+    ways = {"asleep": clock.sleeping(5e-3), "awake": clock.spinning(1e-3, 0.0)}
     costs = costs_of(ways, ALONE, "", [1], asleep=["asleep"])
     assert not costs.disturbed
     assert costs.cheaper_from("asleep", "awake", FLOOR) == math.inf
@@ -71,29 +93,26 @@ def test_how_much_dearer_is_clearly_so() -> None:
     assert costs.cheaper_from("one", "other", FLOOR, 1.1) == math.inf
 
 
-def test_no_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_home_is_named(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What explain() says goes into results, which others read."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MPISTRAT_CACHE", str(tmp_path / "cache"))
-    costs_of({"one": spinning(1e-4, 0.0)}, ALONE, "", [1])
+    costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1])
     selection._of_this_job.clear()
-    told = costs_of({"one": spinning(1e-4, 0.0)}, ALONE, "", [1]).explain()
+    told = costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1]).explain()
     assert "read from ~/cache/costs-" in told
     assert str(tmp_path) not in told
 
 
-def test_rounds_are_whole() -> None:
+def test_rounds_are_whole(clock: Clock) -> None:
     """What time runs out in is not counted, unless there is nothing else."""
     taken: list[int] = []
-    measured = measure(
-        {"one": lambda b: (taken.append(b.nbytes), time.sleep(0.02))}, SIZES, ALONE, 0.2
-    )
-    rounds, sizes, ways = measured.seconds.shape
-    assert (sizes, ways) == (len(SIZES), 1)
-    assert rounds <= len(taken) // len(SIZES) - 1
-    assert taken[: len(SIZES)] == list(SIZES)
-    assert measured.cpu_share < 0.5
-    cut = measure({"one": lambda b: time.sleep(0.02)}, SIZES, ALONE, 0.03)
+    sleeps = clock.sleeping(0.02)
+    measured = measure({"one": lambda b: (taken.append(b.nbytes), sleeps(b))}, SIZES, ALONE, 0.195)
+    assert taken == [*SIZES, *SIZES, *SIZES[:2]]
+    assert measured.seconds.shape == (1, len(SIZES), 1)
+    assert measured.cpu_share == 0
+    cut = measure({"one": sleeps}, SIZES, ALONE, 0.03)
     assert cut.seconds.shape == (1, 2, 1)
 
 
