@@ -46,7 +46,7 @@ def test_threads_are_used_again_and_end_with_their_owner(three):
     (_, other) = replicas.run(lambda i: threading.current_thread())
     del replicas
     gc.collect()
-    other.join(5)
+    other.join(30)
     assert not other.is_alive()
 
 
