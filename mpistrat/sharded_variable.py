@@ -136,8 +136,8 @@ class ShardedVariable(Variable):
         size = self.shape[0]
         outside = positions[(positions < 0) | (positions >= size)]
         if len(outside):
-            raise InvalidArgumentError(
-                f"row {outside[0]} of {self.name!r}, which has rows 0 to {size - 1}"
+            raise IndexError(
+                f"row {outside[0]} of variable {self.name!r} is out of bounds: it has rows 0 to {size - 1}"
             )
         return np.searchsorted(self._ends, positions, side="right")
 

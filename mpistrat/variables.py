@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays
@@ -14,10 +13,10 @@ from mpistrat.context import (
     has_strategy,
     per_thread,
 )
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
+from mpistrat.variable_updates import fitting, updated
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -163,13 +162,17 @@ class PlainVariable(Variable):
         synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> None:
-        self._array = arrays.copy(value)
+        self._array = self._kept(value)
         self.trainable = trainable
         self.name = name
         self.synchronization = synchronization
         self.aggregation = aggregation
         self._container: DistributedVariable | None = None
         self.strategy: Strategy | None = None  # None for a component, whose container has it
+
+    def _kept(self, value: Array) -> Array:
+        """The array to begin with."""
+        return arrays.copy(value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -190,60 +193,8 @@ class PlainVariable(Variable):
 
     def _update(self, method: str, operand: Any) -> Array:
         # Updates make a new array, so that what was read before stays what it was.
-        self._array = _COMPUTE[method](self._array, operand, self.name)
+        self._array = updated(method, self._array, operand, self.name)
         return self._array
-
-
-def _fitting(array: Array, operand: Any, name: str) -> Array:
-    """`operand` as an array of `array`'s library and dtype, of a shape that needs no stretching of `array`."""
-    operand = arrays.detach_read(operand)
-    if not arrays.is_array(operand):
-        try:
-            value = arrays.cast_like(arrays.as_array(operand), array)
-        except TypeError as error:
-            raise TypeError(f"variable {name!r}: {error}") from None
-    else:
-        if arrays.dtype_name(operand) != arrays.dtype_name(array):
-            raise InvalidArgumentError(
-                f"variable {name!r} has dtype {arrays.dtype_name(array)}, the operand "
-                f"{arrays.dtype_name(operand)}; convert it first"
-            )
-        value = arrays.cast_like(operand, array)
-    if tuple(value.shape) != tuple(array.shape):
-        raise InvalidArgumentError(
-            f"variable {name!r} has shape {list(array.shape)}, the operand {list(value.shape)}"
-        )
-    return value
-
-
-def _scatter(combine: str) -> Callable[[Array, Any, str], Array]:
-    def scatter(array: Array, slices: Any, name: str) -> Array:
-        if not isinstance(slices, IndexedSlices):
-            raise TypeError(
-                f"variable {name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
-            )
-        rows, wanted = slices.values, (len(slices.indices), *array.shape[1:])
-        if tuple(rows.shape) != wanted or (
-            arrays.is_integer(array) and not arrays.is_integer(rows)
-        ):
-            raise InvalidArgumentError(
-                f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
-                f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
-            )
-        return arrays.scatter(array, slices.indices, rows, combine)
-
-    return scatter
-
-
-_COMPUTE: dict[str, Callable[[Array, Any, str], Array]] = {
-    "assign": lambda array, value, name: arrays.copy(_fitting(array, value, name)),
-    "assign_add": lambda array, value, name: array + _fitting(array, value, name),
-    "assign_sub": lambda array, value, name: array - _fitting(array, value, name),
-    **{
-        f"scatter_{combine}": _scatter(combine)
-        for combine in ("add", "sub", "mul", "div", "min", "max", "update")
-    },
-}
 
 
 class DistributedVariable(PassedWhole, DistributedValues, Variable):
@@ -372,7 +323,7 @@ class SyncOnReadVariable(DistributedVariable):
     def _assign_all(self, value: Any) -> None:
         if self.aggregation is VariableAggregation.SUM:
             # The copies must add up to the value; integers are cut off, as in tf.distribute.
-            share = _fitting(self._values[0].read_value(), value, self.name)
+            share = fitting(self._values[0].read_value(), value, self.name)
             value = arrays.cast_like(share / self.strategy.num_replicas_in_sync, share)
         self._update_all("assign", value)
 

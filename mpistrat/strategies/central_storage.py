@@ -1,23 +1,28 @@
-"""Variables in one place, replicas that compute on several devices of one rank."""
+"""Variables in one place, which all replicas of a node read and update together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.context import get_replica_context, per_thread
 from mpistrat.devices import check_device, check_devices
+from mpistrat.node_variable import variable_of_node
+from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended, initial_array
 from mpistrat.values import DistributedValues
 from mpistrat.variables import (
     DistributedVariable,
-    PlainVariable,
     Variable,
     check_scatter,
 )
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class AggregatingVariable(DistributedVariable):
@@ -60,16 +65,11 @@ class AggregatingVariable(DistributedVariable):
 class _CentralStorageExtended(StrategyExtended):
     has_partial_steps = False
     experimental_between_graph = True
-
-    def __init__(
-        self, strategy: Strategy, compute_devices: Sequence[str], parameter_device: str
-    ) -> None:
-        super().__init__(strategy, LocalCommunicator(), compute_devices)
-        self._parameter_device = parameter_device
+    parameter_device = "cpu:0"
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        return (self._parameter_device,)
+        return (self.parameter_device,)
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         return min(variables, key=lambda variable: variable.name)
@@ -83,9 +83,13 @@ class _CentralStorageExtended(StrategyExtended):
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
     ) -> Variable:
-        value = initial_array(initial_value, dtype)
-        component = PlainVariable(value, trainable, name, synchronization, aggregation)
-        if self.num_local_replicas == 1:
+        with self.communicator.raising_together():
+            value = initial_array(initial_value, dtype)
+        value = self.cross_replica_ops.from_first_replica(value, f"initial value of {name!r}")
+        component = variable_of_node(
+            self.communicator, value, trainable, name, synchronization, aggregation
+        )
+        if self.num_replicas_in_sync == 1:
             component.strategy = self.strategy
             return component
         return AggregatingVariable(self.strategy, [component], synchronization, aggregation)
@@ -101,17 +105,57 @@ class _CentralStorageExtended(StrategyExtended):
 
 
 class CentralStorageStrategy(Strategy):
-    """One copy of every variable, read by the replicas of this rank and updated once per step.
+    """Synchronous replicas on one node, and one copy of every variable, which each rank updates a part of.
 
+    Variables and the parameters of torch modules, with their gradients' sum and the state of optimizers that update
+    element by element, lie in memory that the ranks share: m bytes of parameters cost m per node, and each rank's own
+    gradients. A rank with several replicas computes them on its own copy of torch's parameters. An update of a
+    `Variable` is collective; what was read of it before shows the new value afterwards.
+
+    Called by: every rank of the job (or of `comm`), all on one node.
     Args:
-        compute_devices: the devices of the replicas; None is one CPU.
+        compute_devices: of this rank's replicas; None is one CPU.
         parameter_device: where variables live; None is the compute device if there is one, else "cpu:0".
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+        communication_options, gradients, check: as of `MirroredStrategy`.
+    Raises:
+        ValueError: on all ranks, when they are on several nodes.
     """
 
     def __init__(
-        self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        comm: MPI.Intracomm | None = None,
+        communication_options: CommunicationOptions | None = None,
+        gradients: str | None = None,
+        check: str = "always",
     ) -> None:
+        check_strategy_arguments(communication_options, gradients, check=check)
         devices = check_devices(compute_devices or ["cpu:0"])
         if parameter_device is None:
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
-        self._extended = _CentralStorageExtended(self, devices, check_device(parameter_device))
+        parameter_device = check_device(parameter_device)
+        resolver = MPIClusterResolver(comm)
+        topology = resolver.topology()
+        if topology.num_nodes > 1:
+            raise ValueError(
+                f"CentralStorageStrategy keeps variables in the memory of one node, and the ranks are on "
+                f"{topology.num_nodes} nodes: use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
+                "keeps one copy of the parameters)"
+            )
+        setup(
+            self,
+            topology,
+            communicator_of(resolver, check, type(self).__name__),
+            devices,
+            None,
+            communication_options,
+            gradients,
+            deterministic=False,
+            extended=_CentralStorageExtended,
+            shared_parameters=len(devices) == 1,
+        )
+        assert isinstance(self._extended, _CentralStorageExtended)
+        self._extended.parameter_device = parameter_device

@@ -73,7 +73,7 @@ def fits(case: Case, size: int) -> bool:
         return True
     if case["replicas"] == 0 or case["replicas"] % size:
         return False
-    if program.get("strategy", "mirrored") != "mirrored":
+    if program.get("strategy", "mirrored") not in ("mirrored", "central_storage"):
         return False
     wanted = _SPLIT.get((case["area"], program["op"]))
     return wanted is not None and wanted(program)

@@ -1,0 +1,77 @@
+"""What the methods of variables do to arrays, and which operands they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.indexed_slices import IndexedSlices
+
+_SCATTER = "scatter_"
+
+
+def updated(method: str, array: Array, operand: Any, name: str) -> Array:
+    """A new array: `array` after `method`, of the variable `name`, with `operand`."""
+    operand = fitting_operand(method, array, operand, name)
+    if method.startswith(_SCATTER):
+        combine = method.removeprefix(_SCATTER)
+        return arrays.scatter(array, operand.indices, operand.values, combine)
+    if method == "assign":
+        return arrays.copy(operand)
+    return array + operand if method == "assign_add" else array - operand
+
+
+def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
+    """What `updated` can take: an array, or `IndexedSlices`.
+
+    Raises: TypeError, IndexError, InvalidArgumentError.
+    """
+    if not method.startswith(_SCATTER):
+        return fitting(array, operand, name)
+    _check_slices(array, operand, name)
+    return operand
+
+
+def fitting(array: Array, operand: Any, name: str) -> Array:
+    """`operand` as an array of `array`'s library and dtype, of a shape that needs no stretching of `array`."""
+    operand = arrays.detach_read(operand)
+    if not arrays.is_array(operand):
+        try:
+            value = arrays.cast_like(arrays.as_array(operand), array)
+        except TypeError as error:
+            raise TypeError(f"variable {name!r}: {error}") from None
+    else:
+        if arrays.dtype_name(operand) != arrays.dtype_name(array):
+            raise InvalidArgumentError(
+                f"variable {name!r} has dtype {arrays.dtype_name(array)}, the operand "
+                f"{arrays.dtype_name(operand)}; convert it first"
+            )
+        value = arrays.cast_like(operand, array)
+    if tuple(value.shape) != tuple(array.shape):
+        raise InvalidArgumentError(
+            f"variable {name!r} has shape {list(array.shape)}, the operand {list(value.shape)}"
+        )
+    return value
+
+
+def _check_slices(array: Array, slices: Any, name: str) -> None:
+    if not isinstance(slices, IndexedSlices):
+        raise TypeError(
+            f"variable {name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
+        )
+    rows, wanted = slices.values, (len(slices.indices), *array.shape[1:])
+    exact = arrays.is_integer(array) and not arrays.is_integer(rows)
+    if not array.shape or tuple(rows.shape) != wanted or exact:
+        raise InvalidArgumentError(
+            f"variable {name!r} of dtype {arrays.dtype_name(array)} needs rows of shape {list(wanted)} "
+            f"for {wanted[0]} indices, got {arrays.dtype_name(rows)} of shape {list(rows.shape)}"
+        )
+    if not wanted[0]:
+        return
+    for index in (int(slices.indices.min()), int(slices.indices.max())):
+        if not 0 <= index < array.shape[0]:
+            raise IndexError(
+                f"row {index} of variable {name!r} is out of bounds: it has rows 0 to {array.shape[0] - 1}"
+            )

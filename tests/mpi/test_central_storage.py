@@ -1,0 +1,216 @@
+"""One copy of every variable on a node: what it holds, who writes it, and what memory that takes."""
+
+import gc
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpistrat as ms
+from rank_errors import assert_usable
+
+pytestmark = pytest.mark.time_limit(60)
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
+FIRST = ms.VariableAggregation.ONLY_FIRST_REPLICA
+DTYPES = ("float32", "float64", "int64", "bool", "complex64")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["k=1", "k=2"])
+def strategy(request: pytest.FixtureRequest) -> ms.CentralStorageStrategy:
+    return ms.CentralStorageStrategy([f"cpu:{i}" for i in range(request.param)])
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def make(request: pytest.FixtureRequest):
+    return np.asarray if request.param == "numpy" else torch.as_tensor
+
+
+def variable(strategy, value, aggregation=SUM):
+    with strategy.scope():
+        return ms.Variable(value, aggregation=aggregation)
+
+
+def replica_id() -> int:
+    return ms.get_replica_context().replica_id_in_sync_group
+
+
+def test_replicas_are_those_of_all_ranks(strategy) -> None:
+    k = strategy.extended.num_local_replicas
+    assert strategy.num_replicas_in_sync == k * SIZE
+    ids = strategy.experimental_local_results(strategy.run(replica_id))
+    assert ids == tuple(range(RANK * k, RANK * k + k))
+
+
+@pytest.mark.parametrize("length", [1, 3, 5000])
+def test_updates_count_once(strategy, make, length: int) -> None:
+    n = strategy.num_replicas_in_sync
+    first = make(np.arange(length, dtype=np.float32))
+    for aggregation, expected in ((SUM, n * (n + 1) / 2), (MEAN, (n + 1) / 2), (FIRST, 1)):
+        one = variable(strategy, first, aggregation)
+
+        def step(one=one) -> None:
+            one.assign_add(make(np.full(length, replica_id() + 1, np.float32)))
+
+        strategy.run(step)
+        strategy.run(step)
+        assert np.array_equal(one.numpy(), np.arange(length) + np.float32(2 * expected))
+        strategy.run(lambda one=one: one.assign(make(np.full(length, 3, np.float32))))
+        assert np.array_equal(one.numpy(), np.full(length, 3 * (n if aggregation is SUM else 1)))
+
+
+def test_outside_run_all_ranks_assign_the_same(strategy, make) -> None:
+    one = variable(strategy, make(np.arange(6.0).reshape(3, 2)))
+    one.assign(one.read_value()[[2, 1, 0]])  # of what it reads as, in another order
+    assert one.numpy().tolist() == [[4, 5], [2, 3], [0, 1]]
+    one.assign(one)
+    one.assign_sub(one)
+    assert not one.numpy().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(strategy, make, dtype: str) -> None:
+    given = np.array([[1, 0, 1], [1, 1, 0]], dtype)
+    one = variable(strategy, make(given), FIRST)
+    assert one.numpy().dtype == given.dtype
+    assert np.array_equal(one.numpy(), given)
+    one.assign(make(given[::-1].copy()))
+    assert np.array_equal(one.numpy(), given[::-1])
+
+
+def test_bfloat16(strategy) -> None:
+    one = variable(strategy, torch.full((3,), 1.5, dtype=torch.bfloat16), FIRST)
+    one.assign_add(torch.ones(3, dtype=torch.bfloat16))
+    assert torch.equal(one.read_value(), torch.full((3,), 2.5, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows(strategy, make, rows: int) -> None:
+    n = strategy.num_replicas_in_sync
+    one = variable(strategy, make(np.zeros((rows, 2), np.float32)))
+
+    def step() -> None:
+        one.scatter_add(
+            ms.IndexedSlices(make(np.ones((3, 2), np.float32)), make(np.array([rows - 1, 0, 0])))
+        )
+
+    strategy.run(step)
+    expected = np.zeros((rows, 2))
+    np.add.at(expected, [rows - 1, 0, 0], n)
+    assert np.array_equal(one.numpy(), expected)
+    one.scatter_sub(ms.IndexedSlices(make(np.full((1, 2), n, np.float32)), make(np.array([0]))))
+    expected[0] -= n
+    assert np.array_equal(one.numpy(), expected)
+
+
+def test_it_is_read_in_place(strategy) -> None:
+    one = variable(strategy, np.zeros(8))
+    read = one.read_value()
+    one.assign(np.ones(8))
+    assert one.read_value() is read or strategy.num_replicas_in_sync == 1 or SIZE == 1
+    assert SIZE == 1 or read.tolist() == [1.0] * 8
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_a_program_writes_to_what_it_read_stays_its_own(strategy) -> None:
+    one = variable(strategy, np.zeros(8))
+    if RANK == 0:
+        one.read_value()[:] = 7
+    WORLD.barrier()
+    assert one.read_value().tolist() == [7.0 if RANK == 0 else 0.0] * 8
+    WORLD.barrier()
+    one.assign_add(np.ones(8))
+    assert one.read_value().tolist() == [1.0] * 8
+
+
+def test_bad_operands_are_refused_on_all_ranks(strategy) -> None:
+    one = variable(strategy, np.zeros((2, 3)))
+    for operand in (np.zeros((2, 4)), np.zeros((2, 3), np.int32), "x"):
+        with pytest.raises((TypeError, ValueError), match=re.escape(one.name)):
+            one.assign(operand)
+    with pytest.raises(IndexError, match="row 2 of variable 'Variable' is out of bounds"):
+        one.scatter_add(ms.IndexedSlices(np.ones((1, 3)), [2]))
+    assert not one.numpy().any()
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_operand_that_is_bad_on_one_rank(strategy) -> None:
+    one = variable(strategy, np.zeros(3))
+    with pytest.raises(
+        (ValueError, ms.errors.CollectiveMismatchError), match=f"rank {SIZE - 1}|shape"
+    ):
+        one.assign(np.zeros(3 + (RANK == SIZE - 1)))
+    assert not one.numpy().any()
+    assert_usable(strategy)
+
+
+def pss() -> int:
+    """Bytes of this process, what it shares counted in equal parts."""
+    rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    found = re.search(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def of_all(nbytes: int) -> int:
+    gc.collect()
+    WORLD.barrier()
+    mine = pss()
+    WORLD.barrier()
+    return WORLD.allreduce(mine)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_variable_takes_its_memory_once() -> None:
+    strategy = ms.CentralStorageStrategy()
+    nbytes = 64 << 20
+    initial = np.ones(nbytes // 8)
+    variable(strategy, np.ones(4096))  # what the first one takes besides
+    before = of_all(0)
+    one = variable(strategy, initial, FIRST)
+    float(one.read_value().sum())  # all pages are read on every rank
+    assert of_all(0) - before < 1.4 * nbytes
+    one.assign_add(initial)
+    assert of_all(0) - before < 1.4 * nbytes
+    assert one.numpy()[::1000].tolist() == [2.0] * len(initial[::1000])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_take_their_memory_once() -> None:
+    strategy = ms.CentralStorageStrategy(gradients="mean")
+    before = of_all(0)
+    with strategy.scope():
+        model = torch.nn.Linear(4096, 2048, bias=False)  # 32 MB
+    nbytes = 4 * 4096 * 2048
+    strategy.run(lambda: model(torch.ones(1, 4096)))
+    taken = of_all(0) - before
+    assert taken < 1.5 * nbytes, taken / nbytes
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_training_is_that_of_one_process_with_as_many_replicas(k: int) -> None:
+    def train(k: int, comm: MPI.Intracomm) -> torch.Tensor:
+        torch.manual_seed(1)
+        strategy = ms.CentralStorageStrategy(
+            [f"cpu:{i}" for i in range(k)], comm=comm, gradients="mean"
+        )
+        with strategy.scope():
+            model = torch.nn.Linear(5, 3)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (model(torch.arange(5.0) + replica_id()) ** 2).sum().backward()
+            optimizer.step()
+
+        for _ in range(4):
+            strategy.run(step)
+        return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+    assert torch.allclose(train(k, WORLD), train(k * SIZE, MPI.COMM_SELF), atol=1e-6)
