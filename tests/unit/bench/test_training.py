@@ -12,6 +12,8 @@ from mpistrat.bench import training
 from mpistrat.bench.command import main
 from mpistrat.communicators import LocalCommunicator
 
+pytestmark = pytest.mark.time_limit(180)  # a busy machine takes long to import matplotlib alone
+
 
 def train(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     file = tmp_path / "row.json"
