@@ -12,8 +12,6 @@ from mpi4py import MPI
 import mpistrat as ms
 from rank_errors import assert_usable
 
-pytestmark = pytest.mark.time_limit(60)
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
