@@ -19,7 +19,7 @@ def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_search.sys, "exec_prefix", str(tmp_path / "env"))
     monkeypatch.setattr(library_search.sys, "base_exec_prefix", "/usr")
     monkeypatch.setattr(library_search.site, "ENABLE_USER_SITE", False)
-    preloaded = library(tmp_path / "pre", "libmpi.so.12")
+    preloaded = "/pre/libmpi.so.12"  # a path with a space cannot be preloaded
     of_wheel = library(tmp_path / "env" / "lib", "libmpi.so.40")
     of_module = library(tmp_path / "module", "libmpi.so.12")
     environ = {

@@ -43,7 +43,7 @@ def test_a_task_of_a_job_array(command: Callable, tmp_path: Path, job: str, task
     of_task = slurm_job({"SLURM_JOB_ID": job, **array})
     assert of_task == SlurmJob(f"17_{task}")
     for name in ("scontrol", "squeue"):
-        command(name, f'echo "$*" > {tmp_path}/asked; echo 1795329466')
+        command(name, f'echo "$*" > "{tmp_path}/asked"; echo 1795329466')
     of_task.requeue(30)
     assert (tmp_path / "asked").read_text() == f"requeue 17_{task}\n"
     of_task.ask_end_time(30)
@@ -92,7 +92,7 @@ def test_squeue_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_requeue(command: Callable, tmp_path: Path) -> None:
-    command("scontrol", f'echo "$*" > {tmp_path}/asked')
+    command("scontrol", f'echo "$*" > "{tmp_path}/asked"')
     SlurmJob("17").requeue(30)
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
 
@@ -115,7 +115,7 @@ def test_it_asks_again(command: Callable, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time_limit, "_LONGEST_PAUSE", 0.05)
     answer = tmp_path / "answer"
     answer.write_text("NONE")
-    command("squeue", f"cat {answer}")
+    command("squeue", f'cat "{answer}"')
     limit = TimeLimit(SlurmJob("17", time.time() + 50))
     until(lambda: limit.seconds_left() == math.inf)
     answer.write_text(str(int(time.time()) + 1000))
@@ -145,7 +145,7 @@ def test_an_error_of_any_kind_does_not_stop_it(
 
 
 def test_nothing_waits_for_squeue(command: Callable, tmp_path: Path) -> None:
-    command("squeue", f"until [ -e {tmp_path}/answer ]; do sleep 0.1; done; echo NONE")
+    command("squeue", f'until [ -e "{tmp_path}/answer" ]; do sleep 0.1; done; echo NONE')
     began = time.monotonic()
     limit = TimeLimit(SlurmJob("17"))
     assert limit.seconds_left() == math.inf
