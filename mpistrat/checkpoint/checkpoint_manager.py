@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.directory import Directory
-from mpistrat.checkpoint.saving import Files, Saving
+from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.context import require_cross_replica
 
@@ -52,6 +52,7 @@ class CheckpointManager:
         self._communicator = checkpoint.strategy.extended.communicator
         self._snapshots = Snapshots()
         self._saving: Saving | None = None
+        self._claimed = False
         self._seconds_to_save = 0.0  # of those before
         checkpoint.managers.add(self)
         atexit.register(_tell_unraised, weakref.ref(self))
@@ -81,13 +82,27 @@ class CheckpointManager:
     def claim(self) -> None:
         """Make the directory, and be the job that saves there, now rather than at the first `save`.
 
-        Raises: RuntimeError when another job saves there; OSError.
+        Raises: RuntimeError when another job saves there; FileNotFoundError when a rank does not see it; OSError.
         """
+        communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
-        self._on_all_ranks(
-            lambda: self._directory.open() if self._communicator.rank == 0 else None,
-            f"could not claim {self.directory}",
-        )
+        if self._claimed:
+            return
+
+        def open_directory() -> str | None:
+            if communicator.rank > 0:
+                return None
+            self._directory.open()
+            return self._directory.sample()
+
+        opened = self._on_all_ranks(open_directory, f"could not claim {self.directory}")
+        sample = communicator.broadcast_object(opened, label="directory of checkpoints")
+        try:
+            self._on_all_ranks(lambda: _wait_to_see(sample), f"could not see {self.directory}")
+        finally:
+            if communicator.rank == 0:
+                self._directory.remove(sample)
+        self._claimed = True
 
     def save(self, step: int | None = None, *, wait: bool = True) -> str:
         """Save all objects of the checkpoint.
@@ -103,34 +118,32 @@ class CheckpointManager:
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
         self.wait()
-        folder, path, step, number = self._begin(step)
-        rank, size = communicator.rank, communicator.size
-        directory = self._directory if rank == 0 else None
-        try:
-            with communicator.raising_together():  # some states are collective
-                state = self.checkpoint.state_dict()
-            files = self._on_all_ranks(
-                lambda: self._snapshot(folder, state), "could not copy its state"
+        self.claim()
+        with communicator.raising_together():  # some states are collective
+            state = self.checkpoint.state_dict()
+        checkpoint, files = self._begin(step, state)
+        self._saving = (
+            SavingOfRank(checkpoint, files, began, communicator.rank)
+            if communicator.rank > 0
+            else SavingOfAll(
+                checkpoint, files, began, communicator.size, self._directory, self._keep
             )
-        except BaseException:
-            if directory is not None:
-                directory.remove(folder)
-            raise
-        self._saving = Saving(
-            folder, path, step, number, rank, size, files, directory, self._keep, began
         )
+        self._saving.start()
         if wait:
             self.wait()
             self._snapshots.forget()
-        return path
+        return checkpoint.path
 
-    def _begin(self, step: int | None) -> tuple[str, str, int, int]:
-        """Rank 0 makes the folder, and tells the others."""
+    def _begin(self, step: int | None, state: Mapping[str, Any]) -> tuple[Unfinished, Files]:
+        """Copy the state; rank 0 tells what the checkpoint is called. One message: training stands still meanwhile."""
         communicator = self._communicator
-        told: Any = None
+        files: Files = {}
+        told: Unfinished | None = None
         error: Exception | None = None
         try:
             step = None if step is None else _checked_step(step)
+            files = self._snapshot(state)
             if communicator.rank == 0:
                 told = self._directory.begin(step)
         except Exception as failed:
@@ -142,13 +155,10 @@ class CheckpointManager:
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {steps}, by rank")
         if error is not None or not all(entry[1] for entry in asked):
-            if told is not None:
-                self._directory.remove(told[0])
             communicator.raise_any(error, "could not begin a checkpoint")
-        return asked[0][2]
+        return asked[0][2], files
 
-    def _snapshot(self, folder: str, state: Mapping[str, Any]) -> Files:
-        _wait_to_see(folder)
+    def _snapshot(self, state: Mapping[str, Any]) -> Files:
         rank = self._communicator.rank
         files = dict(self._snapshots.of_rank(rank, state["ranks"][rank]))
         if rank == 0:
@@ -192,8 +202,10 @@ class CheckpointManager:
         self._seconds_to_save = self.seconds_to_save
         self._saving = None
         if communicator.rank == 0 and not all(entry[1] for entry in told):
-            saving.remove()
-        communicator.raise_any(saving.error, f"could not write its part of {saving.path}")
+            self._directory.remove(saving.checkpoint.folder)
+        communicator.raise_any(
+            saving.error, f"could not write its part of {saving.checkpoint.path}"
+        )
 
     def abandon(self) -> None:
         """Give up the save that is under way: it cannot be completed without ranks that were lost. Not collective."""
@@ -299,5 +311,6 @@ def _tell_unraised(reference: weakref.ref[CheckpointManager]) -> None:
     saving = None if manager is None else manager._saving
     if saving is not None and saving.error is not None:
         sys.stderr.write(
-            f"mpistrat: the checkpoint {saving.path} was not written: {type(saving.error).__name__}: {saving.error}\n"
+            f"mpistrat: the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "
+            f"{saving.error}\n"
         )

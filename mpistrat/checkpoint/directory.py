@@ -9,15 +9,32 @@ step-00000120/            complete; `step-00000120.2` is a later one of the same
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
+from collections.abc import Mapping
 
 from mpistrat.checkpoint import durable_files
-from mpistrat.checkpoint.directory_lock import DirectoryLock
+from mpistrat.checkpoint.directory_lock import DirectoryLock, Seen
 from mpistrat.checkpoint.manifest import Manifest, read_manifest
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written.
+
+    Attributes:
+        folder: in which; the first rank that comes to it makes it.
+        path: its name when it is complete.
+        step: which the program gave.
+    """
+
+    folder: str
+    path: str
+    step: int
 
 
 class Directory:
@@ -62,37 +79,53 @@ class Directory:
         if not os.path.isdir(self.path):
             durable_files.make_folders(self.path)
         self._lock = DirectoryLock.of(self.path)
-        if self._lock.is_new:
-            self._lock.is_new = False
+        if self._lock.seen is None:
             for name in self._names() if self._lock.held else ():
                 if name.startswith((_UNFINISHED, _DELETED)):
                     self.remove(os.path.join(self.path, name))
+            self._look()
 
-    def begin(self, step: int | None) -> tuple[str, str, int, int]:
-        """Make the folder of a new checkpoint. Returns: it, its path when complete, step and number of the save.
+    def _look(self) -> None:
+        assert self._lock is not None
+        whole, _ = self.checkpoints()
+        self._lock.seen = Seen(whole[-1][1].step if whole else -1, frozenset(self._names()))
+
+    def begin(self, step: int | None) -> Unfinished:
+        """Names for a new checkpoint, of which nothing is on disk yet; after `open`, it asks no disk either.
 
         Args:
             step: None is the one after the newest.
         """
-        self.open()
-        whole, _ = self.checkpoints()
-        newest = whole[-1][1] if whole else Manifest(-1, 0, 0, {})
+        assert self._lock is not None
+        assert self._lock.seen is not None
+        newest, names = self._lock.seen
         if step is None:
-            step = newest.step + 1
+            step = newest + 1
         name = f"step-{step:08}"
-        found = [match for match in map(_COMPLETE.fullmatch, self._names()) if match]
+        found = [match for match in map(_COMPLETE.fullmatch, names) if match]
         taken = [int(match[2] or 1) for match in found if int(match[1]) == step]
         if taken:
             name += f".{max(taken) + 1}"
-        unfinished = os.path.join(self.path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
-        durable_files.make_folder(unfinished)
-        return unfinished, os.path.join(self.path, name), step, newest.number + 1
+        return Unfinished(self._new_folder(name), os.path.join(self.path, name), step)
 
-    def complete(self, unfinished: str, path: str, manifest: Manifest) -> None:
-        """All files of a checkpoint are written: let it be one."""
-        manifest.write(unfinished)
-        durable_files.sync_folder(unfinished)
-        durable_files.rename(unfinished, path)
+    def _new_folder(self, name: str) -> str:
+        return os.path.join(self.path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
+
+    def sample(self) -> str:
+        """Make a folder, to be seen by others and removed."""
+        folder = self._new_folder("sample")
+        durable_files.make_folder(folder)
+        return folder
+
+    def complete(
+        self, unfinished: Unfinished, ranks: int, files: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """All files of a checkpoint are written: let it be one. `ranks`, `files`: as in its manifest."""
+        whole, _ = self.checkpoints()
+        number = whole[-1][1].number + 1 if whole else 1
+        Manifest(unfinished.step, number, ranks, files).write(unfinished.folder)
+        durable_files.sync_folder(unfinished.folder)
+        durable_files.rename(unfinished.folder, unfinished.path)
 
     def remove(self, path: str) -> None:
         """Remove what is no checkpoint, as far as that is possible: on NFS, not what somebody reads."""
@@ -114,3 +147,4 @@ class Directory:
             with contextlib.suppress(OSError):
                 durable_files.rename(path, deleted)
                 self.remove(deleted)
+        self._look()

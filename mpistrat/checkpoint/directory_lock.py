@@ -7,10 +7,23 @@ import errno
 import fcntl
 import os
 import weakref
+from typing import NamedTuple
 
 NAME = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
+
+
+class Seen(NamedTuple):
+    """What there was when this process last looked.
+
+    Attributes:
+        step: of the newest checkpoint; -1 where there was none.
+        names: all in the directory.
+    """
+
+    step: int
+    names: frozenset[str]
 
 
 class DirectoryLock:
@@ -18,8 +31,10 @@ class DirectoryLock:
 
     Attributes:
         held: False where the file system has no locks: then nobody knows whether another job is there.
-        is_new: nobody in this process has looked for what others left.
+        seen: in the directory, by whichever of this process's managers; None before any has looked.
     """
+
+    seen: Seen | None = None
 
     @classmethod
     def of(cls, directory: str) -> DirectoryLock:
@@ -39,7 +54,7 @@ class DirectoryLock:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, file).atexit = False
         os.fchmod(file, 0o600)
-        self.held = self.is_new = True
+        self.held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,6 +7,7 @@ new file only after half a minute.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import threading
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint import durable_files
-from mpistrat.checkpoint.directory import Directory
-from mpistrat.checkpoint.manifest import Manifest, sealed, unsealed
+from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.manifest import sealed, unsealed
 
 SECONDS_WITHOUT_PROGRESS = 300.0
 _SECONDS_BETWEEN_LOOKS = 0.005, 0.25
@@ -33,18 +34,16 @@ class _Abandoned(Exception):
     pass
 
 
-class Saving:
-    """A save that is under way.
+class Saving(abc.ABC):
+    """A save that is under way: this rank's part of it.
 
     Args:
-        folder: unfinished, seen by all ranks.
-        path: of the checkpoint when it is complete.
+        checkpoint: which is saved.
         files: this rank's, by name.
-        directory: of rank 0, which completes the checkpoint; None on the others.
         began: when it was asked for, by `time.monotonic()`.
 
     Attributes:
-        path: as given.
+        checkpoint: as given.
         written: (bytes, CRC-32) of this rank's files by name, once they are on disk and noted; None before, and on
             rank 0.
         seconds: from `began` until this rank's thread had done its part; 0.0 before, and when that failed.
@@ -52,29 +51,17 @@ class Saving:
         heard: what other ranks have written, if they told it.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        path: str,
-        step: int,
-        number: int,
-        rank: int,
-        ranks: int,
-        files: Files,
-        directory: Directory | None,
-        keep: int,
-        began: float,
-    ) -> None:
-        self.path = path
+    def __init__(self, checkpoint: Unfinished, files: Files, began: float) -> None:
+        self.checkpoint = checkpoint
         self.seconds = 0.0
         self.written: Written | None = None
         self.error: Exception | None = None
         self.heard: dict[int, Written] = {}
         self.finished = threading.Event()
         self._abandoned = threading.Event()
-        self._folder, self._step, self._number = folder, step, number
-        self._rank, self._ranks, self._files = rank, ranks, files
-        self._directory, self._keep, self._began = directory, keep, began
+        self._files, self._began = files, began
+
+    def start(self) -> None:
         # No daemon: the interpreter waits for it at its end, before MPI is finalized.
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
 
@@ -82,27 +69,15 @@ class Saving:
         """Do not wait for other ranks any longer: one has failed, and will say why, or is lost."""
         self._abandoned.set()
 
-    def remove(self) -> None:
-        """Remove what was written of a checkpoint that cannot be completed. For rank 0, when all have finished."""
-        if self._directory is not None:
-            self._directory.remove(self._folder)
-
     def _run(self) -> None:
         try:
+            folder = self.checkpoint.folder
+            durable_files.make_folder(folder, exist_ok=True)
             written = {
-                name: durable_files.write(os.path.join(self._folder, name), parts)
+                name: durable_files.write(os.path.join(folder, name), parts)
                 for name, parts in self._files.items()
             }
-            if self._directory is None:
-                self._leave_note(written)
-                self.written = written
-            else:
-                of_all = dict(written)
-                for rank in range(1, self._ranks):
-                    of_all.update(self._note_of(rank))
-                manifest = Manifest(self._step, self._number, self._ranks, of_all)
-                self._directory.complete(self._folder, self.path, manifest)
-                self._directory.keep_newest(self._keep)
+            self._finish(written)
             self.seconds = time.monotonic() - self._began
         except _Abandoned:
             pass
@@ -112,14 +87,53 @@ class Saving:
             self._files = {}
             self.finished.set()
 
-    def _leave_note(self, written: Written) -> None:
-        note = os.path.join(self._folder, f"{_WRITTEN}{self._rank}")
+    @abc.abstractmethod
+    def _finish(self, written: Written) -> None:
+        """This rank's files are on disk."""
+
+    def _note(self, rank: int) -> str:
+        return os.path.join(self.checkpoint.folder, f"{_WRITTEN}{rank}")
+
+
+class SavingOfRank(Saving):
+    """That of a rank but 0."""
+
+    def __init__(self, checkpoint: Unfinished, files: Files, began: float, rank: int) -> None:
+        super().__init__(checkpoint, files, began)
+        self._rank = rank
+
+    def _finish(self, written: Written) -> None:
+        note = self._note(self._rank)
         durable_files.write(note + ".unfinished", [sealed(written)])
         os.rename(note + ".unfinished", note)
+        self.written = written
+
+
+class SavingOfAll(Saving):
+    """Rank 0's, which completes the checkpoint when all `ranks` have written."""
+
+    def __init__(
+        self,
+        checkpoint: Unfinished,
+        files: Files,
+        began: float,
+        ranks: int,
+        directory: Directory,
+        keep: int,
+    ) -> None:
+        super().__init__(checkpoint, files, began)
+        self._ranks, self._directory, self._keep = ranks, directory, keep
+
+    def _finish(self, written: Written) -> None:
+        of_all = dict(written)
+        for rank in range(1, self._ranks):
+            of_all.update(self._note_of(rank))
+        self._directory.complete(self.checkpoint, self._ranks, of_all)
+        self._directory.keep_newest(self._keep)
 
     def _note_of(self, rank: int) -> Written:
         """Wait for it, and take it away, with what that rank wrote."""
-        note = os.path.join(self._folder, f"{_WRITTEN}{rank}")
+        note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()
         while not os.path.exists(note):
@@ -127,12 +141,12 @@ class Saving:
                 break
             if self._abandoned.is_set():
                 raise _Abandoned
-            now, seen = time.monotonic(), _sizes(self._folder)
+            now, seen = time.monotonic(), _sizes(folder)
             if seen != progress:
                 progress, since = seen, now
             if now - since > SECONDS_WITHOUT_PROGRESS:
                 raise TimeoutError(
-                    f"rank {rank} has written nothing to {self._folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
+                    f"rank {rank} has written nothing to {folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
                     "sees it"
                 )
             shortest, longest = _SECONDS_BETWEEN_LOOKS

@@ -34,11 +34,11 @@ class Snapshots:
     """Copies of states, in memory that is used again: pages of new memory cost more than the copy itself."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, np.ndarray] = {}
+        self._kept: dict[str, Snapshot] = {}  # by file
 
     def forget(self) -> None:
         """Free the memory."""
-        self._buffers.clear()
+        self._kept.clear()
 
     def common(self, states: Mapping[str, Any]) -> Files:
         """Of the states that are the same on all ranks, by object."""
@@ -59,8 +59,10 @@ class Snapshots:
         except TypeError as error:
             raise TypeError(f"{name}: {error}" if name else str(error)) from None
         if encoder.arrays:
-            snapshot = Snapshot(encoder.arrays, self._buffers.get(file))
-            self._buffers[file] = snapshot.buffer
+            snapshot = self._kept.get(file)
+            if snapshot is None or not snapshot.retake(encoder.arrays):
+                buffer = None if snapshot is None else snapshot.buffer
+                snapshot = self._kept[file] = Snapshot(encoder.arrays, buffer)
             files[file + _ARRAYS] = [snapshot.header, snapshot.values]
         return tree
 

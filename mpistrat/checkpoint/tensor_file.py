@@ -36,6 +36,8 @@ class Snapshot:
         named: arrays by name; NumPy's and torch's, on any device.
         buffer: memory of an earlier snapshot, which is used again if it is large enough.
 
+    `retake` copies the same arrays again: of many small ones, all else takes longer than copying.
+
     Attributes:
         header: what comes before the values.
         values: uint8[n]: the values of all arrays.
@@ -44,15 +46,15 @@ class Snapshot:
     def __init__(self, named: Mapping[str, arrays.Array], buffer: np.ndarray | None = None) -> None:
         ordered = sorted(named.items(), key=lambda item: _order(item[1]))
         entries: dict[str, Any] = {}
-        places = []
+        places: dict[str, slice] = {}
         end = 0
         for name, array in ordered:
             start, end = end, end + arrays.num_elements(array) * arrays.itemsize(array)
+            places[name] = slice(start, end)
             code, shape = _code(array), list(array.shape)
             if code is None:
                 code, shape = _AS_BYTES, [end - start]
             entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
-            places.append((array, start, end))
         foreign = {name: _described(array) for name, array in ordered if _code(array) is None}
         if foreign:
             entries[_METADATA] = {_FOREIGN: json.dumps(foreign)}
@@ -63,9 +65,39 @@ class Snapshot:
             buffer = np.empty(end, np.uint8)
         self.buffer = buffer
         self.values = buffer[:end]
-        for array, start, end in places:
-            if end > start:
-                _copy(array, self.values[start:end])
+        self._alike = _alike(named)
+        self._views = [_view(array, self.values[places[name]]) for name, array in named.items()]
+        self._copy(named)
+
+    def retake(self, named: Mapping[str, arrays.Array]) -> bool:
+        """Whether `named` are laid out as the arrays before: then the copies are of these now."""
+        if _alike(named) != self._alike:
+            return False
+        self._copy(named)
+        return True
+
+    def _copy(self, named: Mapping[str, arrays.Array]) -> None:
+        targets, sources = [], []
+        for view, array in zip(self._views, named.values(), strict=True):
+            if view is None:
+                continue
+            if not arrays.is_torch(array):
+                view[...] = array
+            elif array.is_cpu:
+                targets.append(view)
+                sources.append(array)
+            else:
+                view.copy_(array.detach())
+        if targets:
+            import torch
+
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+
+def _alike(named: Mapping[str, arrays.Array]) -> list[tuple[Any, ...]]:
+    """Equal for arrays that are laid out alike."""
+    return [(name, type(array), array.dtype, array.shape) for name, array in named.items()]
 
 
 def _order(array: arrays.Array) -> tuple[bool, int]:
@@ -85,14 +117,15 @@ def _code(array: arrays.Array) -> str | None:
     return _CODES.get(arrays.dtype_name(array))
 
 
-def _copy(array: arrays.Array, place: np.ndarray) -> None:
+def _view(array: arrays.Array, place: np.ndarray) -> Any:
+    """`place`, uint8[bytes], as what `array` is copied to; None where there is nothing to copy."""
+    if not len(place):
+        return None
     if arrays.is_torch(array):
         import torch
 
-        with torch.no_grad():
-            torch.from_numpy(place).view(array.dtype).view(array.shape).copy_(array.detach())
-    else:
-        place.view(array.dtype).reshape(array.shape)[...] = array
+        return torch.from_numpy(place).view(array.dtype).view(array.shape)
+    return place.view(array.dtype).reshape(array.shape)
 
 
 @dataclasses.dataclass(frozen=True)

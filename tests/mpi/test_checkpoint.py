@@ -308,6 +308,39 @@ def test_training_goes_on_while_all_ranks_write(directory, monkeypatch):
     assert equal(training.result(), saved)
 
 
+def test_training_does_not_wait_for_the_disk(directory, monkeypatch):
+    """Whatever a save does to the directory it does on its own thread, but for the first, which claims it."""
+    training = Training(1)
+    manager = CheckpointManager(training.checkpoint, directory, keep=1)
+    called: dict[bool, set[str]] = {
+        True: set(),
+        False: set(),
+    }  # by the thread that trains, by others
+    thread = threading.current_thread()
+
+    def noting(name, call):
+        def wrapped(*args, **kwargs):
+            called[threading.current_thread() is thread].add(name)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    manager.save(1, wait=False)
+    manager.wait()
+    calls = ("open", "mkdir", "stat", "lstat", "listdir", "scandir", "rename", "unlink", "fsync")
+    for name in calls:
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    manager.save(2, wait=False)
+    manager.save(wait=False)
+    on_this = set(called[True])
+    manager.wait()
+    monkeypatch.undo()
+    assert on_this == set()
+    assert {"open", "mkdir", "fsync"} < called[False]
+    WORLD.barrier()
+    assert [Path(path).name for path in manager.checkpoints] == ["step-00000003"]
+
+
 def test_many_saves_in_a_row(directory):
     """Ranks that are faster or slower than others meet in all orders."""
     manager = manager_of(directory)

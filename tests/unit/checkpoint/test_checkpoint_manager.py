@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,19 @@ class Counter:
 
     def load_state_dict(self, state: dict) -> None:
         self.count = state["count"]
+
+
+class Holder:
+    """One whose state is given."""
+
+    def __init__(self, state: dict) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
 
 
 def names(manager: CheckpointManager) -> list[str]:
@@ -394,6 +408,46 @@ def test_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     manager.wait()
     assert len(taken) == 2
     assert len(set(taken)) == 1
+
+
+def test_a_second_save_takes_no_memory(tmp_path: Path) -> None:
+    """Pages of new memory would cost more than the copy."""
+    model = torch.nn.Linear(1000, 1000)
+    manager = CheckpointManager(Checkpoint(model=model), tmp_path)
+    peaks = []
+    for step in (1, 2):
+        tracemalloc.start()
+        try:
+            manager.save(step, wait=False)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        manager.wait()
+    assert peaks[0] > model.weight.nbytes > 10 * peaks[1]
+
+
+def test_copies_are_of_what_there_is_now(tmp_path: Path) -> None:
+    """Of the same shapes, of others, of more and of fewer arrays."""
+    holder = Holder({})
+    manager = CheckpointManager(Checkpoint(holder=holder), tmp_path, keep=9)
+    states = [
+        {"a": torch.ones(3), "b": np.ones(2)},
+        {"a": torch.zeros(3), "b": np.zeros(2)},
+        {"a": torch.zeros(3).long(), "b": torch.ones(2, dtype=torch.float64)},
+        {"a": torch.ones(2, 2), "b": np.ones(0), "c": torch.ones(70)},
+        {"c": torch.zeros(70)},
+    ]
+    paths = []
+    for holder.state in states:
+        paths.append(manager.save(wait=False))
+    manager.wait()
+    for path, state in zip(paths, states, strict=True):
+        manager.restore(path)
+        assert list(holder.state) == list(state)
+        for name, array in state.items():
+            back = holder.state[name]
+            assert (type(back), back.dtype, back.shape) == (type(array), array.dtype, array.shape)
+            assert back.tolist() == array.tolist()
 
 
 @pytest.mark.parametrize("wait", [True, False])
