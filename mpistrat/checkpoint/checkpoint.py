@@ -7,9 +7,15 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.checkpoint.object_states import has_common_state, has_state_of_rank, stateful
+from mpistrat.checkpoint.object_states import (
+    has_common_state,
+    has_state_of_rank,
+    stateful,
+    stays_with_rank,
+)
 from mpistrat.checkpoint.random_states import RandomStates
 from mpistrat.checkpoint.replica_states import state_of_some_rank
+from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.context import get_strategy, has_strategy
 from mpistrat.input.distributed_dataset import DistributedDataset
 from mpistrat.input.distributed_iterator import DistributedIterator
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
     from mpistrat.checkpoint.checkpoint_manager import CheckpointManager
     from mpistrat.strategy import Strategy
 
-_STRATEGY, _RANDOM = "strategy", "random"
+_STRATEGY, _RANDOM, _RESIDUALS = "strategy", "random", "residuals"
 
 
 class Checkpoint:
@@ -36,14 +42,15 @@ class Checkpoint:
         RuntimeError: the job has several ranks, and no strategy is known.
 
     Attributes:
-        objects: those given, "random" (the generators of torch, Python and NumPy) and "strategy" (what must stay the
-            same for a deterministic job). Others may be added, on all ranks, and any may be deleted.
+        objects: those given, "random" (the generators of torch, Python and NumPy), "strategy" (what must stay the same
+            for a deterministic job) and, with a wire format, "residuals" (what it holds back). Others may be added, on
+            all ranks, and any may be deleted.
         strategy: theirs.
         managers: those that save it.
     """
 
     def __init__(self, **objects: Any) -> None:
-        for name in (_STRATEGY, _RANDOM):
+        for name in (_STRATEGY, _RANDOM, _RESIDUALS):
             if name in objects:
                 raise ValueError(f"Checkpoint({name}=…): that name is taken; choose another")
         self.strategy = _strategy_of(objects.values())
@@ -53,6 +60,9 @@ class Checkpoint:
             **objects,
             _RANDOM: RandomStates(self.strategy),
         }
+        options = self.strategy.extended.cross_replica_ops.options
+        if options.wire_format is not None or options.wire_dtype is not None:
+            self.objects[_RESIDUALS] = Residuals(self.strategy)
         self.stateful_objects()
 
     def stateful_objects(self) -> dict[str, Any]:
@@ -73,22 +83,25 @@ class Checkpoint:
             if has_common_state(value):
                 yield name, value.state_dict()
 
-    def rank_states(self) -> dict[str, Any]:
-        """The states of objects that are this rank's own."""
-        return {
-            name: value.rank_state_dict()
-            for name, value in self.stateful_objects().items()
-            if has_state_of_rank(value)
-        }
+    def rank_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The states of objects that are this rank's own: those for other ranks, too, and those that stay with it."""
+        told: dict[str, Any] = {}
+        staying: dict[str, Any] = {}
+        for name, value in self.stateful_objects().items():
+            if has_state_of_rank(value):
+                (staying if stays_with_rank(value) else told)[name] = value.rank_state_dict()
+        return told, staying
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all objects, in memory: it shares the arrays that the objects' own `state_dict()`s share.
 
         Called by: every rank.
-        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}}; other ranks' may be put beside.
+        Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "own": {name: state}}; other ranks'
+            may be put beside in "ranks".
         """
+        told, staying = self.rank_states()
         rank = self.strategy.extended.communicator.rank
-        return {"common": dict(self.common_states()), "ranks": {rank: self.rank_states()}}
+        return {"common": dict(self.common_states()), "ranks": {rank: told}, "own": staying}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, on this or on another number of ranks. Called by: every rank.
@@ -97,25 +110,22 @@ class Checkpoint:
         checkpoint that an earlier version of the program has saved.
         Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises.
         """
-        common, ranks = state["common"], state["ranks"]
-        objects = self._objects_of(common, ranks)
+        common, ranks, own = state["common"], state["ranks"], state.get("own", {})
+        rank = self.strategy.extended.communicator.rank
+        objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **own})
         for name, value in objects.items():
             if has_common_state(value):
                 value.load_state_dict(common[name])
         for name, value in objects.items():
             if has_state_of_rank(value):
-                value.load_rank_state_dicts(_OfObject(ranks, name))
+                states = {rank: own[name]} if name in own else _OfObject(ranks, name)
+                value.load_rank_state_dicts(states)
 
-    def _objects_of(
-        self, common: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
         """Those whose states are there; of the others each must be one that may be absent."""
         found = {}
         for name, value in self.stateful_objects().items():
-            if has_common_state(value):
-                known: Mapping[str, Any] = common
-            else:
-                known = state_of_some_rank(ranks, self.strategy.extended.communicator.rank)
+            known = common if has_common_state(value) else of_rank
             if name in known:
                 found[name] = value
             elif getattr(self.objects[name], "may_be_absent", False) is not True:

@@ -160,7 +160,7 @@ class CheckpointManager:
 
     def _snapshot(self, state: Mapping[str, Any]) -> Files:
         rank = self._communicator.rank
-        files = dict(self._snapshots.of_rank(rank, state["ranks"][rank]))
+        files = dict(self._snapshots.of_rank(rank, {**state["ranks"][rank], **state["own"]}))
         if rank == 0:
             files.update(self._snapshots.common(state["common"]))
         return files

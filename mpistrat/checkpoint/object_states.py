@@ -2,7 +2,8 @@
 
 An object with `state_dict` and `load_state_dict` has the first; one with `rank_state_dict` and
 `load_rank_state_dicts(states)` the second, where `states` maps the ranks that saved to what they gave; it reads a state
-when it is asked for it. An object may have both: then the common state is loaded first.
+when it is asked for it. An object may have both: then the common state is loaded first. One with
+`stays_with_rank = True` is not told to other ranks for the case that this one is lost (`run_elastic`).
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ def has_common_state(value: Any) -> bool:
 
 def has_state_of_rank(value: Any) -> bool:
     return _has(value, _OF_RANK)
+
+
+def stays_with_rank(value: Any) -> bool:
+    return getattr(value, "stays_with_rank", False) is True
 
 
 def _has(value: Any, methods: tuple[str, ...]) -> bool:

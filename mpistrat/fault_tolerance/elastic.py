@@ -162,11 +162,11 @@ class Elastic:
         if self._restored is None:
             self._keep()  # a rank may be lost in the first step
         else:
-            common, ranks = self._restored["common"], self._restored["ranks"]
+            ranks = self._restored["ranks"]
             for known in self._survivors.communicator.all_gather_object(ranks, label="restore"):
                 ranks = {**known, **ranks}
             states = {rank: pickle.loads(state) for rank, state in ranks.items()}
-            checkpoint.load_state_dict({"common": common, "ranks": states})
+            checkpoint.load_state_dict({**self._restored, "ranks": states})
             self._restored = None
         self._tell()
         return self.step
@@ -201,7 +201,7 @@ class Elastic:
         state = self._checkpoint.state_dict()
         ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
         self._survivors.exchange(ranks)
-        self._states.keep(self.step, {"common": state["common"], "ranks": ranks})
+        self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)
         self._num_kept += 1
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,6 +161,33 @@ class GradientReducer:
 
     def _scale(self, rule: str) -> float | None:
         return 1.0 / self._extended.num_replicas_in_sync if rule == "mean" else None
+
+    def held_back(self) -> dict[str, Any]:
+        """What the wire format has held back on this rank, for `hold_back`."""
+        return {
+            "ranks": self._extended.communicator.size,
+            "parameters": [slot.name for slot in self.registry.slots],
+            **self._flat.wires.state(),
+            "overlap": self.overlap.state(),
+        }
+
+    def hold_back(self, some: Mapping[str, Any], mine: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the sum of what the ranks `mine`, any number, have held back; `some` is any rank's.
+
+        Called by: every rank.
+        """
+        communicator = self._extended.communicator
+        if some["parameters"] != [slot.name for slot in self.registry.slots]:
+            if communicator.rank == 0:
+                warnings.warn(
+                    "what ranks have held back of gradients is lost: this program has mirrored other parameters, "
+                    "or in another order",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return
+        self._flat.wires.load(mine, whole=some["ranks"] != communicator.size)
+        self.overlap.load(some["overlap"], self._flat, self.registry.parameters())
 
     def explain(self) -> str:
         """How gradients are reduced, for people."""

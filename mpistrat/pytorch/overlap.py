@@ -11,8 +11,8 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -110,8 +110,17 @@ class Overlap:
         self._started = 0.0
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
-        self._expected = last if last == self._last else None
-        if self._expected and self._like.keys() != set(last):
+        self._expect(last if last == self._last else None, flat, parameters)
+
+    def _expect(
+        self,
+        last: tuple[int, ...] | None,
+        flat: FlatBuffers,
+        parameters: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Collective."""
+        self._expected = last
+        if last and self._like.keys() != set(last):
             self._like = {
                 s: p.detach().to("meta") for s in last if (p := parameters[s]) is not None
             }
@@ -122,6 +131,21 @@ class Overlap:
                 like = [self._like.get(s) for s in range(len(parameters))]
                 for _ in flat.groups(self._thread.communicator, last, like):
                     pass
+
+    def state(self) -> dict[str, Any]:
+        """Which gradients leave in the next backward, for `load`; the same on all ranks."""
+        return {"last": self._last, "expected": self._expected}
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        flat: FlatBuffers,
+        parameters: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Collective."""
+        if self._overlaps is not False:
+            self._last = state["last"]
+            self._expect(state["expected"], flat, parameters)
 
     def explain(self) -> str:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"

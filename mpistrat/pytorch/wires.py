@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +22,26 @@ class Wire:
 
     def __init__(self, wire_format: WireFormat) -> None:
         self._format = wire_format
-        self._residual = torch.zeros(0)
+        self.residual = torch.zeros(0)
 
     @property
     def size(self) -> int:
         """Values held back."""
-        return len(self._residual)
+        return len(self.residual)
 
     def __call__(self, communicator: Communicator, values: Any) -> None:
         """`values`: a NumPy array or tensor, float32, of this rank."""
         tensor = torch.as_tensor(values)
-        if len(self._residual) != len(tensor):
-            self._residual = torch.zeros_like(tensor)
-        self._format.combine(communicator, tensor, self._residual)
+        if len(self.residual) != len(tensor):
+            if self.size:
+                warnings.warn(
+                    f"gradients go by another way than they did before the restart: the {self.size} values that rank "
+                    f"{communicator.rank} has held back of a buffer are lost",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            self.residual = torch.zeros_like(tensor)
+        self._format.combine(communicator, tensor, self.residual)
 
 
 class Wires:
@@ -69,6 +78,42 @@ class Wires:
         while total > _TURNS * self._most:
             key = next(iter(self._wires))
             total -= self._wires.pop(key).size
+
+    def state(self) -> dict[str, Any]:
+        """What this rank holds back, for `load`; tensors are shared. Between backwards."""
+        index = {slot: i for i, slot in enumerate(self._registry.slots)}
+        held = [
+            {"slots": [index[slot] for slot in key], "residual": wire.residual}
+            for key, wire in self._wires.items()
+            if all(slot in index for slot in key)
+        ]
+        return {"held_back": held, "most": self._most}
+
+    def load(self, states: Sequence[Mapping[str, Any]], whole: bool) -> None:
+        """Hold back the sum of what ranks held back, of parameters with the same slots.
+
+        Args:
+            states: any number.
+            whole: take only what is of whole buffers, and warn of slices.
+        """
+        assert self._format is not None
+        self._wires, self._most = {}, max((state["most"] for state in states), default=0)
+        for held in (held for state in states for held in state["held_back"]):
+            key = tuple(self._registry.slots[slot] for slot in held["slots"])
+            length = sum(0 if (p := slot.reference()) is None else p.numel() for slot in key)
+            if whole and len(held["residual"]) != length:
+                warnings.warn(
+                    "what ranks have held back of gradients is lost: their number has changed, and each carries a "
+                    "slice",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                self._wires = {}
+                return
+            wire = self._wires.setdefault(key, Wire(self._format))
+            wire.residual = (
+                wire.residual + held["residual"] if wire.size else held["residual"].clone()
+            )
 
     def explain(self) -> str:
         """For people; empty without a format."""

@@ -1,5 +1,8 @@
 """Every test in this folder is an MPI test: right at 1, 2, 3 and 4 ranks, run under `mpiexec … pytest --with-mpi`."""
 
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,3 +15,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("mpi") is None:
             item.add_marker("mpi")
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Seen by all ranks, and not made yet."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    made = tempfile.mkdtemp(prefix="mpistrat-checkpoints-") if world.rank == 0 else None
+    path = Path(world.bcast(made))
+    yield path / "saved"
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)

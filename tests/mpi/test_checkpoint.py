@@ -3,8 +3,6 @@
 import itertools
 import os
 import random
-import shutil
-import tempfile
 import threading
 from pathlib import Path
 
@@ -23,17 +21,6 @@ LAST = SIZE - 1
 EXAMPLES, BATCH = 40, 8
 ON_READ, NONE = ms.VariableSynchronization.ON_READ, ms.VariableAggregation.NONE
 several_ranks = pytest.mark.mpi(min_size=2)
-
-
-@pytest.fixture
-def directory():
-    """Seen by all ranks."""
-    made = tempfile.mkdtemp(prefix="mpistrat-checkpoints-") if RANK == 0 else None
-    path = Path(WORLD.bcast(made))
-    yield path / "saved"
-    WORLD.barrier()
-    if RANK == 0:
-        shutil.rmtree(path)
 
 
 class Training:

@@ -1,11 +1,14 @@
 """Sums that cross a network in fewer bytes: what is lost now comes later, and ranks stay equal."""
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
 import mpistrat as ms
+from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
@@ -68,7 +71,7 @@ def test_top_k_sends_everything_in_the_end(flat) -> None:
         assert equal_everywhere(buffer)
         assert 0 < int((buffer != 0).sum()) <= SIZE * int(0.05 * LENGTH)
         crossed += buffer
-    held_back = wire._residual.double()
+    held_back = wire.residual.double()
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, held_back.numpy())
     torch.testing.assert_close(crossed + held_back, 5 * total(), rtol=0, atol=1e-4)
 
@@ -144,3 +147,117 @@ def test_memory_of_a_node_is_no_wire() -> None:
 def test_nothing_to_send(flat, wire_format) -> None:
     """Of parameters without elements, say."""
     flat.all_reduce(torch.zeros(0), wire=Wire(wire_format))
+
+
+class Training:
+    """Each rank is on a node of its own, as far as messages go."""
+
+    def __init__(self, seed: int, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
+        options = ms.CommunicationOptions(wire_format=TopK(0.1), overlap=False)
+        own = comm.Split(0, comm.rank)  # for its communicator is changed
+        self.strategy = ms.MultiWorkerMirroredStrategy(
+            comm=own, communication_options=options, gradients="sum"
+        )
+        self.communicator = self.strategy.extended.communicator
+        while not isinstance(self.communicator.inner, MpiCommunicator):
+            self.communicator.inner = self.communicator.inner.inner
+        self.communicator.on_one_node = False
+        torch.manual_seed(seed)
+        with self.strategy.scope():
+            self.model = torch.nn.Linear(30, 20)
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.checkpoint = Checkpoint(model=self.model, optimizer=self.optimizer)
+
+    def train(self, steps: int) -> None:
+        def step() -> None:
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 30)).square().sum().backward()
+            self.optimizer.step()
+
+        for _ in range(steps):
+            self.strategy.run(step)
+
+    def held_back(self) -> np.ndarray:
+        """By all ranks together."""
+        total = np.zeros(sum(p.numel() for p in self.model.parameters()))
+        for held in self.strategy._mirroring.reducer.held_back()["held_back"]:
+            total += held["residual"].numpy()
+        self.communicator.all_reduce(total)
+        return total
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "go on"])
+def test_a_restart_sends_what_was_held_back(directory, wait) -> None:
+    """Bit for bit; and it is another training without that."""
+    undisturbed = Training(1)
+    undisturbed.train(5)
+    manager = CheckpointManager(undisturbed.checkpoint, directory)
+    path = manager.save(5, wait=wait)
+    held_back = undisturbed.held_back()
+    assert held_back.any()
+    undisturbed.train(5)
+    manager.wait()
+    for keeps in (True, False):
+        again = Training(2)
+        if not keeps:
+            del again.checkpoint.objects["residuals"]
+        CheckpointManager(again.checkpoint, directory).restore(path)
+        assert (again.held_back() == held_back).all() == keeps
+        again.train(5)
+        assert torch.equal(again.model.weight, undisturbed.model.weight) == keeps
+
+
+def test_a_state_in_memory_has_what_was_held_back() -> None:
+    """As `run_elastic` keeps it: on its own rank alone."""
+    undisturbed = Training(1)
+    undisturbed.train(5)
+    states = CommittedStates()
+    states.keep(5, undisturbed.checkpoint.state_dict())
+    undisturbed.train(5)
+    again = Training(2)
+    state = states.back_to(5)
+    assert not any("residuals" in told for told in state["ranks"].values())
+    again.checkpoint.load_state_dict(state)
+    again.train(5)
+    assert torch.equal(again.model.weight, undisturbed.model.weight)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("sizes", [(SIZE, SIZE - 1), (SIZE - 1, SIZE)], ids=["fewer", "more"])
+def test_other_ranks_send_what_was_held_back(directory, sizes) -> None:
+    held_back = None
+    for size in sizes:
+        comm = MPI.COMM_WORLD.Split(size > RANK, RANK)
+        if size > RANK:
+            training = Training(1, comm)
+            del training.checkpoint.objects["random"]  # which warns
+            manager = CheckpointManager(training.checkpoint, directory)
+            if size == sizes[0]:
+                training.train(3)
+                held_back = training.held_back()
+                manager.save(3)
+        held_back = MPI.COMM_WORLD.bcast(held_back)
+        if size > RANK and size == sizes[1]:
+            manager.restore_or_initialize()
+            np.testing.assert_allclose(training.held_back(), held_back, rtol=0, atol=1e-5)
+            training.train(1)
+
+
+def test_what_was_held_back_of_another_model(directory) -> None:
+    """It is lost, and said to be."""
+    before = Training(1)
+    before.train(2)
+    manager = CheckpointManager(before.checkpoint, directory)
+    path = manager.save(2)
+    after = Training(1)
+    with after.strategy.scope():
+        another = torch.nn.Linear(2, 2)
+    manager = CheckpointManager(after.checkpoint, directory)
+    if RANK == 0:
+        with pytest.warns(UserWarning, match="has mirrored other parameters"):
+            manager.restore(path)
+    else:
+        manager.restore(path)
+    assert not after.held_back().any()
+    after.train(1)
+    assert another.weight.grad is None

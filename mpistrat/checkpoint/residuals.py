@@ -1,0 +1,40 @@
+"""What wire formats hold back of gradients: each rank's own. Without it a restart loses what was to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.checkpoint.replica_states import state_of_some_rank
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+
+class Residuals:
+    """Those of a strategy's gradients, and in which buffers they travel.
+
+    On as many ranks each goes on with its own. On another number rank 0 also takes those of ranks that are no more,
+    where a rank carries whole buffers (one on each node); else all begin at zero, and a warning says so.
+    """
+
+    may_be_absent = True  # in checkpoints of jobs without a wire format
+    # As large as the gradients: too much to be sent to other ranks after each step.
+    stays_with_rank = True
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        mirroring = self._strategy._mirroring
+        return {} if mirroring is None else mirroring.reducer.held_back()
+
+    def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
+        """Called by: every rank."""
+        mirroring, communicator = self._strategy._mirroring, self._strategy.extended.communicator
+        rank, size = communicator.rank, communicator.size
+        some = state_of_some_rank(states, rank)
+        if mirroring is None or not some:
+            return
+        mine = [states[one] for one in states if one == rank or (rank == 0 and one >= size)]
+        mirroring.reducer.hold_back(some, mine)
