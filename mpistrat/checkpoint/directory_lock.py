@@ -29,6 +29,8 @@ class Seen(NamedTuple):
 class DirectoryLock:
     """Held by this process until nobody in it refers to it; the kernel releases that of a process that is killed.
 
+    A forked child does not have it.
+
     Attributes:
         held: False where the file system has no locks: then nobody knows whether another job is there.
         seen: in the directory, by whichever of this process's managers; None before any has looked.
@@ -52,7 +54,8 @@ class DirectoryLock:
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, NAME)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, os.close, file).atexit = False
+        self._close = weakref.finalize(self, os.close, file)
+        self._close.atexit = False
         os.fchmod(file, 0o600)
         self.held = True
         try:
@@ -70,3 +73,13 @@ class DirectoryLock:
         with contextlib.suppress(OSError):  # for people only
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+
+
+def _leave_to_parent() -> None:
+    """The kernel would not release it before this forked child has ended, too."""
+    for lock in list(_held.values()):
+        lock._close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

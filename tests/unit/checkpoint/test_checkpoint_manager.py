@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -518,6 +519,50 @@ def test_another_job_may_read_but_not_write(tmp_path: Path) -> None:
     gc.collect()
     assert job("save").returncode == 0
     assert not (tmp_path / ".unfinished-step-00000002-abcd").exists()
+
+
+FORKS = """
+import os, signal, sys
+import mpistrat as ms
+from mpistrat.checkpoint import Checkpoint, CheckpointManager
+manager = CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), sys.argv[1])
+manager.claim()
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    os.closerange(0, 3)
+    signal.alarm(120)
+    os.write(writer, b"here")
+    while True:
+        signal.pause()
+os.read(reader, 4)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_of_a_job_that_was_killed_keeps_nobody_out(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKS, str(tmp_path)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    child = int(killed.stdout)
+    try:
+        CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), tmp_path).save(1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_leaves_its_parent_the_lock(tmp_path: Path) -> None:
+    manager = CheckpointManager(Checkpoint(variable=ms.Variable(0.0)), tmp_path)
+    manager.claim()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    command = [sys.executable, "-c", OTHER_JOB, str(tmp_path), "claim"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert f"another job, process {os.getpid()} on " in refused.stderr
+    manager.save(1)
 
 
 def test_a_claim_makes_the_directory_and_takes_its_lock(tmp_path: Path) -> None:
