@@ -14,20 +14,7 @@ VISIBLE_DEVICES = (
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Ids of the GPUs that CUDA_VISIBLE_DEVICES allows, else of those that nvidia-smi lists, else none."""
     ids = _ids_of_variable(environ)
-    return tuple(map(str, range(len(_listed_by_nvidia_smi())))) if ids is None else ids
-
-
-def gpu_names(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """What all ranks of a node call the GPUs of `visible_gpus`: UUIDs, for each rank may count its own from 0.
-
-    An id stays where nvidia-smi does not know it.
-    """
-    ids = _ids_of_variable(environ)
-    if ids == ():
-        return ()
-    listed = _listed_by_nvidia_smi()
-    uuids = {str(index): uuid for index, uuid in enumerate(listed) if uuid}
-    return tuple(uuids.get(index, index) for index in (ids or map(str, range(len(listed)))))
+    return tuple(map(str, range(_number_by_nvidia_smi()))) if ids is None else ids
 
 
 def _ids_of_variable(environ: Mapping[str, str] | None) -> tuple[str, ...] | None:
@@ -43,8 +30,7 @@ def _ids_of_variable(environ: Mapping[str, str] | None) -> tuple[str, ...] | Non
     return tuple(ids)
 
 
-def _listed_by_nvidia_smi() -> list[str]:
-    """The UUID of each GPU; "" where none is told."""
+def _number_by_nvidia_smi() -> int:
     import subprocess  # here, because it makes importing mpistrat slower and few need it
 
     try:
@@ -52,8 +38,8 @@ def _listed_by_nvidia_smi() -> list[str]:
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError):
-        return []  # a machine without NVIDIA's tools is a CPU-only machine
+        return 0  # a machine without NVIDIA's tools is a CPU-only machine
     if listing.returncode:
-        return []
+        return 0
     # "GPU 0: NVIDIA A100 (UUID: GPU-8932f937-…)"; the lines of its MIG slices are indented
-    return re.findall(r"^GPU .*?(?:\(UUID: (\S+)\))?$", listing.stdout, re.MULTILINE)
+    return len(re.findall(r"^GPU ", listing.stdout, re.MULTILINE))

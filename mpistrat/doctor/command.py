@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from mpistrat.cluster_resolver.gpus import gpu_names
-from mpistrat.doctor import cores, gpus, links, memory, mpi_library, nodes, software
+from mpistrat.doctor import cores, cuda_driver, gpus, links, memory, mpi_library, nodes, software
 from mpistrat.doctor.facts import Job, Rank
 from mpistrat.doctor.finding import PROBLEM, WARNING, Finding, said_once
 from mpistrat.doctor.printing import as_text, to_json
@@ -65,8 +64,8 @@ def look() -> Rank:
         launch=launch,
         cores=cores.look(),
         memory=memory.look(),
+        driver=cuda_driver.look(),
         gpus=gpus.look() if launch.first_on_node else None,
-        gpu_names=list(gpu_names()),
     )
 
 

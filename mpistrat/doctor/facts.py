@@ -102,10 +102,19 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Driver:
+    """CUDA's, as it speaks to a rank."""
+
+    installed: bool = False
+    gpus: list[str] = field(default_factory=list)  # UUIDs of those that the rank may use
+    error: str = ""  # why it cannot be asked
+
+
+@dataclass(frozen=True)
 class Gpus:
     """As a process sees them that imports torch, then CuPy."""
 
-    visible: list[str] = field(default_factory=list)  # before any library is loaded
+    named: list[str] = field(default_factory=list)  # by CUDA_VISIBLE_DEVICES, else by nvidia-smi
     torch: str = ""  # "" where it is not installed, or cannot be imported
     torch_error: str = ""
     torch_cuda: str = ""  # "13.0"; "" for a CPU build
@@ -151,8 +160,8 @@ class Rank:
     library: Library | None = None
     cores: Cores = Cores()
     memory: Memory = Memory()
+    driver: Driver = Driver()
     gpus: Gpus | None = None  # of the first rank of a node
-    gpu_names: list[str] = field(default_factory=list)  # UUIDs of those that it sees
 
 
 @dataclass(frozen=True)
@@ -215,6 +224,7 @@ def rank_from_json(given: dict[str, Any]) -> Rank:
         "library": _optional(Library, given["library"]),
         "cores": Cores(**given["cores"]),
         "memory": Memory(**memory),
+        "driver": Driver(**given["driver"]),
         "gpus": _optional(Gpus, given["gpus"]),
     }
     return Rank(**{**given, **parts})

@@ -60,23 +60,23 @@ print("\n" + json.dumps(told))
 def look() -> Gpus:
     """What a child sees that imports the libraries: this process need not have them, nor survive them."""
     answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_others())
-    visible = list(visible_gpus())
+    named = list(visible_gpus())
     on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
     if answer.ended:
         words = last_words(answer.errors, 1)
         why = f"importing torch and CuPy: {answer.ended}" + (f", {words}" if words else "")
-        return Gpus(visible, torch_error=why, nccl_visible=on_path)
+        return Gpus(named, torch_error=why, nccl_visible=on_path)
     lines = [line for line in answer.output.splitlines() if line.startswith(BEGIN)]
     try:
         told = json.loads(lines[-1])  # others may have printed, before it and at the end of Python
     except (IndexError, ValueError):
         words = last_words(answer.output, 1)
         why = "importing torch and CuPy: a child that did so did not tell what it saw"
-        return Gpus(visible, torch_error=f"{why}, {words}" if words else why, nccl_visible=on_path)
+        return Gpus(named, torch_error=f"{why}, {words}" if words else why, nccl_visible=on_path)
     wheels = told.pop("wheels")
     of_wheels = [[WHEEL, path] for path in wheels]
     others = [found for found in on_path if os.path.realpath(found[1]) not in wheels]
-    return Gpus(visible, **told, nccl_visible=[*of_wheels, *others])
+    return Gpus(named, **told, nccl_visible=[*of_wheels, *others])
 
 
 def check(job: Job) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def check(job: Job) -> Iterator[Finding]:
                 "from where)",
                 (name,),
             )
-    if not any(gpus.visible or gpus.torch_gpus for _, gpus, _ in told):
+    if not any(_number(ranks[0]) or gpus.named for ranks, gpus, _ in told):
         if told:
             yield Finding(
                 CHECK,
@@ -100,22 +100,58 @@ def check(job: Job) -> Iterator[Finding]:
                 "No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.",
             )
         return
+    some_have = any(_number(ranks[0]) for ranks, _, _ in told)
     for ranks, gpus, name in told:
-        for finding in _of_node(ranks, gpus):
+        of_node = _of_node(ranks, gpus) if _number(ranks[0]) else _none(ranks[0], some_have)
+        for finding in of_node:
             yield dataclasses.replace(finding, nodes=(name,))
     yield from _nccl_versions([(gpus, name) for _, gpus, name in told])
 
 
-def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
-    number = gpus.torch_gpus or len(gpus.visible)
-    if not number:
+def _number(rank: Rank) -> int:
+    """How many a program on this rank can use: what else names GPUs may speak of another machine, or not be there."""
+    assert rank.gpus is not None
+    return len(rank.driver.gpus) or rank.gpus.torch_gpus
+
+
+def _none(rank: Rank, others_have: bool) -> Iterator[Finding]:
+    """Of a node without a GPU that a program could use."""
+    assert rank.gpus is not None
+    named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(rank.gpus.named), 'GPU')}"
+    if rank.driver.installed and rank.driver.error:
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            f"CUDA's driver fails: {rank.driver.error}.",
+            "compare with what nvidia-smi says, outside containers too; the node's driver must be reloaded, or "
+            "LD_LIBRARY_PATH has the libcuda of another",
+        )
+    elif rank.gpus.named and not rank.driver.installed:
+        yield Finding(
+            CHECK,
+            WARNING,
+            f"{named}, but there is no driver of CUDA's here (libcuda.so.1): values stay in host memory.",
+            "in a container: start it with the GPUs (apptainer exec --nv, docker run --gpus all); on a machine "
+            "without GPUs: unset CUDA_VISIBLE_DEVICES",
+        )
+    elif rank.gpus.named:
+        yield Finding(
+            CHECK,
+            PROBLEM,
+            f"{named}, but CUDA's driver shows this rank none.",
+            "unset CUDA_VISIBLE_DEVICES, or name GPUs that the job has (Slurm sets it itself: --gpus-per-node=…)",
+        )
+    elif others_have:
         yield Finding(
             CHECK,
             PROBLEM,
             "No GPU is visible, while other nodes have some: values then go through the host everywhere.",
             "ask Slurm for them on every node (--gpus-per-node=…), and look at nvidia-smi there",
         )
-        return
+
+
+def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
+    number = _number(ranks[0])
     there = f"{'is' if number == 1 else 'are'} {count(number, 'GPU')}"
     if gpus.torch and not gpus.torch_cuda:
         yield Finding(
@@ -129,11 +165,11 @@ def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
             CHECK,
             PROBLEM,
             f"torch {gpus.torch} (CUDA {gpus.torch_cuda}) sees no GPU, and there {there}: its CUDA "
-            "is newer than the driver, or CUDA_VISIBLE_DEVICES hides them.",
+            "is newer than the driver.",
             "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
         )
     # --gpus-per-task, and scripts between launcher and program, give each rank others.
-    between = max(number, len({name for rank in ranks for name in rank.gpu_names}))
+    between = max(number, len({name for rank in ranks for name in rank.driver.gpus}))
     if len(ranks) > between:
         yield Finding(
             CHECK,

@@ -109,7 +109,7 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
     rank = dataclasses.replace(rank, rank=topology.rank, node=topology.node)
     first = topology.local_rank == 0
     gpus = rank.gpus
-    if first and gpus is not None and (gpus.torch_gpus or (gpus.visible and gpus.cupy)):
+    if first and gpus is not None and (gpus.torch_gpus or (rank.driver.gpus and gpus.cupy)):
         from mpistrat.communicators.cuda_aware import is_proven
 
         proven = is_proven("torch" if gpus.torch_gpus else "cupy", 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster_resolver.gpus import gpu_names, visible_gpus
+from mpistrat.cluster_resolver.gpus import visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -35,20 +35,6 @@ def test_nvidia_smi_lists_them(nvidia_smi):
     assert visible_gpus({}) == ("0", "1")
     nvidia_smi.write_text("#!/bin/sh\necho 'GPU 0: none, the driver is not running'\nexit 9\n")
     assert visible_gpus({}) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        (None, ("GPU-1f", "1")),
-        ("0", ("GPU-1f",)),
-        ("1,7", ("1", "7")),
-        ("MIG-2b,0", ("MIG-2b", "GPU-1f")),
-        ("", ()),
-    ],
-)
-def test_names_that_ranks_have_in_common(nvidia_smi, text, names):
-    assert gpu_names({} if text is None else {"CUDA_VISIBLE_DEVICES": text}) == names
 
 
 def test_a_machine_without_nvidia_s_tools_has_none(monkeypatch):

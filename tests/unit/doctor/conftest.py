@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from mpistrat.doctor.facts import Cores, Gpus, Job, Launch, Library, Memory, Rank, Room, Software
+from mpistrat.doctor.facts import (
+    Cores,
+    Driver,
+    Gpus,
+    Job,
+    Launch,
+    Library,
+    Memory,
+    Rank,
+    Room,
+    Software,
+)
 
 GB = 10**9
 MPICH = Library(
@@ -49,6 +60,7 @@ def make_job() -> Callable[..., Job]:
                     files=65536,
                     files_most=65536,
                 ),
+                "driver": Driver(),
                 "gpus": Gpus(torch="2.13") if local == 0 else None,
             }
             for name, changes in parts.items():

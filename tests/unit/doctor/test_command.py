@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.__main__ import main
 from mpistrat.doctor import command
-from mpistrat.doctor.facts import Failure, Job, Launch, as_json, job_from_json
+from mpistrat.doctor.facts import Driver, Failure, Job, Launch, as_json, job_from_json
 from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
 from mpistrat.doctor.printing import as_text, to_json
 from mpistrat.doctor.supervision import Outcome
@@ -81,9 +81,9 @@ def test_a_check_that_fails_itself_does_not_silence_the_others(
 def test_each_rank_looks_which_gpus_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the first rank of a node what can be done with them."""
     monkeypatch.setattr(command.nodes, "look", lambda: Launch(rank=1, first_on_node=False))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2b")
+    monkeypatch.setattr(command.cuda_driver, "look", lambda: Driver(True, ["1f"]))
     here = command.look()
-    assert (here.gpu_names, here.gpus) == (["MIG-2b"], None)
+    assert (here.driver.gpus, here.gpus) == (["1f"], None)
 
 
 def outcome_of(make_job: MakeJob, **kind: Any) -> Outcome:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from mpistrat.doctor import gpus
-from mpistrat.doctor.facts import Gpus, Job
+from mpistrat.doctor.facts import Driver, Gpus, Job
 from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
 
 MakeJob = Callable[..., Job]
 WHEELS = "/env/nvidia/nccl/lib/libnccl.so.2"
 MODULES = "/opt/nccl/lib/libnccl.so.2"
 WELL = {
-    "visible": ["0", "1", "2", "3"],
+    "named": ["0", "1", "2", "3"],
     "torch": "2.13",
     "torch_cuda": "13.0",
     "torch_gpus": 4,
@@ -25,8 +25,14 @@ WELL = {
 }
 
 
-def told(make_job: MakeJob, per_node: int = 2, **changes: object) -> list[Finding]:
-    return list(gpus.check(make_job(per_node=per_node, gpus={**WELL, **changes})))
+FOUR = {"installed": True, "gpus": ["a0", "b1", "c2", "d3"]}
+NO_DRIVER = {"error": "libcuda.so.1: cannot open shared object file"}
+
+
+def told(
+    make_job: MakeJob, per_node: int = 2, driver: dict[str, object] = FOUR, **changes: object
+) -> list[Finding]:
+    return list(gpus.check(make_job(per_node=per_node, gpus={**WELL, **changes}, driver=driver)))
 
 
 def bad(findings: list[Finding]) -> Finding:
@@ -98,23 +104,73 @@ def test_more_ranks_than_gpus(make_job: MakeJob) -> None:
 
 def test_a_gpu_for_each_rank(make_job: MakeJob) -> None:
     """--gpus-per-task: the first rank sees one, and so does each other."""
-    job = make_job(per_node=4, gpus={**WELL, "visible": ["0"], "torch_gpus": 1})
-    each = [dataclasses.replace(rank, gpu_names=[f"GPU-{rank.rank}"]) for rank in job.ranks]
-    assert {finding.level for finding in gpus.check(Job(each))} == {OK}
-    pairs = [dataclasses.replace(rank, gpu_names=[f"GPU-{rank.rank // 2}"]) for rank in job.ranks]
-    assert "4 ranks share 2 GPUs" in bad(list(gpus.check(Job(pairs)))).text
+    job = make_job(per_node=4, gpus={**WELL, "named": ["0"], "torch_gpus": 1})
+
+    def seeing(names: list[str]) -> list[Finding]:
+        drivers = [Driver(True, [name]) for name in names]
+        return list(
+            gpus.check(
+                Job(
+                    [
+                        dataclasses.replace(rank, driver=driver)
+                        for rank, driver in zip(job.ranks, drivers, strict=True)
+                    ]
+                )
+            )
+        )
+
+    assert {finding.level for finding in seeing(["a0", "b1", "c2", "d3"])} == {OK}
+    assert "4 ranks share 2 GPUs" in bad(seeing(["a0", "a0", "b1", "b1"])).text
 
 
 def test_nodes_that_differ(make_job: MakeJob) -> None:
-    job = make_job(nodes=2, gpus=WELL)
+    job = make_job(nodes=2, gpus=WELL, driver=FOUR)
     first, second = job.ranks[0], job.ranks[2]
     other = dataclasses.replace(second.gpus or Gpus(), nccl_loaded=[[WHEELS, "2.27.5"]])
     found = bad(list(gpus.check(Job([first, dataclasses.replace(second, gpus=other)]))))
     assert found.text == "Nodes have different versions of NCCL: 2.29.7 on n1; 2.27.5 on n2."
-    without = dataclasses.replace(second, gpus=Gpus())
+    without = dataclasses.replace(second, gpus=Gpus(), driver=Driver())
     found = bad(list(gpus.check(Job([first, without]))))
     assert (found.level, found.nodes) == (PROBLEM, ("n2",))
     assert "No GPU is visible, while other nodes have some" in found.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"named": []}, {"named": [], "torch": "", "torch_cuda": "", "torch_gpus": 0}]
+)
+def test_a_container_without_nvidia_smi(make_job: MakeJob, changes: dict[str, object]) -> None:
+    assert {finding.level for finding in told(make_job, **changes)} == {OK}
+    job = make_job(nodes=2, gpus=WELL, driver=FOUR)
+    without = dataclasses.replace(job.ranks[2].gpus or Gpus(), **changes)
+    ranks = [job.ranks[0], dataclasses.replace(job.ranks[2], gpus=without)]
+    assert {finding.level for finding in gpus.check(Job(ranks))} == {OK}
+
+
+CPU_TORCH = {"torch_cuda": "", "torch_gpus": 0, "cupy": "", "nccl_loaded": []}
+
+
+@pytest.mark.parametrize(
+    ("driver", "named", "level", "words", "fix"),
+    [
+        (NO_DRIVER, ["0"], WARNING, "1 GPU, but there is no driver of CUDA's here", "--nv"),
+        ({"installed": True}, ["7"], PROBLEM, "CUDA's driver shows this rank none", "unset"),
+        (
+            {"installed": True, "error": "CUDA error 803 (too old)"},
+            ["0"],
+            PROBLEM,
+            "CUDA's driver fails: CUDA error 803 (too old).",
+            "libcuda",
+        ),
+        (NO_DRIVER, [], OK, "No GPU is visible", ""),  # a machine for CPUs
+        ({"installed": True}, [], OK, "No GPU is visible", ""),  # CUDA_VISIBLE_DEVICES=
+    ],
+)
+def test_gpus_that_are_named_and_cannot_be_used(
+    make_job: MakeJob, driver: dict[str, object], named: list[str], level: str, words: str, fix: str
+) -> None:
+    """Nothing is said of torch, CuPy and NCCL then, which are right for this machine."""
+    (found,) = told(make_job, driver=driver, named=named, **CPU_TORCH)
+    assert (found.level, words in found.text, fix in found.fix) == (level, True, True), found
 
 
 TORCH = """
