@@ -46,9 +46,11 @@ FORWARDED = {
     ("MPICH", signal.SIGTERM): True,
     ("MPICH", signal.SIGUSR1): True,
     ("MPICH", signal.SIGUSR2): False,
+    ("MPICH", signal.SIGHUP): False,
     ("Open MPI", signal.SIGTERM): False,
     ("Open MPI", signal.SIGUSR1): True,
     ("Open MPI", signal.SIGUSR2): True,
+    ("Open MPI", signal.SIGHUP): False,
 }
 
 
@@ -60,7 +62,7 @@ USUAL = (("MPICH", signal.SIGTERM), ("Open MPI", signal.SIGUSR1))
     [pytest.param(*way, marks=() if way in USUAL else SLOW) for way in FORWARDED],
 )
 def test_a_signal_to_the_launcher(tmp_path: Path, mpi: str, number: signal.Signals) -> None:
-    job = signalled(Launcher.named(mpi), tmp_path, number, ranks=RANKS)
+    job = signalled(Launcher.named(mpi), tmp_path, number, "SIGHUP", ranks=RANKS)
     saved = FORWARDED[mpi, number]
     assert job.returncode == 42 if saved else job.returncode != 0, job.output
     assert (f"{number.name} has come: saved" in job.stderr) == saved, job.output

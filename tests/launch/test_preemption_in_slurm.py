@@ -1,5 +1,6 @@
 """Jobs that a real Slurm ends: each goes on where it was, and comes to the same bits as one that was let alone."""
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Callable
@@ -37,7 +38,8 @@ while true; do wait $mpirun && code=0 || code=$?; kill -0 $mpirun 2>/dev/null ||
 class Way:
     """A batch script, what happens to its job from outside, and what the program says of it.
 
-    PROGRAM in the script stands for the program with its arguments, JOB in the command for the job's number.
+    PROGRAM in the script stands for the program with its arguments, JOB in the command for the job's number. Without a
+    command, something happens because of sbatch's `options`.
     """
 
     mpi: str
@@ -46,6 +48,7 @@ class Way:
     says: str
     arguments: str = "requeue"
     minutes: int = 60
+    options: tuple[str, ...] = ()
 
 
 WAYS = {
@@ -73,6 +76,16 @@ WAYS = {
         "SIGUSR1 has come",
         "",
     ),
+    "MPICH's mpirun": Way(
+        "MPICH", "mpirun PROGRAM", "scancel --signal=USR1 JOB", "SIGUSR1 has come"
+    ),
+    "preempted": Way(
+        "MPICH",
+        SRUN,
+        "sbatch --partition=urgent --nodes=4 --exclusive --output=/dev/null --wrap=true",
+        "SIGTERM has come",
+        "",
+    ),
     "requeued by Slurm": Way("MPICH", SRUN, "scontrol requeue JOB", "SIGTERM has come", ""),
     "requeued by the script": Way(
         "MPICH", f"{SRUN}\ncode=$?{REQUEUE}", "scancel --signal=TERM JOB", "SIGTERM has come", ""
@@ -85,6 +98,33 @@ WAYS = {
         "",
     ),
 }
+# As Slurm 23 has it set for the job. Where there is no squeue, nothing else is known of its end.
+END_TIME = f"""\
+if [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ]; then
+    SLURM_JOB_END_TIME=$(SLURM_TIME_FORMAT=%s squeue -h -j $SLURM_JOB_ID -o %e)
+    export SLURM_JOB_END_TIME
+    hidden=$(mktemp -d) && printf '#!/bin/sh\\nexit 1\\n' >$hidden/squeue && chmod +x $hidden/squeue
+    PATH=$hidden:$PATH
+fi
+{SRUN}"""
+# Slurm looks every 30 s whether a signal is due within the next 30 s: those of the first three come 30 to 60 s after
+# the beginning. The fourth leaves after 30 s.
+LEFT_ALONE = {
+    "--signal": Way(
+        "MPICH", SRUN, "", "SIGUSR1 has come", "requeue margin=1", 2, ("--signal=USR1@60",)
+    ),
+    "--signal=B": Way(
+        "Open MPI",
+        f"{HANDED_ON}\nexit $code",
+        "",
+        "SIGUSR1 has come",
+        "requeue margin=1",
+        2,
+        ("--signal=B:USR1@60",),
+    ),
+    "requeue.sbatch": dataclasses.replace(WAYS["requeue.sbatch"], command="", minutes=6),
+    "SLURM_JOB_END_TIME": Way("MPICH", END_TIME, "", "the end is near", "requeue margin=30", 1),
+}
 USUAL = ("scancel --signal", "time limit", "Open MPI", "requeue.sbatch")
 
 
@@ -95,7 +135,7 @@ def submit(slurm: SlurmCluster, way: Way, folder: Path, steps: int) -> BatchJob:
     text = way.script.replace("PROGRAM", f"{shlex.join(program)} {way.arguments}")
     script.write_text(f"#!/bin/bash\n{text}\n")
     options = (f"--nodes={RANKS}", "--ntasks-per-node=1", "--cpus-per-task=1", "--requeue")
-    options += (f"--time={way.minutes}",)
+    options += (f"--time={way.minutes}", *way.options)
     return slurm.sbatch(Launcher.named(way.mpi), script, "--open-mode=append", *options)
 
 
@@ -116,7 +156,8 @@ def preempt(slurm: SlurmCluster, way: Way, job: BatchJob, folder: Path, start: i
         return steps_done(folder, RANKS) >= starts[0][-1][0] + 3
 
     wait_until(has_done_three_more, job, f"three steps of start {start}")
-    slurm.run(*way.command.replace("JOB", job.id).split())
+    if way.command:
+        slurm.run(*way.command.replace("JOB", job.id).split())
 
 
 def undisturbed(folder: Path, steps: int) -> Path:
@@ -141,6 +182,7 @@ def check(way: Way, job: BatchJob, folder: Path, starts: int, reference: Path) -
     assert job.wait(SECONDS) == "COMPLETED", job.report()
     assert job.facts()["Restarts"] == str(starts - 1), job.report()
     lost = check_resumed(folder, RANKS, starts, reference)
+    assert job.output.count(": saved") == starts - 1, job.report()
     assert job.output.count(f"mpistrat: {way.says}: saved") == starts - 1, job.report()
     assert "Traceback" not in job.output, job.report()
     return lost
@@ -164,7 +206,7 @@ def test_jobs_go_on_where_they_were_ended(slurm: SlurmCluster, tmp_path: Path) -
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.time_limit(600)
 def test_jobs_that_are_ended_four_times(slurm: SlurmCluster, tmp_path: Path, name: str) -> None:
-    """Twenty-eight in all, of each way as many."""
+    """Thirty-six in all, of each way as many."""
     way, folder = WAYS[name], tmp_path / "job"
     steps = 4 * STEPS_PER_START
     job = submit(slurm, way, folder, steps)
@@ -173,3 +215,61 @@ def test_jobs_that_are_ended_four_times(slurm: SlurmCluster, tmp_path: Path, nam
     hurry(job, folder, 5)
     lost = check(way, job, folder, 5, undisturbed(tmp_path, steps))
     print(f"{name}: ended 4 times, resumed 4 times, {lost} steps lost at most")
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(600)
+def test_jobs_that_nobody_touches(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """What `sbatch --signal` sends, and a time limit that is known or changes, without a signal."""
+    steps = 4 * STEPS_PER_START
+    # This one would leave after 35 s. It gets more time before, and learns of it.
+    more_time = Way(
+        "MPICH", SRUN, "scontrol update JobId=JOB TimeLimit=60", "", "margin=25", minutes=1
+    )
+    goes_on = submit(slurm, more_time, tmp_path / "goes_on", steps)
+    jobs = [(way, tmp_path / name) for name, way in LEFT_ALONE.items()]
+    submitted = [(way, submit(slurm, way, folder, steps), folder) for way, folder in jobs]
+    preempt(slurm, more_time, goes_on, tmp_path / "goes_on", 1)
+    again = submitted.copy()
+
+    def all_have_begun_again() -> bool:
+        """And get time enough not to be ended once more."""
+        for one in list(again):
+            _, job, folder = one
+            if min(map(len, starts_of(folder, RANKS))) == 2:
+                slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
+                (folder / "hurry").touch()
+                again.remove(one)
+        return not again
+
+    wait_until(all_have_begun_again, submitted[0][1], "second starts")
+    hurry(goes_on, tmp_path / "goes_on", 1)
+    reference = undisturbed(tmp_path, steps)
+    for way, job, folder in submitted:
+        check(way, job, folder, 2, reference)
+    check(more_time, goes_on, tmp_path / "goes_on", 1, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("scancel --signal=USR1 JOB", ()),
+        ("scancel --signal=TERM JOB", ()),
+        ("", ("--signal=USR1@60",)),
+    ],
+)
+def test_open_mpi_s_mpirun_does_not_outlive_a_signal_to_the_whole_job(
+    slurm: SlurmCluster, tmp_path: Path, command: str, options: tuple[str, ...]
+) -> None:
+    """Ranks may save a checkpoint or may not; the script does not learn that they did, and the job is not requeued."""
+    script = f"mpirun PROGRAM\ncode=$?{REQUEUE}"
+    way = Way("Open MPI", script, command, "", "margin=1", 2, options)
+    job = submit(slurm, way, tmp_path / "job", 10 * STEPS_PER_START)
+    preempt(slurm, way, job, tmp_path / "job", 1)
+    job.wait(SECONDS)
+    facts = job.facts()
+    assert (facts["ExitCode"] != "42:0", facts["Restarts"]) == (True, "0"), job.report()
+    assert len(starts_of(tmp_path / "job", RANKS)[0]) == 1
+    assert not (tmp_path / "job" / "final.npy").exists()

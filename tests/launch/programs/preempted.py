@@ -1,6 +1,6 @@
 """Trains a small model to the end, however often the job is ended on the way: it goes on from its checkpoint.
 
-Usage: preempted.py FOLDER STEPS SECONDS_PER_STEP [requeue] [margin=SECONDS] [workers]
+Usage: preempted.py FOLDER STEPS SECONDS_PER_STEP [requeue] [margin=SECONDS] [workers] [SIGHUP]
 Each rank appends what it does to FOLDER/rank<r>: "start <steps restored>", "step <number>", "end". At the end rank 0
 writes the parameters to FOLDER/final.npy. Once there is a FOLDER/hurry, steps take no longer than they must.
 """
@@ -36,8 +36,11 @@ def main() -> None:
             data = DataLoader(examples, EXAMPLES_PER_STEP, shuffle=True, num_workers=2)
         distributed = strategy.experimental_distribute_dataset(data)
         checkpoint = ms.checkpoint.Checkpoint(model=model, optimizer=optimizer, data=distributed)
+    usual = ms.experimental.TerminationConfig()
     config = ms.experimental.TerminationConfig(
-        requeue="requeue" in sys.argv, margin=margin[0] if margin else 60.0
+        signals=[*usual.signals, *(["SIGHUP"] if "SIGHUP" in sys.argv else [])],
+        requeue="requeue" in sys.argv,
+        margin=margin[0] if margin else usual.margin,
     )
     handler = ms.experimental.PreemptionCheckpointHandler(
         strategy.cluster_resolver, checkpoint, folder / "checkpoints", config
