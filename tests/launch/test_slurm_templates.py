@@ -55,12 +55,12 @@ def fewer_ranks(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "gpus"),
+    ("name", "jobs", "nodes", "gpus"),
     [
-        ("one-rank-per-gpu.sbatch", [0, 0, 1, 1], "0,1,2,3"),
-        ("several-ranks-per-gpu.sbatch", [0, 0], "0,1,2,3"),
-        ("parameter-server.sbatch", [0, 1, 2, 2, 3, 3], "0,1,2,3"),
-        ("tpu.sbatch", [0, 1, 2, 3], None),
+        ("one-rank-per-gpu.sbatch", {"worker": 4}, [0, 0, 1, 1], "0,1,2,3"),
+        ("several-ranks-per-gpu.sbatch", {"worker": 2}, [0, 0], "0,1,2,3"),
+        ("parameter-server.sbatch", {"ps": 2, "worker": 4}, [0, 1, 2, 2, 3, 3], "0,1,2,3"),
+        ("tpu.sbatch", {"worker": 4}, [0, 1, 2, 3], None),
     ],
 )
 def test_ranks_and_what_they_see(
@@ -68,17 +68,21 @@ def test_ranks_and_what_they_see(
     mpich: Launcher,
     tmp_path: Path,
     name: str,
+    jobs: dict[str, int],
     nodes: list[int],
     gpus: str | None,
 ) -> None:
     script = template(name) if name == "tpu.sbatch" else fewer_ranks(name, tmp_path)
-    job = slurm.sbatch(mpich, script, arguments=[LAYOUT], env=ENV, cwd=tmp_path)
+    given = [f"{kind}={tasks}" for kind, tasks in jobs.items()]
+    job = slurm.sbatch(mpich, script, arguments=[LAYOUT, *given], env=ENV, cwd=tmp_path)
     assert job.wait() == "COMPLETED", job.report()
     ranks = [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
     ranks.sort(key=lambda line: line["mpi"][0])
     assert [line["mpi"][2] for line in ranks] == [nodes] * len(nodes), job.report()
     assert [line["slurm"] for line in ranks] == [line["mpi"] for line in ranks]
-    servers = 2 if name == "parameter-server.sbatch" else 0
+    tasks = [[kind, number] for kind, count in jobs.items() for number in range(count)]
+    assert [line["task"] for line in ranks] == tasks
+    servers = jobs.get("ps", 0)
     assert {line["gpus"] for line in ranks[servers:]} == {gpus}
     assert {line["gpus"] for line in ranks[:servers]} <= {None}
 

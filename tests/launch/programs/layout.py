@@ -1,7 +1,11 @@
-"""Prints, as one JSON line, what MPI, SlurmClusterResolver and Slurm itself say about this rank."""
+"""Prints, as one JSON line, what MPI, SlurmClusterResolver and Slurm itself say about this rank.
+
+Usage: layout.py [TYPE=TASKS...]
+"""
 
 import json
 import os
+import sys
 
 from mpistrat.cluster_resolver import MPIClusterResolver, SlurmClusterResolver
 from mpistrat.errors import TopologyError
@@ -16,13 +20,15 @@ line: dict[str, object] = {
     "node": os.environ["SLURMD_NODENAME"],
     "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
 }
+jobs = {name: int(tasks) for name, tasks in (given.split("=") for given in sys.argv[1:])}
 mpi = MPIClusterResolver()
 for moment in ("before MPI", "after MPI"):
     try:
-        slurm = SlurmClusterResolver()
+        slurm = SlurmClusterResolver(jobs or None)
         line["slurm"] = facts(slurm.topology())
         line["local_rank"] = slurm.topology().local_rank
-        line["addresses"] = slurm.cluster_spec().job_tasks("worker")
+        cluster = slurm.cluster_spec()
+        line["addresses"] = [task for job in cluster.jobs for task in cluster.job_tasks(job)]
         line["task"] = slurm.get_task_info()
     except TopologyError as error:
         line[f"slurm error {moment}"] = str(error)
