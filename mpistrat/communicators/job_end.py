@@ -52,6 +52,7 @@ SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_BE_KILLED = 2.0
 SECONDS_TO_RAISE = 2.0
+SECONDS_FOR_EXIT_HANDLERS = 60.0
 
 
 def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
@@ -118,10 +119,13 @@ class _Group:
     def leave(self, who: str, end: ProgramExit) -> None:
         calls = {one.name: one.calls for one in _with_splits(self.communicators)}
         self._tell(Left(MPI.COMM_WORLD.rank, who, end.how, end.code, calls))
+        self.end()
+
+    def end(self) -> None:
         self._all_left = self._comm.Ibarrier()
 
     def all_left(self) -> bool:
-        """Called until it is true, after `leave`."""
+        """Called until it is true, after `leave` or `end`."""
         self._hear()
         self._unsent = [request for request in self._unsent if not request.Test()]
         heard_all = self._registrar is None or self._registrar.all_left()
@@ -273,6 +277,22 @@ class _Watch:
         except KeyboardInterrupt:
             _end_job(f"ending the job: {self._who} was interrupted", 130)
 
+    def end_together(self) -> None:
+        """Return when the ranks that are left have run their exit handlers.
+
+        mpirun kills them as soon as one returns another code than 0, once a rank was lost.
+        """
+        if self._thread is None or os.getpid() != self._pid or MPI.Is_finalized():
+            return
+        end = time.monotonic() + SECONDS_FOR_EXIT_HANDLERS
+        with contextlib.suppress(MPI.Exception):  # one is lost now
+            waiting = [group for group in self._groups if not group.lost]
+            for group in waiting:
+                group.end()
+            while waiting and time.monotonic() < end:
+                waiting = [one for one in waiting if not (one.lost or one.all_left())]
+                time.sleep(0.001)
+
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
@@ -318,6 +338,8 @@ def _end_here() -> NoReturn:
     atexit.unregister(_end_here)
     atexit._run_exitfuncs()
     _flush()
+    if _watch is not None:
+        _watch.end_together()
     os._exit(code)
 
 

@@ -1,7 +1,8 @@
 """What ended this program, as far as Python lets us know it from inside an atexit handler.
 
 CPython forgets the SystemExit that ends a program before it runs the handlers. So calls of `sys.exit`, `exit` and
-`quit` are remembered here; `raise SystemExit(n)` and the end of the script look the same.
+`quit` are remembered here, and what passes a frame of ours; elsewhere `raise SystemExit(n)` and the end of the script
+look the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 from mpistrat.communicators.call_site import call_site
 
 _last_exit: SystemExit | None = None
-_last_exit_call = ""
+_last_exit_how = ""
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,28 @@ def remember_exits() -> None:
 
 def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., NoReturn]:
     def exit(code: Any = None) -> NoReturn:  # the name that tracebacks show
-        global _last_exit, _last_exit_call
         try:
             original(code)
         except SystemExit as error:
-            if threading.current_thread() is threading.main_thread():
-                given = "" if code is None else repr(code)
-                _last_exit = error
-                _last_exit_call = f"{name}({given}) at {call_site(sys._getframe(1))}"
+            given = "" if code is None else repr(code)
+            _remember(error, f"called {name}({given}) at {call_site(sys._getframe(1))}")
             raise
 
     exit.__doc__ = original.__doc__
     exit.remembers = True  # type: ignore[attr-defined]
     return exit
+
+
+def remember_raised(error: SystemExit) -> None:
+    """Called by: a frame that `error` passes."""
+    if error is not _last_exit:
+        _remember(error, f"raised SystemExit({error.code!r})")
+
+
+def _remember(error: SystemExit, how: str) -> None:
+    global _last_exit, _last_exit_how
+    if threading.current_thread() is threading.main_thread():
+        _last_exit, _last_exit_how = error, how
 
 
 def program_exit() -> ProgramExit:
@@ -63,7 +73,7 @@ def program_exit() -> ProgramExit:
     if uncaught is not None and _ended_the_program(uncaught):
         return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
     if _last_exit is not None and _ended_the_program(_last_exit):
-        return ProgramExit(exit_status(_last_exit.code), f"called {_last_exit_call}")
+        return ProgramExit(exit_status(_last_exit.code), _last_exit_how)
     return ProgramExit(0, "came to its end (of the script, or by `raise SystemExit`)")
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
+from mpistrat.communicators.program_exit import remember_raised
 from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.strategies import MultiWorkerMirroredStrategy
@@ -88,6 +89,9 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
                 if not survivors.has_lost(error):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold the model and its memory
+            except SystemExit as error:
+                remember_raised(error)  # for an end without MPI_Finalize
+                raise
             noticed = time.monotonic()
             with survivors.recovering():
                 if survivors.all_done(bool(results)):
@@ -218,8 +222,6 @@ class Elastic:
             lost, size, noticed = earlier[0] + lost, earlier[1], earlier[2]
         self._loss = lost, size, noticed
         self.comm = self._survivors.comm
-        for manager in self._checkpoint.managers if self._checkpoint is not None else ():
-            manager.abandon()  # its thread would wait for those that were lost
         self._checkpoint = None
         gc.collect()  # the model, the strategy and their memory
         self._restored = self._states.back_to(step)

@@ -14,7 +14,7 @@ import mpistrat as ms
 from mpistrat.fault_tolerance.survivors import Survivors
 
 HOW = sys.argv[1]
-EXITS = ("exit handlers", "an earlier strategy")
+EXITS = ("exit handlers", "an earlier strategy", "SystemExit in train")
 if HOW == "does not come":
     os.environ["MPISTRAT_START_SECONDS"] = "2"
 me = MPI.COMM_WORLD.rank
@@ -37,6 +37,9 @@ def train(elastic: ms.fault_tolerance.Elastic) -> None:
         total.assign_add(strategy.reduce("mean", 1.0, axis=None))
         elastic.commit()
     assert total.numpy() == elastic.step == 10
+    if HOW == "SystemExit in train":
+        end_in_order()
+        raise SystemExit(7)
 
 
 def die() -> None:
@@ -73,7 +76,14 @@ def die_when_all_are_done() -> None:
     Survivors.end = after_a_while  # type: ignore[method-assign]
 
 
+def end_in_order() -> None:
+    atexit.register(order.append, "then the second handler")
+    threading.Thread(target=work).start()
+
+
 def tell_order() -> None:
+    if me == 0:
+        time.sleep(0.3)  # the other's end must not be this one's
     order.append("then the first")
     sys.stdout.write(f"rank {me}: {', '.join(order)}\n")
 
@@ -99,8 +109,7 @@ def main() -> None:
     if HOW in ("nothing", "after the last step"):
         sys.stdout.write("10\n")
     if HOW in EXITS:
-        atexit.register(order.append, "then the second handler")
-        threading.Thread(target=work).start()
+        end_in_order()
         if HOW == "exit handlers":
             sys.exit(7)
         exit(7)
