@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from mpistrat.input.distributed_iterator import DistributedIterator
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
-    from mpistrat.checkpoint.checkpoint_manager import CheckpointManager
     from mpistrat.strategy import Strategy
 
 _STRATEGY, _RANDOM, _RESIDUALS = "strategy", "random", "residuals"
@@ -46,7 +44,6 @@ class Checkpoint:
             for a deterministic job) and, with a wire format, "residuals" (what it holds back). Others may be added, on
             all ranks, and any may be deleted.
         strategy: theirs.
-        managers: those that save it.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -54,7 +51,6 @@ class Checkpoint:
             if name in objects:
                 raise ValueError(f"Checkpoint({name}=…): that name is taken; choose another")
         self.strategy = _strategy_of(objects.values())
-        self.managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
         self.objects: dict[str, Any] = {
             _STRATEGY: self.strategy.extended,
             **objects,

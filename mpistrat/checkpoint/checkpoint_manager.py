@@ -54,7 +54,6 @@ class CheckpointManager:
         self._saving: Saving | None = None
         self._claimed = False
         self._seconds_to_save = 0.0  # of those before
-        checkpoint.managers.add(self)
         atexit.register(_tell_unraised, weakref.ref(self))
 
     @property
@@ -122,13 +121,12 @@ class CheckpointManager:
         with communicator.raising_together():  # some states are collective
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
-        self._saving = (
-            SavingOfRank(checkpoint, files, began, communicator.rank)
-            if communicator.rank > 0
-            else SavingOfAll(
-                checkpoint, files, began, communicator.size, self._directory, self._keep
-            )
-        )
+        if communicator.rank > 0:
+            self._saving = SavingOfRank(checkpoint, files, began, communicator.rank)
+        else:
+            lost = communicator.has_lost_a_rank
+            whole = (communicator.size, self._directory, self._keep, lost)
+            self._saving = SavingOfAll(checkpoint, files, began, *whole)
         self._saving.start()
         if wait:
             self.wait()
@@ -155,6 +153,8 @@ class CheckpointManager:
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {steps}, by rank")
         if error is not None or not all(entry[1] for entry in asked):
+            if told is not None:
+                self._directory.give_up(told)
             communicator.raise_any(error, "could not begin a checkpoint")
         return asked[0][2], files
 
@@ -202,17 +202,10 @@ class CheckpointManager:
         self._seconds_to_save = self.seconds_to_save
         self._saving = None
         if communicator.rank == 0 and not all(entry[1] for entry in told):
-            self._directory.remove(saving.checkpoint.folder)
+            self._directory.give_up(saving.checkpoint)
         communicator.raise_any(
             saving.error, f"could not write its part of {saving.checkpoint.path}"
         )
-
-    def abandon(self) -> None:
-        """Give up the save that is under way: it cannot be completed without ranks that were lost. Not collective."""
-        if self._saving is not None:
-            self._saving.abandon()
-            self._seconds_to_save = self.seconds_to_save
-            self._saving = None
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore all objects from a checkpoint, which was saved on any number of ranks.

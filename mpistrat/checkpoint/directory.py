@@ -30,11 +30,13 @@ class Unfinished:
         folder: in which; the first rank that comes to it makes it.
         path: its name when it is complete.
         step: which the program gave.
+        number: by which checkpoints are ordered.
     """
 
     folder: str
     path: str
     step: int
+    number: int
 
 
 class Directory:
@@ -88,7 +90,9 @@ class Directory:
     def _look(self) -> None:
         assert self._lock is not None
         whole, _ = self.checkpoints()
-        self._lock.seen = Seen(whole[-1][1].step if whole else -1, frozenset(self._names()))
+        newest = whole[-1][1] if whole else Manifest(-1, 0, 0, {})
+        self._lock.seen = Seen(newest.step, frozenset(self._names()))
+        self._lock.number = max(self._lock.number, newest.number)
 
     def begin(self, step: int | None) -> Unfinished:
         """Names for a new checkpoint, of which nothing is on disk yet; after `open`, it asks no disk either.
@@ -102,11 +106,15 @@ class Directory:
         if step is None:
             step = newest + 1
         name = f"step-{step:08}"
+        names = names | self._lock.under_way
         found = [match for match in map(_COMPLETE.fullmatch, names) if match]
         taken = [int(match[2] or 1) for match in found if int(match[1]) == step]
         if taken:
             name += f".{max(taken) + 1}"
-        return Unfinished(self._new_folder(name), os.path.join(self.path, name), step)
+        self._lock.under_way.add(name)
+        self._lock.number += 1
+        path = os.path.join(self.path, name)
+        return Unfinished(self._new_folder(name), path, step, self._lock.number)
 
     def _new_folder(self, name: str) -> str:
         return os.path.join(self.path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
@@ -121,11 +129,21 @@ class Directory:
         self, unfinished: Unfinished, ranks: int, files: Mapping[str, tuple[int, int]]
     ) -> None:
         """All files of a checkpoint are written: let it be one. `ranks`, `files`: as in its manifest."""
-        whole, _ = self.checkpoints()
-        number = whole[-1][1].number + 1 if whole else 1
-        Manifest(unfinished.step, number, ranks, files).write(unfinished.folder)
+        step, number = unfinished.step, unfinished.number
+        Manifest(step, number, ranks, files).write(unfinished.folder)
         durable_files.sync_folder(unfinished.folder)
         durable_files.rename(unfinished.folder, unfinished.path)
+        self._look()
+        self._end(unfinished)
+
+    def give_up(self, unfinished: Unfinished) -> None:
+        """It cannot be completed: remove what was written of it."""
+        self.remove(unfinished.folder)
+        self._end(unfinished)
+
+    def _end(self, unfinished: Unfinished) -> None:
+        assert self._lock is not None
+        self._lock.under_way.discard(os.path.basename(unfinished.path))
 
     def remove(self, path: str) -> None:
         """Remove what is no checkpoint, as far as that is possible: on NFS, not what somebody reads."""

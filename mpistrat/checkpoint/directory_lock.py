@@ -34,9 +34,10 @@ class DirectoryLock:
     Attributes:
         held: False where the file system has no locks: then nobody knows whether another job is there.
         seen: in the directory, by whichever of this process's managers; None before any has looked.
+        number: of the save that was begun last, or of the newest that was there.
+        under_way: names of the checkpoints that this process has begun and not ended: several where a strategy has
+            lost a rank.
     """
-
-    seen: Seen | None = None
 
     @classmethod
     def of(cls, directory: str) -> DirectoryLock:
@@ -58,6 +59,9 @@ class DirectoryLock:
         self._close.atexit = False
         os.fchmod(file, 0o600)
         self.held = True
+        self.seen: Seen | None = None
+        self.number = 0
+        self.under_way: set[str] = set()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

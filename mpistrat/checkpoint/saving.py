@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ class Saving(abc.ABC):
         threading.Thread(target=self._run, name="mpistrat checkpoint", daemon=False).start()
 
     def abandon(self) -> None:
-        """Do not wait for other ranks any longer: one has failed, and will say why, or is lost."""
+        """Do not wait for other ranks any longer: one has failed, and will say why."""
         self._abandoned.set()
 
     def _run(self) -> None:
@@ -110,7 +110,11 @@ class SavingOfRank(Saving):
 
 
 class SavingOfAll(Saving):
-    """Rank 0's, which completes the checkpoint when all `ranks` have written."""
+    """Rank 0's, which completes the checkpoint when all `ranks` have written.
+
+    Args:
+        lost: tells whether a rank has failed, so that this cannot be completed.
+    """
 
     def __init__(
         self,
@@ -120,14 +124,20 @@ class SavingOfAll(Saving):
         ranks: int,
         directory: Directory,
         keep: int,
+        lost: Callable[[], bool],
     ) -> None:
         super().__init__(checkpoint, files, began)
         self._ranks, self._directory, self._keep = ranks, directory, keep
+        self._lost = lost
 
     def _finish(self, written: Written) -> None:
         of_all = dict(written)
-        for rank in range(1, self._ranks):
-            of_all.update(self._note_of(rank))
+        try:
+            for rank in range(1, self._ranks):
+                of_all.update(self._note_of(rank))
+        except _Abandoned:
+            self._directory.give_up(self.checkpoint)
+            raise
         self._directory.complete(self.checkpoint, self._ranks, of_all)
         self._directory.keep_newest(self._keep)
 
@@ -139,7 +149,7 @@ class SavingOfAll(Saving):
         while not os.path.exists(note):
             if rank in self.heard:
                 break
-            if self._abandoned.is_set():
+            if self._abandoned.is_set() or self._lost():
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)
             if seen != progress:

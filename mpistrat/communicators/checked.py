@@ -242,6 +242,10 @@ class CheckedCommunicator(Communicator):
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)
 
+    def has_lost_a_rank(self) -> bool:
+        family = self.station.family
+        return family is not None and family.lost
+
     def seconds_waited(self, last: int = 60) -> float:
         return self._record.seconds_waited(last)
 

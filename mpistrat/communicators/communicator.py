@@ -184,6 +184,10 @@ class Communicator(abc.ABC):
     def explain(self) -> str:
         """By which ways bytes move, a line for each. Not collective."""
 
+    def has_lost_a_rank(self) -> bool:
+        """Whether this rank was told that one has failed, and that the others go on without it. Not collective."""
+        return False
+
     def seconds_waited(self, last: int = 60) -> float:
         """How long this rank waited for others to enter collectives, of any communicator. Not collective.
 

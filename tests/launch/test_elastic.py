@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from mpi_launcher import Job, Launcher, run_job
+from mpistrat.checkpoint.directory import Directory
+from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 ENDINGS = PROGRAM.with_name("elastic_endings.py")
+SAVING = PROGRAM.with_name("elastic_saving.py")
 RANKS, EXAMPLES, STEPS_OF_EPOCH, EPOCHS = 4, 96, 6, 4
 SECONDS = 120.0
 # Recovery takes less than a second; a loaded machine may take its time.
@@ -159,6 +162,51 @@ def test_a_rank_is_killed(
     assert_as_undisturbed(train(tmp_path, 0, place), undisturbed, recoveries, record_property)
 
 
+KILLS_WHILE_SAVING = [
+    pytest.param(victim, step, where, marks=marks)
+    for victim, step, where, marks in (
+        (0, 6, "half-way", ()),
+        (0, 8, "before it is complete", pytest.mark.slow),
+        (0, 8, "half-way", pytest.mark.slow),
+        (0, 6, "before it is complete", pytest.mark.slow),
+        (1, 6, "half-way", pytest.mark.slow),
+        (1, 6, "before the note", pytest.mark.slow),
+        (1, 8, "before the note", ()),
+        (1, 10, "half-way", pytest.mark.slow),
+    )
+]
+
+
+@pytest.mark.parametrize(("victim", "step", "where"), KILLS_WHILE_SAVING)
+def test_a_rank_is_killed_while_it_saves(
+    tmp_path: Path, victim: int, step: int, where: str
+) -> None:
+    """Rank 0, which holds the lock and completes what all have written, or another, for whose note rank 0 waits.
+
+    The save is given up, nothing of it stays, and the next ones are complete.
+    """
+    directory = tmp_path / "saved"
+    job = run(tmp_path, 3, SAVING, directory, str(victim), str(step), where)
+    assert job.returncode == 0, job.output
+    assert job.left_behind == ()
+    told = rf"2 of 3 ranks go on after step \d+ without rank {victim}"
+    assert re.search(told, job.output), job.output
+    whole, wrong = Directory(directory).checkpoints()
+    assert wrong == []
+    saved = [manifest.step for _, manifest in whole]
+    assert len(saved) == 2
+    assert saved[-1] == (8 if step == 10 else 10)
+    assert step not in saved
+    for path, manifest in whole:
+        stored = StoredCheckpoint(path, {"total", "own"})
+        stored.verify_ranks(0, 1)
+        assert (stored["common"]["total"]["value"] == manifest.step).all()
+        assert len(stored["ranks"]) == manifest.ranks == (3 if manifest.step < step else 2)
+        assert all((own["own"]["step"] == manifest.step).all() for own in stored["ranks"].values())
+    left = {path.name for path in directory.iterdir()}
+    assert left == {".lock"} | {Path(path).name for path, _ in whole}
+
+
 def test_another_rank_is_killed_while_they_agree_on_a_step(tmp_path: Path) -> None:
     job = run(tmp_path, 5, ENDINGS, "another while they agree")
     assert job.returncode == 0, job.output
@@ -200,7 +248,7 @@ def test_a_rank_does_not_come_to_run_elastic(tmp_path: Path) -> None:
     assert job.left_behind == ()
 
 
-@pytest.mark.parametrize("how", ["exit handlers", "an earlier strategy"])
+@pytest.mark.parametrize("how", ["exit handlers", "an earlier strategy", "SystemExit in train"])
 def test_what_is_to_run_at_exit_is_run_once_after_a_loss(tmp_path: Path, how: str) -> None:
     """Though MPI_Finalize is not: Python's handlers in their order, threads, and the exit code."""
     job = run(tmp_path, 3, ENDINGS, how)

@@ -339,7 +339,7 @@ def test_many_saves_in_a_row(directory):
 
 
 @several_ranks
-def test_a_save_without_lost_ranks_is_given_up(directory, monkeypatch):
+def test_a_save_is_given_up_when_a_rank_is_lost(directory, monkeypatch):
     """The last rank writes nothing, as if it were gone; the others do not wait for it."""
     is_over = threading.Event()
     write = durable_files.write
@@ -350,15 +350,18 @@ def test_a_save_without_lost_ranks_is_given_up(directory, monkeypatch):
 
     monkeypatch.setattr(durable_files, "write", never)
     manager = manager_of(directory)
+    lost = threading.Event()
+    monkeypatch.setattr(manager._communicator, "has_lost_a_rank", lost.is_set)
     manager.save(1, wait=False)
     saving = manager._saving
-    manager.abandon()
+    lost.set()
     assert RANK == LAST or saving.finished.wait(30)
     WORLD.barrier()
     is_over.set()
     assert saving.finished.wait(30)
     WORLD.barrier()
     assert manager.checkpoints == []
+    assert RANK or os.listdir(directory) == [".lock"]
 
 
 # Errors

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from mpistrat.experimental.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,

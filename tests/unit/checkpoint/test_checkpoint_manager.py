@@ -19,7 +19,7 @@ import torch
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
 from mpistrat.checkpoint.directory import Directory
-from mpistrat.checkpoint.manifest import read_manifest
+from mpistrat.checkpoint.manifest import Manifest, read_manifest
 
 
 class Counter:
@@ -637,3 +637,47 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     checkpoint.objects["../up"] = Counter()
     with pytest.raises(ValueError, match="have names such as 'model'"):
         CheckpointManager(checkpoint, tmp_path).save(1)
+
+
+def test_two_saves_of_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a lost rank has left behind may be completed when the next has begun, or is complete."""
+    go_on = threading.Event()
+    complete = Directory.complete
+
+    def late(self: Directory, unfinished: str, path: str, manifest: Manifest) -> None:
+        if manifest.number == 1:
+            assert go_on.wait(30)
+        complete(self, unfinished, path, manifest)
+
+    monkeypatch.setattr(Directory, "complete", late)
+    first, second = (CheckpointManager(Checkpoint(c=Counter(n)), tmp_path) for n in (1, 2))
+    first.save(6, wait=False)
+    newest = second.save(6)
+    go_on.set()
+    first.wait()
+    assert names(second) == ["step-00000006", "step-00000006.2"]
+    assert second.latest_checkpoint == newest
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A forked one, such as a worker of a DataLoader, may outlive the rank that was killed."""
+    manager = CheckpointManager(Checkpoint(c=Counter()), tmp_path)
+    manager.claim()
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tell)
+        os.read(told, 1)  # until the parent is done
+        os._exit(0)
+    try:
+        del manager
+        gc.collect()
+        program = (
+            "import sys; from mpistrat.checkpoint.directory import Directory; "
+            "Directory(sys.argv[1]).open()"
+        )
+        subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
+    finally:
+        os.close(tell)
+        os.waitpid(child, 0)
+        os.close(told)

@@ -1,6 +1,5 @@
 """Of `run_elastic` what needs no MPI; tests/launch kills ranks."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,31 +48,8 @@ def test_too_few_from_the_start() -> None:
 class TwoSurvivors:
     comm = SimpleNamespace(size=2)
 
-    def go_on(self, last: int | None) -> tuple[list[int], int | None]:
-        return [1], last
-
     def exchange(self, states: dict[int, bytes]) -> None:
         pass
-
-
-def test_a_save_that_is_under_way_is_abandoned_when_a_rank_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its thread would wait five minutes for what the lost rank was to write."""
-    ends = SimpleNamespace(end_without_finalize=lambda: None)
-    monkeypatch.setattr("mpistrat.communicators.job_end", ends, raising=False)
-    survivors: Any = TwoSurvivors()
-    elastic = Elastic(None, survivors, 1, 1)
-    with ms.OneDeviceStrategy("cpu:0").scope():
-        checkpoint = ms.checkpoint.Checkpoint(total=ms.Variable(np.zeros(())))
-    manager = ms.checkpoint.CheckpointManager(checkpoint, tmp_path)
-    abandoned: list[bool] = []
-    saving: Any = SimpleNamespace(abandon=lambda: abandoned.append(True), error=None, seconds=0.0)
-    manager._saving = saving
-    elastic._checkpoint = checkpoint
-    elastic._recover(0.0)
-    assert abandoned == [True]
-    assert manager._saving is None
 
 
 def test_times_of_commits_take_no_more_memory_for_ever() -> None:
