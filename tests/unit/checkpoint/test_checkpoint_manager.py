@@ -11,6 +11,7 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ import torch
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
-from mpistrat.checkpoint.directory import Directory
-from mpistrat.checkpoint.manifest import Manifest, read_manifest
+from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.manifest import read_manifest
 
 
 class Counter:
@@ -644,10 +645,10 @@ def test_two_saves_of_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     go_on = threading.Event()
     complete = Directory.complete
 
-    def late(self: Directory, unfinished: str, path: str, manifest: Manifest) -> None:
-        if manifest.number == 1:
+    def late(self: Directory, unfinished: Unfinished, *others: Any) -> None:
+        if unfinished.number == 1:
             assert go_on.wait(30)
-        complete(self, unfinished, path, manifest)
+        complete(self, unfinished, *others)
 
     monkeypatch.setattr(Directory, "complete", late)
     first, second = (CheckpointManager(Checkpoint(c=Counter(n)), tmp_path) for n in (1, 2))
@@ -657,27 +658,3 @@ def test_two_saves_of_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     first.wait()
     assert names(second) == ["step-00000006", "step-00000006.2"]
     assert second.latest_checkpoint == newest
-
-
-def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A forked one, such as a worker of a DataLoader, may outlive the rank that was killed."""
-    manager = CheckpointManager(Checkpoint(c=Counter()), tmp_path)
-    manager.claim()
-    told, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(tell)
-        os.read(told, 1)  # until the parent is done
-        os._exit(0)
-    try:
-        del manager
-        gc.collect()
-        program = (
-            "import sys; from mpistrat.checkpoint.directory import Directory; "
-            "Directory(sys.argv[1]).open()"
-        )
-        subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
-    finally:
-        os.close(tell)
-        os.waitpid(child, 0)
-        os.close(told)
