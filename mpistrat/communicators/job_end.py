@@ -89,15 +89,7 @@ class _Group:
     @property
     def lost(self) -> bool:
         """Whether one of the ranks has failed, and the others have gone on without this group."""
-        if self.family is not None:
-            return self.family.has_lost()
-        if _finalizes:
-            return False
-        failed = self._comm.Get_failed()  # of a communicator made before run_elastic
-        try:
-            return failed.Get_size() > 0
-        finally:
-            failed.Free()
+        return has_lost_a_rank(self._comm)
 
     def look(self, who: str) -> None:
         """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
@@ -317,6 +309,20 @@ def expect_losses(expected: bool) -> None:
     """Whether the death of this rank is one that the others go on without."""
     if _watch is not None:
         _watch.record.words[EXPENDABLE] = expected
+
+
+def has_lost_a_rank(comm: MPI.Intracomm) -> bool:
+    """Whether one of the ranks of `comm` has failed, and the others have gone on without it."""
+    family = family_of(comm)
+    if family is not None:
+        return family.has_lost()
+    if _finalizes:
+        return False
+    failed = comm.Get_failed()  # of a communicator made before run_elastic
+    try:
+        return failed.Get_size() > 0
+    finally:
+        failed.Free()
 
 
 def end_without_finalize() -> None:

@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from mpistrat.communicators import job_end
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.fault_tolerant import family_of
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.traced import TracedCommunicator
 from mpistrat.errors import TopologyError
@@ -62,7 +61,7 @@ def _complete() -> None:
     """All ranks have come to their ends, and none records anything any more."""
     timeline = of_process.timeline()
     assert timeline is not None
-    whole = [comm for comm in _comms if not ((family := family_of(comm)) and family.has_lost())]
+    whole = [comm for comm in _comms if not job_end.has_lost_a_rank(comm)]
     for comm in whole:
         _compare_clocks(comm, timeline)
     timeline.close()

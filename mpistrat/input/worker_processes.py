@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -47,16 +48,16 @@ class Shielded:
         rank = multiprocessing.parent_process()
         assert rank is not None
         signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
-        arguments = (rank.pid, os.getppid())
-        threading.Thread(target=_end_with_rank, args=arguments, daemon=True).start()
+        threading.Thread(target=_end_with_rank, args=(rank,), daemon=True).start()
         if self._function is not None:
             self._function(worker_id)
 
 
-def _end_with_rank(rank: int, parent: int) -> None:
-    while os.getppid() == parent:
+def _end_with_rank(rank: BaseProcess) -> None:
+    # Not as long as the forkserver lives: that lives as long as its workers.
+    while rank.is_alive():
         came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
-        if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank:
+        if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:
             break
     os._exit(0)
 

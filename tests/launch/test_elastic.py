@@ -5,20 +5,22 @@ import json
 import math
 import re
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher, run_job
+import two_nodes
+from mpi_launcher import Job, Launcher
 from mpistrat.checkpoint.directory import Directory
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
+from trace_rules import valid_trace
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 ENDINGS = PROGRAM.with_name("elastic_endings.py")
 SAVING = PROGRAM.with_name("elastic_saving.py")
+WORKERS = PROGRAM.with_name("elastic_workers.py")
 RANKS, EXAMPLES, STEPS_OF_EPOCH, EPOCHS = 4, 96, 6, 4
 SECONDS = 120.0
 # Recovery takes less than a second; a loaded machine may take its time.
@@ -31,11 +33,15 @@ SEEDS = [
 PLACES = ("forward", "window", "MPI", "overlap", "commit", "recovery")
 
 
-def run(folder: Path, ranks: int, *words: str | Path) -> Job:
+class ElasticLauncher(Launcher):
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        return super().command(ranks, ["--with-ft", "ulfm", *program])
+
+
+def run(folder: Path, ranks: int, *words: str | Path, env: Mapping[str, str] = {}) -> Job:
     """Reports are left in `folder`."""
-    launcher = Launcher.named("Open MPI")
-    program = ["--with-ft", "ulfm", sys.executable, *map(str, words)]
-    return run_job(launcher.command(ranks, program), launcher.environment(), SECONDS, folder)
+    launcher = ElasticLauncher.named("Open MPI")
+    return launcher.run_python(ranks, *words, seconds=SECONDS, env=env, cwd=folder)
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,70 @@ def test_a_rank_is_killed(
     place: str,
 ) -> None:
     assert_as_undisturbed(train(tmp_path, 0, place), undisturbed, recoveries, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["shared parameters", "sentinel"])
+def test_a_rank_is_killed_with(
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    recoveries: list[float],
+    record_property: Callable[[str, object], None],
+    feature: str,
+) -> None:
+    trained = train(tmp_path, 0, "forward", feature)
+    assert_as_undisturbed(trained, undisturbed, recoveries, record_property)
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_whose_loader_has_workers(tmp_path: Path) -> None:
+    """The examples of the step that is lost are read again by the others' workers; the dead one's end, too."""
+    job = run(tmp_path, 3, WORKERS)
+    assert job.returncode == 0, job.output
+    assert "2 of 3 ranks go on after step 3 without rank 1" in job.output
+    assert job.stdout.split() == [str(float(sum(i * i for i in range(48))))] * 2
+    assert job.left_behind == ()
+
+
+@pytest.mark.parametrize(
+    "how", ["an earlier strategy", pytest.param("exit handlers", marks=pytest.mark.slow)]
+)
+def test_a_rank_is_killed_that_is_traced(tmp_path: Path, how: str) -> None:
+    """The others' timelines are whole; of strategies that the lost one was in, clocks are compared no more."""
+    job = run(tmp_path, 3, ENDINGS, how, env={"MPISTRAT_TRACE": str(tmp_path / "trace")})
+    assert job.returncode == 7, job.output
+    assert "Traceback" not in job.output
+    assert "the part has no end of rank 1" in job.output
+    assert job.left_behind == ()
+    events = valid_trace(tmp_path / "trace" / "trace.json")
+    # The barrier at the end of run_elastic is the last call.
+    assert sum("end of run_elastic" in str(event.get("args")) for event in events) >= 2
+
+
+def over_two_nodes(folder: Path, how: str) -> Job:
+    """Two ranks on each, of which the last, or all of the second node, are killed."""
+    if reason := two_nodes.why_not():
+        pytest.skip(reason)
+    launcher = ElasticLauncher.named("Open MPI")
+    with two_nodes.two_nodes(folder) as nodes:
+        return nodes.run_python(launcher, 2, ENDINGS, how, seconds=SECONDS)
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_on_one_of_two_nodes(tmp_path: Path) -> None:
+    job = over_two_nodes(tmp_path, "rank-3")
+    assert job.returncode == 0, job.output
+    assert "3 of 4 ranks go on after step 5 without rank 3" in job.output
+    assert job.stdout.split() == ["10"] * 3
+    assert job.left_behind == ()
+
+
+@pytest.mark.slow
+def test_a_node_is_lost(tmp_path: Path) -> None:
+    """Open MPI 5.0's launcher gives up, whatever the ranks could do: there is nothing to go on with."""
+    job = over_two_nodes(tmp_path, "node-2")
+    assert "PRTE has lost communication with a remote daemon" in job.output
+    assert job.stdout.split() == []
 
 
 KILLS_WHILE_SAVING = [

@@ -1,4 +1,5 @@
-"""Training of which ranks are killed: `elastic.py SEED FOLDER [PLACE]`, on every rank; with "-" for a seed, none is.
+"""Training of which ranks are killed: `elastic.py SEED FOLDER [PLACE [WITH]]`, on every rank; with "-" for a seed, none
+is. WITH is "shared parameters" or "sentinel".
 
 Where, at which step and which rank the seed says; the place, too, unless it is given. Each rank tells FOLDER which
 examples it read in which step, when it was killed or went on, and what it trained.
@@ -36,6 +37,7 @@ plan = random.Random(f"elastic {seed}")
 place = plan.choice(PLACES)
 if len(sys.argv) > 3:
     place = sys.argv[3]
+features = sys.argv[4:]
 deterministic = place != "overlap" and plan.random() < 0.5
 at = plan.randrange(1, STEPS)
 victim, second = plan.sample(range(size), 2)
@@ -118,7 +120,11 @@ def train(elastic: ms.fault_tolerance.Elastic) -> None:
         overlap=place == "overlap",
     )
     torch.manual_seed(1 + me)
-    strategy = elastic.strategy(deterministic=deterministic, communication_options=options)
+    strategy = elastic.strategy(
+        deterministic=deterministic,
+        communication_options=options,
+        shared_parameters="shared parameters" in features,
+    )
     with strategy.scope():
         dropout = torch.nn.Dropout(0.2 if deterministic else 0.0)
         model = torch.nn.Sequential(
@@ -134,6 +140,8 @@ def train(elastic: ms.fault_tolerance.Elastic) -> None:
     batches = strategy.experimental_distribute_dataset(loader)
     checkpoint = ms.checkpoint.Checkpoint(model=model, optimizer=optimizer, batches=batches)
     elastic.restore(checkpoint)
+    if "sentinel" in features:
+        ms.fault_tolerance.DivergenceSentinel(strategy, every=2)
     if trained > 1:
         (folder / f"went-on-{me}-{trained}").write_text(str(time.time()), encoding="utf-8")
 

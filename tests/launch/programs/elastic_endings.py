@@ -1,8 +1,11 @@
-"""An elastic job that ends in another way: `elastic_endings.py HOW`, on every rank; rank 1 does what HOW says."""
+"""An elastic job that ends in another way: `elastic_endings.py HOW`, on every rank; rank 1, or who is named, does what
+HOW says.
+"""
 
 import atexit
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,12 +30,17 @@ def train(elastic: ms.fault_tolerance.Elastic) -> None:
         total = ms.Variable(np.zeros(()), name="total")
     elastic.restore(ms.checkpoint.Checkpoint(total=total))
     while elastic.step < 10:
+        if HOW == "node-2" and elastic.step == 5 and socket.gethostname() == "node2":
+            os.kill(os.getppid(), signal.SIGKILL)  # its daemon
+            die()
+        if HOW == "rank-3" and me == 3 and elastic.step == 5:
+            die()
         if me == 1 and elastic.step == 5:
             if HOW == "raises":
                 raise KeyError("of its own")
             if HOW == "leaves":
                 return
-            if HOW not in ("nothing", "after the last step"):
+            if HOW not in ("nothing", "after the last step", "rank-3", "node-2"):
                 die()
         total.assign_add(strategy.reduce("mean", 1.0, axis=None))
         elastic.commit()
@@ -106,7 +114,7 @@ def main() -> None:
     if HOW == "another while they agree" and me == 2:
         die_while_they_agree()
     ms.fault_tolerance.run_elastic(train, min_replicas=2)
-    if HOW in ("nothing", "after the last step"):
+    if HOW in ("nothing", "after the last step", "rank-3", "node-2"):
         sys.stdout.write("10\n")
     if HOW in EXITS:
         end_in_order()
