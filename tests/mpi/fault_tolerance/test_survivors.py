@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mpistrat.communicators import job_end
+from mpistrat.fault_tolerance import survivors as survivors_module
 from mpistrat.fault_tolerance.survivors import Survivors
 
 
@@ -18,3 +19,51 @@ def test_a_rank_that_is_lost_when_all_are_done(monkeypatch: pytest.MonkeyPatch, 
     survivors._family = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
     survivors.end()
     assert skipped == [True] * lost
+
+
+class SmallerComm:
+    """Of which all ranks may have told their steps, and some may not know it: one was lost meanwhile."""
+
+    def __init__(self, *agree: bool) -> None:
+        self._agree = agree
+        self.agreed_to: list[int] = []
+
+    def allgather(self, step: int) -> list[int]:
+        return [step, step + 1]
+
+    def Ack_failed(self) -> int:  # noqa: N802
+        return 0
+
+    def Agree(self, flag: int) -> int:  # noqa: N802
+        self.agreed_to.append(flag)
+        return flag and self._agree[0]
+
+    def Shrink(self) -> "SmallerComm":  # noqa: N802
+        return SmallerComm(*self._agree[1:])
+
+
+def test_ranks_go_on_when_all_know_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one has heard all steps, but another has not, for one more rank was lost: it would shrink once more."""
+    families: list[Any] = []
+
+    def family_of(comm: Any) -> Any:
+        calls: list[str] = []
+        families.append(
+            SimpleNamespace(
+                comm=comm,
+                calls=calls,
+                revoke=lambda: calls.append("revoke"),
+                stop_looking=lambda: calls.append("stop_looking"),
+                has_lost=lambda: False,
+            )
+        )
+        return families[-1]
+
+    monkeypatch.setattr(survivors_module, "Family", family_of)
+    monkeypatch.setattr(survivors_module, "discard", lambda comm: None)
+    monkeypatch.setattr(survivors_module, "_members", lambda comm, besides: [len(families)])
+    survivors: Any = Survivors.__new__(Survivors)
+    survivors._family = family_of(SmallerComm(True, False, True))
+    assert survivors.go_on(7) == ([1, 2], 7)
+    assert [family.calls for family in families] == [["revoke", "stop_looking"]] * 2 + [[]]
+    assert [family.comm.agreed_to for family in families] == [[], [1], [1]]
