@@ -270,10 +270,7 @@ class _Watch:
             _end_job(f"ending the job: {self._who} was interrupted", 130)
 
     def end_together(self) -> None:
-        """Return when the ranks that are left have run their exit handlers.
-
-        mpirun kills them as soon as one returns another code than 0, once a rank was lost.
-        """
+        """Return when all that are left have run their exit handlers: mpirun kills them when one returns not 0."""
         if self._thread is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
         end = time.monotonic() + SECONDS_FOR_EXIT_HANDLERS
