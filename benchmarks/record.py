@@ -23,7 +23,7 @@ BENCH = ("-m", "mpistrat.bench")
 
 def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     """What follows `mpiexec -n 2 python`. PREFIX begins the names of files; `quick`: only whether they run."""
-    names = ("overheads", "collectives", "training_step", "checkpoints")
+    names = ("overheads", "collectives", "training_step", "checkpoints", "fault_tolerance")
     here = {name: f"benchmarks/{name}.py" for name in names}
     rounds = ("--rounds", "1") if quick else ()
     yield here["overheads"], *rounds, "--json", "PREFIX"
@@ -32,6 +32,7 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     models = ("--models", "mlp") if quick else ()
     yield here["training_step"], *models, *rounds, "--json", "PREFIX"
     yield here["checkpoints"], *models, *rounds, "--json", "PREFIX"
+    yield here["fault_tolerance"], *models, *rounds, "--json", "PREFIX"
 
     examples = ("--examples", "512") if quick else ()
     yield *BENCH, "input", "overhead", *rounds, "--json", "PREFIXinput_overhead.json"

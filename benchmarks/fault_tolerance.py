@@ -1,0 +1,97 @@
+"""What a PreemptionCheckpointHandler and a DivergenceSentinel add to a training step.
+
+    mpiexec -n 2 python benchmarks/fault_tolerance.py
+
+All take turns in one run, each with a strategy of its own. A step with neither takes part twice: what those two differ
+by is what cannot be told here. The sentinel compares in every step; by default it does so in each hundredth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpistrat as ms
+from mpistrat.bench.models import model_named
+from mpistrat.bench.models.mlp import mlp
+from mpistrat.bench.models.model import Model
+from mpistrat.bench.report import report
+from mpistrat.bench.rounds import all_ranks, compare, medians
+from mpistrat.bench.work import STEPS_OF_TRIALS, Step, Work, with_strategy
+
+SMALL = Model(functools.partial(mlp, 16, 1), (1, 4, 4), examples_per_rank=8, classes=10)
+MODELS = ("small", "mlp", "mlp-large")
+ROUNDS = 31
+NEITHER = "neither"
+
+
+def contestants(work: Work, directory: Path) -> dict[str, Step]:
+    def begin() -> tuple[ms.MultiWorkerMirroredStrategy, Step, torch.nn.Module]:
+        strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+        step, module = with_strategy(work, strategy)
+        for _ in range(STEPS_OF_TRIALS):
+            step()
+        return strategy, step, module
+
+    _, neither, _ = begin()
+    _, again, _ = begin()
+    strategy, step, module = begin()
+    with strategy.scope():
+        checkpoint = ms.checkpoint.Checkpoint(module=module)
+    handler = ms.experimental.PreemptionCheckpointHandler(
+        strategy.cluster_resolver, checkpoint, directory
+    )
+    watched, compared, _ = begin()
+    ms.fault_tolerance.DivergenceSentinel(watched, every=1)
+    return {
+        NEITHER: neither,
+        "neither, again": again,
+        "PreemptionCheckpointHandler": lambda: handler.run(step),
+        "DivergenceSentinel(every=1)": compared,
+    }
+
+
+def steps(name: str, directory: Path, num_rounds: int) -> list[dict[str, Any]]:
+    """A row for each contestant: its median round, and the median of how much longer it took than `NEITHER`'s turn."""
+    model = SMALL if name == "small" else model_named(name)
+    work = Work(model, model.examples_per_rank, all_ranks().rank)
+    rounds = compare(contestants(work, directory), num_rounds=num_rounds)
+    return [
+        {
+            "model": name,
+            "a step with": contestant,
+            "ms": us / 1000,
+            "more us": statistics.median(
+                one - other for one, other in zip(rounds[contestant], rounds[NEITHER], strict=True)
+            ),
+            "ratio": us / medians(rounds)[NEITHER],
+            "samples": [sample / 1000 for sample in rounds[contestant]],
+        }
+        for contestant, us in medians(rounds).items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
+    )
+    given = parser.parse_args()
+    communicator = all_ranks()
+    with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:
+        top = Path(communicator.broadcast_object(own))
+        rows = [row for name in given.models for row in steps(name, top / name, given.rounds)]
+        communicator.barrier()
+    report("training step", rows, given.json and f"{given.json}fault_tolerance.json")
+
+
+if __name__ == "__main__":
+    main()
