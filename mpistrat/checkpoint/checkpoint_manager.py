@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import operator
 import os
-import sys
 import time
 import warnings
 import weakref
@@ -17,6 +16,7 @@ from mpistrat.checkpoint.directory import Directory, Unfinished
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.context import require_cross_replica
+from mpistrat.notices import tell
 
 T = TypeVar("T")
 
@@ -303,7 +303,7 @@ def _tell_unraised(reference: weakref.ref[CheckpointManager]) -> None:
     manager = reference()
     saving = None if manager is None else manager._saving
     if saving is not None and saving.error is not None:
-        sys.stderr.write(
-            f"mpistrat: the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "
-            f"{saving.error}\n"
+        tell(
+            f"the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "
+            f"{saving.error}"
         )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +13,7 @@ from mpistrat.fault_tolerance.signal_flag import SignalFlag
 from mpistrat.fault_tolerance.step_times import StepTimes
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.fault_tolerance.time_limit import TimeLimit
+from mpistrat.notices import tell
 
 # What a rank has to say; the greatest of all ranks counts.
 NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2
@@ -117,11 +116,10 @@ def _poll(watcher: Callable[[], bool], of: weakref.ref[_Watcher], stop: threadin
         except Exception as error:
             if not told:
                 told = True
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    sys.stderr.write(
-                        "mpistrat: the termination watcher fails, and will be asked again: "
-                        f"{type(error).__name__}: {error}\n"
-                    )
+                tell(
+                    "the termination watcher fails, and will be asked again: "
+                    f"{type(error).__name__}: {error}"
+                )
         if stop.wait(0 if seen else _SECONDS_BETWEEN_POLLS):
             return
     owner = of()

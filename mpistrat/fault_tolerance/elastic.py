@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import pickle
 import statistics
-import sys
 import time
 import traceback
 from collections import deque
@@ -23,6 +22,7 @@ from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
 from mpistrat.communicators.program_exit import remember_raised
 from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
+from mpistrat.notices import tell
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run_elastic(
 
             survivors = Survivors(over)
         elif over.Get_rank() == 0:
-            _say(f"a rank that is lost ends this job: {why_not}. Save checkpoints to go on from")
+            tell(f"a rank that is lost ends this job: {why_not}. Save checkpoints to go on from")
     elastic = Elastic(over, survivors, min_replicas, steps_per_copy)
     return train(elastic) if survivors is None else _go_on_with(train, elastic, survivors)
 
@@ -232,7 +232,7 @@ class Elastic:
             lost, size, noticed = self._loss
             ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}"
             left = self.comm.size
-            _say(
+            tell(
                 f"{left} of {size} ranks go on after step {self.step} without {ranks}, "
                 f"{time.monotonic() - noticed:.2f} s after the loss was noticed"
             )
@@ -243,8 +243,3 @@ def replicas_of(total: int, ranks: int) -> list[int]:
     """How many of `total` replicas each rank has: as equally as they can be spread, the first ones have more."""
     each, more = divmod(total, ranks)
     return [each + (rank < more) for rank in range(ranks)]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"mpistrat: {text}\n")
-    sys.stderr.flush()

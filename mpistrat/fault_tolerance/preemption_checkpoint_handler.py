@@ -25,6 +25,7 @@ from mpistrat.fault_tolerance.announced_end import (
 )
 from mpistrat.fault_tolerance.riding_word import RidingWord
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
+from mpistrat.notices import tell
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
@@ -196,8 +197,7 @@ class PreemptionCheckpointHandler:
     def _tell(self, text: str) -> None:
         """On rank 0."""
         if self._communicator.rank == 0:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(f"mpistrat: {text}\n")
+            tell(text)
 
 
 class _Counter:

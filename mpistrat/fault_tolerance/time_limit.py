@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import threading
 import time
 import weakref
 
 from mpistrat.cluster_resolver.slurm_job import SlurmJob
+from mpistrat.notices import tell
 
 # It asks again after a tenth of the time that is left: limits can change.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
@@ -56,7 +55,7 @@ def _ask_again_and_again(job: SlurmJob, end: _End, known: bool, stop: threading.
         except Exception as error:  # whatever it is, the next answer may be right
             if not told:
                 told = True
-                _tell(
+                tell(
                     f"the time limit of job {job.job_id} is not known: {type(error).__name__}: {error}. Nothing is "
                     "saved before it is reached, unless a signal announces it (sbatch --signal), or "
                     "TerminationConfig(end_time=...) gives it"
@@ -64,8 +63,3 @@ def _ask_again_and_again(job: SlurmJob, end: _End, known: bool, stop: threading.
         left = (end.time - time.time()) / 10
         if stop.wait(min(max(left, _SHORTEST_PAUSE), _LONGEST_PAUSE)):
             return
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or None
-        sys.stderr.write(f"mpistrat: {text}\n")

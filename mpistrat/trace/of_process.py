@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
 
+from mpistrat.notices import tell
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, host_clock
 
@@ -59,4 +59,4 @@ def _finish(pid: int, timeline: Timeline, size: int) -> None:
             text = merged.describe()
     except OSError as error:
         text = f"the trace could not be written: {error}. Its parts are in {timeline.folder}"
-    sys.stderr.write(f"mpistrat: {text}\n")
+    tell(text)

@@ -40,6 +40,7 @@ LAYERS = (
         "flight_recorder",
         "indexed_slices",
         "nest",
+        "notices",
         "options",
         "partitioners",
         "private_files",
