@@ -140,13 +140,10 @@ def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
         return  # inside run a replica reads its own
     from mpistrat.pytorch import virtual_replicas
 
-    taken = snapshot(strategy._mirroring.registry)
-    slots, flags = [], []
-    for slot, (_, written) in zip(strategy._mirroring.registry.buffers, taken, strict=True):
-        if slot.module() is module:
-            slots.append(slot)
-            flags.append(written)
-    if any(flags):
+    registry = strategy._mirroring.registry
+    found = (registry.buffer(module, key) for key in module._buffers)
+    slots = [slot for slot in found if slot is not None]
+    if any(slot.changed(slot.tensor()) for slot in slots):
         copies = virtual_replicas.copies_of_buffers(strategy.extended, slots)
         snapshots = [[(tensor, True) for tensor in own] for own in copies]
         label = (
