@@ -133,7 +133,10 @@ class Directory:
         Manifest(step, number, ranks, files).write(unfinished.folder)
         durable_files.sync_folder(unfinished.folder)
         durable_files.rename(unfinished.folder, unfinished.path)
-        self._look()
+        assert self._lock is not None
+        assert self._lock.seen is not None
+        name = os.path.basename(unfinished.path)
+        self._lock.seen = Seen(step, self._lock.seen.names | {name})
         self._end(unfinished)
 
     def give_up(self, unfinished: Unfinished) -> None:

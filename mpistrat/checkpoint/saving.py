@@ -138,6 +138,8 @@ class SavingOfAll(Saving):
         except _Abandoned:
             self._directory.give_up(self.checkpoint)
             raise
+        # Jobs that were killed when their checkpoints were complete have left more: never are there two too many.
+        self._directory.keep_newest(self._keep)
         self._directory.complete(self.checkpoint, self._ranks, of_all)
         self._directory.keep_newest(self._keep)
 

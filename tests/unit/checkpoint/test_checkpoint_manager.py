@@ -658,3 +658,21 @@ def test_two_saves_of_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     first.wait()
     assert names(second) == ["step-00000006", "step-00000006.2"]
     assert second.latest_checkpoint == newest
+
+
+def test_there_are_never_two_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that are killed when a checkpoint is complete, and those before not deleted, do not add up."""
+    checkpoint = Checkpoint(c=Counter())
+    for step in range(4):
+        CheckpointManager(checkpoint, tmp_path, keep=9).save(step)
+    manager = CheckpointManager(checkpoint, tmp_path, keep=2)
+    complete, there = Directory.complete, []
+
+    def counted(self: Directory, *arguments: Any) -> None:
+        there.append(names(manager))
+        complete(self, *arguments)
+
+    monkeypatch.setattr(Directory, "complete", counted)
+    manager.save(9)
+    assert there == [["step-00000002", "step-00000003"]]
+    assert names(manager) == ["step-00000003", "step-00000009"]
