@@ -71,15 +71,15 @@ def itemsize(array: Array) -> int:
 
 def itemsize_of(dtype: Any) -> int | None:
     """Bytes of an element of `dtype`: a name, or a dtype of any library. None for texts and other objects."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-        if isinstance(dtype, torch.dtype):
-            return dtype.itemsize
-    if dtype == "string":
+    if isinstance(dtype, str) and dtype == "string":
         return None
-    numpy_dtype = np.dtype(dtype)
-    return numpy_dtype.itemsize if numpy_dtype.kind in "biufcV" else None
+    try:
+        known = np.dtype(dtype)
+    except TypeError:  # torch's, or the name of one that NumPy lacks
+        import torch
+
+        return (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+    return known.itemsize if known.kind in "biufcV" else None
 
 
 def num_elements(array: Array) -> int:

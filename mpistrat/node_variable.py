@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,15 @@ def variable_of_node(
     Called by: every rank, in the same order.
     Args: value: equal on all ranks.
     """
-    memory = None
+    memory, why = None, ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
     if communicator.size > 1 and nbytes and not arrays.is_on_gpu(value):
-        memory, _ = communicator.common_memory(-(-nbytes // PAGE) * PAGE)
+        memory, why = communicator.common_memory(-(-nbytes // PAGE) * PAGE)
     if memory is None:
+        if why and communicator.rank == 0:
+            warnings.warn(
+                f"each rank keeps a copy of variable {name!r}: {why}", RuntimeWarning, stacklevel=2
+            )
         return PlainVariable(value, trainable, name, synchronization, aggregation)
     return NodeVariable(value, trainable, name, synchronization, aggregation, communicator, memory)
 
@@ -60,7 +65,6 @@ class NodeVariable(PlainVariable):
         memory: CommonMemory,
     ) -> None:
         self._communicator = communicator
-        self._memory = memory
         self._view = memory.view()
         self._common = _as(memory.shared, value)  # where updates are written
         super().__init__(value, trainable, name, synchronization, aggregation)
@@ -68,7 +72,7 @@ class NodeVariable(PlainVariable):
     def _kept(self, value: Array) -> Array:
         part = self._part_of(arrays.num_elements(value))
         self._common.reshape(-1)[part] = arrays.detach(value).reshape(-1)[part]
-        self._communicator.barrier(label="first value of a variable")
+        self._communicator.barrier(label="first value of a variable of the node")
         return _as(self._view.memory, value)
 
     def _update(self, method: str, operand: Any) -> Array:
@@ -80,12 +84,13 @@ class NodeVariable(PlainVariable):
                 target = self._common[part]
             else:
                 part = self._part_of(arrays.num_elements(self._array))
-                # A copy: it may be what this variable reads as, in another order.
-                operand = arrays.copy(operand.reshape(-1)[part])
+                operand = operand.reshape(-1)[part]
                 target = self._common.reshape(-1)[part]
+            # A new array: the operand may be what this variable reads as, in another order.
+            value = updated(method, target, operand, self.name)
         self._communicator.barrier(label=f"{method} to {self.name!r}")  # all have read
-        target[...] = updated(method, target, operand, self.name)
-        self._communicator.barrier(label=f"{method} to {self.name!r}")  # all have written
+        target[...] = value
+        self._communicator.barrier(label=f"end of {method} to {self.name!r}")  # all have written
         self._view.renew(self._view.written())  # what the program wrote to what it read is gone
         return self._array
 
@@ -107,8 +112,6 @@ def _as(memory: np.ndarray, like: Array) -> Array:
 
 def _rows_in(slices: IndexedSlices, part: slice) -> IndexedSlices:
     """Those of `slices` whose rows are in `part`, counted from its beginning."""
-    (own,) = np.nonzero(
-        (arrays.to_numpy(slices.indices) >= part.start)
-        & (arrays.to_numpy(slices.indices) < part.stop)
-    )
-    return IndexedSlices(arrays.detach_read(slices.values)[own], slices.indices[own] - part.start)
+    indices = arrays.to_numpy(slices.indices).astype(np.int64)
+    (own,) = np.nonzero((indices >= part.start) & (indices < part.stop))
+    return IndexedSlices(arrays.detach_read(slices.values)[own], indices[own] - part.start)

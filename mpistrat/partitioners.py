@@ -107,7 +107,7 @@ def _at_least_one(**arguments: int) -> None:
 
 def _check(shape: Sequence[int], axis: int) -> None:
     for size in shape:
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise TypeError(f"partitioning needs all sizes of a shape, got {list(shape)}")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"a variable of shape {list(shape)} cannot be split along axis {axis}")

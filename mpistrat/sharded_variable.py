@@ -56,6 +56,7 @@ class ShardedVariable(Variable):
         self.name = name
         self.trainable = first.trainable
         self.synchronization, self.aggregation = first.synchronization, first.aggregation
+        self.strategy = getattr(first, "strategy", None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,13 +159,15 @@ class ShardedVariable(Variable):
         owners = self._owners(positions)
         self._check_division(method)
         for shard, (variable, offset) in enumerate(zip(self.variables, self.offsets, strict=True)):
+            # Also where there are none: updates of distributed variables are collective.
             (own,) = np.nonzero(owners == shard)
-            if len(own):
-                variable._update(method, IndexedSlices(slices.values[own], positions[own] - offset))
+            variable._update(method, IndexedSlices(slices.values[own], positions[own] - offset))
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
         value = arrays.detach_read(value)
-        whole = value if arrays.is_array(value) else arrays.as_array(value)
+        whole = value
+        if not arrays.is_array(value):
+            whole = arrays.cast_like(arrays.as_array(value), self.variables[0].read_value())
         if tuple(whole.shape) != self.shape:
             raise InvalidArgumentError(
                 f"variable {self.name!r} has shape {list(self.shape)}, the operand {list(whole.shape)}"

@@ -547,4 +547,6 @@ def initial_array(initial_value: Any, dtype: Any) -> arrays.Array:
         read = arrays.as_array(read)
         if dtype is None and arrays.dtype_name(read) == "float64":
             dtype = "float32"  # Python's floats, as in tf.distribute and torch
+    if getattr(read.dtype, "hasobject", False):  # other ranks would take its pointers for their own
+        raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
     return read if dtype is None else arrays.cast(read, dtype)

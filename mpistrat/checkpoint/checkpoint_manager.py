@@ -121,12 +121,14 @@ class CheckpointManager:
         with communicator.raising_together():  # some states are collective
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
+        del state
         if communicator.rank > 0:
             self._saving = SavingOfRank(checkpoint, files, began, communicator.rank)
         else:
             lost = communicator.has_lost_a_rank
-            whole = (communicator.size, self._directory, self._keep, lost)
-            self._saving = SavingOfAll(checkpoint, files, began, *whole)
+            self._saving = SavingOfAll(
+                checkpoint, files, began, communicator.size, self._directory, self._keep, lost
+            )
         self._saving.start()
         if wait:
             self.wait()
@@ -146,9 +148,14 @@ class CheckpointManager:
                 told = self._directory.begin(step)
         except Exception as failed:
             error = failed
-        asked = communicator.all_gather_object(
-            (step, error is None, told), label="begin of a checkpoint"
-        )
+        try:
+            asked = communicator.all_gather_object(
+                (step, error is None, told), label="begin of a checkpoint"
+            )
+        except BaseException:
+            if told is not None:
+                self._directory.give_up(told)
+            raise
         steps = [entry[0] for entry in asked]
         if error is None and len(set(map(repr, steps))) > 1:
             error = ValueError(f"the ranks save different steps: {steps}, by rank")
@@ -201,8 +208,10 @@ class CheckpointManager:
             pause = min(2 * pause, _LONGEST_PAUSE)
         self._seconds_to_save = self.seconds_to_save
         self._saving = None
-        if communicator.rank == 0 and not all(entry[1] for entry in told):
-            self._directory.give_up(saving.checkpoint)
+        if not all(entry[1] for entry in told):
+            self._claimed = False  # the directory may not be what it was
+            if communicator.rank == 0:
+                self._directory.give_up(saving.checkpoint)
         communicator.raise_any(
             saving.error, f"could not write its part of {saving.checkpoint.path}"
         )

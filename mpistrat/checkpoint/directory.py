@@ -76,16 +76,15 @@ class Directory:
 
         Raises: RuntimeError when another job is; OSError.
         """
-        if self._lock is not None:
-            return
         if not os.path.isdir(self.path):
             durable_files.make_folders(self.path)
-        self._lock = DirectoryLock.of(self.path)
-        if self._lock.seen is None:
-            for name in self._names() if self._lock.held else ():
+        lock = DirectoryLock.of(self.path)
+        if lock.seen is None:
+            for name in self._names() if lock.held else ():
                 if name.startswith((_UNFINISHED, _DELETED)):
                     self.remove(os.path.join(self.path, name))
-            self._look()
+        self._lock = lock
+        self._look()
 
     def _look(self) -> None:
         assert self._lock is not None

@@ -132,12 +132,8 @@ class SavingOfAll(Saving):
 
     def _finish(self, written: Written) -> None:
         of_all = dict(written)
-        try:
-            for rank in range(1, self._ranks):
-                of_all.update(self._note_of(rank))
-        except _Abandoned:
-            self._directory.give_up(self.checkpoint)
-            raise
+        for rank in range(1, self._ranks):
+            of_all.update(self._note_of(rank))
         # Jobs that were killed when their checkpoints were complete have left more: never are there two too many.
         self._directory.keep_newest(self._keep)
         self._directory.complete(self.checkpoint, self._ranks, of_all)
@@ -151,7 +147,10 @@ class SavingOfAll(Saving):
         while not os.path.exists(note):
             if rank in self.heard:
                 break
-            if self._abandoned.is_set() or self._lost():
+            if self._abandoned.is_set():
+                raise _Abandoned
+            if self._lost():
+                self._directory.give_up(self.checkpoint)
                 raise _Abandoned
             now, seen = time.monotonic(), _sizes(folder)
             if seen != progress:

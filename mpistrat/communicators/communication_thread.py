@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from types import FrameType
 
 from mpistrat.communicators.call_site import standing_for
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.notices import tell
 
 _threads: dict[Communicator, CommunicationThread] = {}
 
@@ -84,8 +84,8 @@ class CommunicationThread:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
         last = self._unfinished
         if os.getpid() == self._pid and last is not None and not last.done():
-            sys.stderr.write(
-                f"\nmpistrat: ending the job: rank {self.communicator.rank} came to its end while a reduction of "
-                "gradients, which other ranks did not take part in, was under way\n"
+            tell(
+                f"ending the job: rank {self.communicator.rank} came to its end while a reduction of "
+                "gradients, which other ranks did not take part in, was under way"
             )
             self.communicator.abort(1)

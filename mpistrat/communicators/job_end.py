@@ -268,6 +268,12 @@ class _Watch:
             self.record.words[STATE] = LEFT
         except KeyboardInterrupt:
             _end_job(f"ending the job: {self._who} was interrupted", 130)
+        except MPI.Exception as error:
+            if not tells_of_loss(error):
+                raise
+            _end_job(
+                f"ending the job: a rank failed while {self._who} waited for all at its end", 1
+            )
 
     def end_together(self) -> None:
         """Return when all that are left have run their exit handlers: mpirun kills them when one returns not 0."""
@@ -278,9 +284,11 @@ class _Watch:
             waiting = [group for group in self._groups if not group.lost]
             for group in waiting:
                 group.end()
+            pause = 0.001
             while waiting and time.monotonic() < end:
                 waiting = [one for one in waiting if not (one.lost or one.all_left())]
-                time.sleep(0.001)
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -341,9 +349,11 @@ def _end_here() -> NoReturn:
     atexit.unregister(_end_here)
     atexit._run_exitfuncs()
     _flush()
-    if _watch is not None:
-        _watch.end_together()
-    os._exit(code)
+    try:
+        if _watch is not None:
+            _watch.end_together()
+    finally:  # also where a signal has raised: what Python does next may hang
+        os._exit(code)
 
 
 def also(flushed: Any, last: Callable[[], None]) -> None:

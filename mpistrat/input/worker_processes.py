@@ -54,7 +54,8 @@ class Shielded:
 
 
 def _end_with_rank(rank: BaseProcess) -> None:
-    # Not as long as the forkserver lives: that lives as long as its workers.
+    # Not as long as the forkserver lives: that lives as long as its workers. (A forked child of a rank that was killed
+    # keeps it alive here: the rank is known by a pipe's end.)
     while rank.is_alive():
         came = signal.sigtimedwait(_ANNOUNCEMENTS, _SECONDS_BETWEEN_LOOKS)
         if came is not None and came.si_signo == signal.SIGTERM and came.si_pid == rank.pid:

@@ -110,7 +110,8 @@ class CentralStorageStrategy(Strategy):
     Variables and the parameters of torch modules, with their gradients' sum and the state of optimizers that update
     element by element, lie in memory that the ranks share: m bytes of parameters cost m per node, and each rank's own
     gradients. A rank with several replicas computes them on its own copy of torch's parameters. An update of a
-    `Variable` is collective; what was read of it before shows the new value afterwards.
+    `Variable` is collective, outside `run` with an operand that is equal on all ranks; what was read of it before may
+    show the new value afterwards.
 
     Called by: every rank of the job (or of `comm`), all on one node.
     Args:
@@ -133,6 +134,11 @@ class CentralStorageStrategy(Strategy):
         check: str = "always",
     ) -> None:
         check_strategy_arguments(communication_options, gradients, check=check)
+        wire = communication_options
+        if wire is not None and (wire.wire_dtype or wire.wire_format):
+            raise ValueError(
+                "CentralStorageStrategy is for one node, where nothing is sent: leave out wire_dtype and wire_format"
+            )
         devices = check_devices(compute_devices or ["cpu:0"])
         if parameter_device is None:
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"

@@ -8,6 +8,7 @@ import sys
 from mpistrat.cluster_resolver.cpu_share import fixed_threads, intra_op_threads, user_set_threads
 from mpistrat.communicators import Communicator
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.notices import tell
 from mpistrat.topology import Topology
 
 _announced = False
@@ -48,11 +49,9 @@ def share_cores(
     _set_threads(threads)
     if communicator.rank == 0 and not _announced:
         _announced = True
-        print(
-            f"mpistrat: {threads} compute thread{'s' * (threads > 1)} per rank ({len(local)} ranks of "
-            f"this node share {len(set().union(*local))} cores); set OMP_NUM_THREADS to choose",
-            file=sys.stderr,
-            flush=True,
+        tell(
+            f"{threads} compute thread{'s' * (threads > 1)} per rank ({len(local)} ranks of "
+            f"this node share {len(set().union(*local))} cores); set OMP_NUM_THREADS to choose"
         )
     return None
 

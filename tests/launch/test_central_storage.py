@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from mpi_launcher import Launcher
 
 PROGRAM = """
@@ -18,7 +16,6 @@ print(MPI.COMM_WORLD.rank, told + "\\n", end="", flush=True)
 """
 
 
-@pytest.mark.time_limit(60)
 def test_several_nodes_are_refused(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

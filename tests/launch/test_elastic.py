@@ -230,6 +230,7 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
     job = over_two_nodes(tmp_path, "node-2")
     assert "PRTE has lost communication with a remote daemon" in job.output
     assert job.stdout.split() == []
+    assert job.left_behind == ()
 
 
 KILLS_WHILE_SAVING = [

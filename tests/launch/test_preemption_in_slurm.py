@@ -103,7 +103,7 @@ END_TIME = f"""\
 if [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ]; then
     SLURM_JOB_END_TIME=$(SLURM_TIME_FORMAT=%s squeue -h -j $SLURM_JOB_ID -o %e)
     export SLURM_JOB_END_TIME
-    hidden=$(mktemp -d) && printf '#!/bin/sh\\nexit 1\\n' >$hidden/squeue && chmod +x $hidden/squeue
+    hidden=$PWD/hidden && mkdir -p $hidden && printf '#!/bin/sh\\nexit 1\\n' >$hidden/squeue && chmod +x $hidden/squeue
     PATH=$hidden:$PATH
 fi
 {SRUN}"""

@@ -13,7 +13,7 @@ from mpistrat.experimental.partitioners import (
 
 @pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32"), torch.float32])
 def test_dtypes_of_every_library(dtype: object) -> None:
-    assert MaxSizePartitioner(40)([20], dtype) == [2]
+    assert MaxSizePartitioner(40)([np.int64(20)], dtype) == [2]
     assert MinSizePartitioner(40, max_shards=9)([20], dtype) == [2]
 
 
@@ -32,6 +32,10 @@ def test_another_axis(axis: int) -> None:
     assert MaxSizePartitioner(40)([5, 4], "float32", axis=axis) == [1, 2]
     assert FixedShardsPartitioner(3)([5, 4], "float32", axis=axis) == [1, 3]
     assert MinSizePartitioner(40, max_shards=9)([5, 4], "float32", axis=axis) == [1, 2]
+
+
+def test_names_are_numpy_s() -> None:
+    assert MaxSizePartitioner(8)([4], "float") == [4]
 
 
 def test_nothing_to_split() -> None:

@@ -124,3 +124,9 @@ def test_what_does_not_fit_together() -> None:
         ms.ShardedVariable([])
     with pytest.raises(ValueError, match="has no rows"):
         ms.ShardedVariable([ms.Variable(1.0)])
+
+
+def test_lists_are_taken() -> None:
+    variable = sharded([3, 3])
+    variable.assign([[1, 2]] * 6)
+    assert variable.numpy().tolist() == [[1, 2]] * 6

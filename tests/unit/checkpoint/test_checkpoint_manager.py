@@ -676,3 +676,24 @@ def test_there_are_never_two_too_many(tmp_path: Path, monkeypatch: pytest.Monkey
     manager.save(9)
     assert there == [["step-00000002", "step-00000003"]]
     assert names(manager) == ["step-00000003", "step-00000009"]
+
+
+def test_a_folder_that_appears_while_the_job_runs(tmp_path: Path) -> None:
+    """One save fails; the next has another name."""
+    manager = CheckpointManager(Checkpoint(c=Counter(7)), tmp_path)
+    manager.save(1)
+    (tmp_path / "step-00000002" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match="step-00000002"):
+        manager.save(2)
+    assert manager.save(2).endswith("step-00000002.2")
+
+
+def test_a_directory_that_cannot_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(Checkpoint(c=Counter(7)), tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(Directory, "_names", lambda self: os.listdir(tmp_path / "none"))
+        with pytest.raises(FileNotFoundError):
+            manager.save(1)
+    assert manager.save(1).endswith("step-00000001")
