@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import IO
 
 MOST_WORDS = 1 << 20  # characters that are read of an answer
+_NO_END = "no end within"
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Answer:
     output: str
     errors: str
     ended: str
+
+    @property
+    def late(self) -> bool:
+        return self.ended.startswith(_NO_END)
 
 
 def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Answer:
@@ -40,7 +45,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
         try:
             ended = how_it_ended(process.wait(seconds))
         except subprocess.TimeoutExpired:
-            ended = f"no end within {seconds:g} s"
+            ended = f"{_NO_END} {seconds:g} s"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # of a process that no signal ends

@@ -57,6 +57,7 @@ def run(in_json: bool) -> int:
 def look() -> Rank:
     """What this process can tell without MPI."""
     launch = nodes.look()
+    driver = cuda_driver.look()
     return Rank(
         rank=launch.rank or 0,
         host=nodes.host(),
@@ -64,8 +65,8 @@ def look() -> Rank:
         launch=launch,
         cores=cores.look(),
         memory=memory.look(),
-        driver=cuda_driver.look(),
-        gpus=gpus.look() if launch.first_on_node else None,
+        driver=driver,
+        gpus=gpus.look(driver) if launch.first_on_node else None,
     )
 
 

@@ -17,7 +17,7 @@ from mpistrat.doctor.children import ask, last_words
 from mpistrat.doctor.facts import Driver
 
 LIBRARY = "libcuda.so.1"  # comes with the driver, not with CUDA
-SECONDS_TO_ASK = 60.0
+SECONDS_TO_ASK = 20.0  # ranks of other nodes wait in MPI_Init meanwhile
 BEGIN = '{"installed": '  # of the line that the child tells
 
 _SUCCESS = 0
@@ -32,10 +32,21 @@ def look() -> Driver:
         environment_of_others(),
     )
     if answer.ended:
-        words = last_words(answer.errors, 1)
-        return Driver(True, error=answer.ended + (f", {words}" if words else ""))
+        return _no_answer(answer.ended, answer.errors, answer.late)
     lines = [line for line in answer.output.splitlines() if line.startswith(BEGIN)]
-    return Driver(**json.loads(lines[-1])) if lines else Driver(True, error="it tells nothing")
+    try:
+        told = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return _no_answer("it tells nothing", answer.output)
+    return Driver(**told)
+
+
+def _no_answer(why: str, said: str, late: bool = False) -> Driver:
+    """The driver need not be what failed: the child may not even have come to ask it."""
+    words = [why, *filter(None, [last_words(said, 1)])]
+    return Driver(
+        True, error=f"the question to CUDA's driver failed: {', '.join(words)}", hangs=late
+    )
 
 
 def driver_of(library: Any) -> Driver:

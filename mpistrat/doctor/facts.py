@@ -108,6 +108,7 @@ class Driver:
     installed: bool = False
     gpus: list[str] = field(default_factory=list)  # UUIDs of those that the rank may use
     error: str = ""  # why it cannot be asked
+    hangs: bool = False  # whoever asks it, torch and nvidia-smi too, waits for ever
 
 
 @dataclass(frozen=True)

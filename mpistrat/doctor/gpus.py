@@ -12,7 +12,7 @@ from mpistrat.cluster_resolver.gpus import visible_gpus
 from mpistrat.cluster_resolver.how_started import environment_of_others
 from mpistrat.cluster_resolver.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.doctor.children import ask, last_words
-from mpistrat.doctor.facts import Gpus, Job, Rank
+from mpistrat.doctor.facts import Driver, Gpus, Job, Rank
 from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
 from mpistrat.doctor.wording import count
 
@@ -57,8 +57,10 @@ print("\n" + json.dumps(told))
 """
 
 
-def look() -> Gpus:
+def look(driver: Driver) -> Gpus:
     """What a child sees that imports the libraries: this process need not have them, nor survive them."""
+    if driver.hangs:  # each would wait for its own limit, and the other ranks for this one
+        return Gpus(torch_error="not asked: CUDA's driver hangs")
     answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_others())
     named = list(visible_gpus())
     on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
@@ -82,8 +84,8 @@ def look() -> Gpus:
 def check(job: Job) -> Iterator[Finding]:
     nodes = zip(job.nodes(), job.node_names(), strict=True)
     told = [(ranks, ranks[0].gpus, name) for ranks, name in nodes if ranks[0].gpus]
-    for _, gpus, name in told:
-        if gpus.torch_error:
+    for ranks, gpus, name in told:
+        if gpus.torch_error and not ranks[0].driver.hangs:
             yield Finding(
                 CHECK,
                 PROBLEM,
@@ -92,7 +94,7 @@ def check(job: Job) -> Iterator[Finding]:
                 "from where)",
                 (name,),
             )
-    if not any(_number(ranks[0]) or gpus.named for ranks, gpus, _ in told):
+    if not any(_number(ranks[0]) or _fails(ranks[0]) or gpus.named for ranks, gpus, _ in told):
         if told:
             yield Finding(
                 CHECK,
@@ -114,15 +116,19 @@ def _number(rank: Rank) -> int:
     return len(rank.driver.gpus) or rank.gpus.torch_gpus
 
 
+def _fails(rank: Rank) -> bool:
+    return rank.driver.installed and rank.driver.error != ""
+
+
 def _none(rank: Rank, others_have: bool) -> Iterator[Finding]:
     """Of a node without a GPU that a program could use."""
     assert rank.gpus is not None
     named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(rank.gpus.named), 'GPU')}"
-    if rank.driver.installed and rank.driver.error:
+    if _fails(rank):
         yield Finding(
             CHECK,
             PROBLEM,
-            f"CUDA's driver fails: {rank.driver.error}.",
+            f"No GPU can be used: {rank.driver.error}.",
             "compare with what nvidia-smi says, outside containers too; the node's driver must be reloaded, or "
             "LD_LIBRARY_PATH has the libcuda of another",
         )

@@ -28,7 +28,8 @@ def test_one_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("program", ["sleep 600", "sleep 600 & echo started; wait"])
 def test_one_that_hangs(program: str) -> None:
-    assert ask(["sh", "-c", program], 0.5, os.environ).ended == "no end within 0.5 s"
+    answer = ask(["sh", "-c", program], 0.5, os.environ)
+    assert (answer.ended, answer.late) == ("no end within 0.5 s", True)
 
 
 def test_what_it_started_keeps_nobody_waiting() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.__main__ import main
 from mpistrat.doctor import command
-from mpistrat.doctor.facts import Driver, Failure, Job, Launch, as_json, job_from_json
+from mpistrat.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_json, job_from_json
 from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
 from mpistrat.doctor.printing import as_text, to_json
 from mpistrat.doctor.supervision import Outcome
@@ -84,6 +84,16 @@ def test_each_rank_looks_which_gpus_it_sees(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(command.cuda_driver, "look", lambda: Driver(True, ["1f"]))
     here = command.look()
     assert (here.driver.gpus, here.gpus) == (["1f"], None)
+
+
+def test_the_first_rank_of_a_node_asks_no_more_where_the_driver_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hung = Driver(True, error="no end within 20 s", hangs=True)
+    monkeypatch.setattr(command.nodes, "look", lambda: Launch(rank=0))
+    monkeypatch.setattr(command.cuda_driver, "look", lambda: hung)
+    here = command.look()
+    assert (here.driver, here.gpus) == (hung, Gpus(torch_error="not asked: CUDA's driver hangs"))
 
 
 def outcome_of(make_job: MakeJob, **kind: Any) -> Outcome:

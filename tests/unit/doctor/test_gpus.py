@@ -158,7 +158,21 @@ CPU_TORCH = {"torch_cuda": "", "torch_gpus": 0, "cupy": "", "nccl_loaded": []}
             {"installed": True, "error": "CUDA error 803 (too old)"},
             ["0"],
             PROBLEM,
-            "CUDA's driver fails: CUDA error 803 (too old).",
+            "No GPU can be used: CUDA error 803 (too old).",
+            "libcuda",
+        ),
+        (
+            {"installed": True, "error": "CUDA error 803 (too old)"},
+            [],  # nvidia-smi fails, too
+            PROBLEM,
+            "No GPU can be used: CUDA error 803 (too old).",
+            "libcuda",
+        ),
+        (
+            {"installed": True, "error": "no end within 20 s", "hangs": True},
+            [],
+            PROBLEM,
+            "No GPU can be used: no end within 20 s.",
             "libcuda",
         ),
         (NO_DRIVER, [], OK, "No GPU is visible", ""),  # a machine for CPUs
@@ -171,6 +185,23 @@ def test_gpus_that_are_named_and_cannot_be_used(
     """Nothing is said of torch, CuPy and NCCL then, which are right for this machine."""
     (found,) = told(make_job, driver=driver, named=named, **CPU_TORCH)
     assert (found.level, words in found.text, fix in found.fix) == (level, True, True), found
+
+
+def test_a_driver_that_hangs(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else is asked, who would hang in it, and torch is not blamed."""
+
+    def asked(*_: object) -> None:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(gpus, "ask", asked)
+    monkeypatch.setattr(gpus, "visible_gpus", asked)
+    driver = Driver(True, error="no end within 20 s", hangs=True)
+    found = gpus.look(driver)
+    assert found == Gpus(torch_error="not asked: CUDA's driver hangs")
+    first, second = make_job().ranks
+    first = dataclasses.replace(first, driver=driver, gpus=found)
+    (finding,) = gpus.check(Job([first, dataclasses.replace(second, driver=driver)]))
+    assert finding.text == "No GPU can be used: no end within 20 s."
 
 
 TORCH = """
@@ -186,7 +217,7 @@ def look_with(folder: Path, torch: str, monkeypatch: pytest.MonkeyPatch) -> Gpus
     (folder / "torch.py").write_text(torch)
     (folder / "cupy.py").write_text("raise ModuleNotFoundError(name='cupy')")
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return gpus.look()
+    return gpus.look(Driver())
 
 
 def test_a_library_that_prints_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,5 +252,5 @@ def test_packages_behind_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_here() -> None:
     """torch is imported in a child, whatever comes of it."""
-    found = gpus.look()
+    found = gpus.look(Driver())
     assert found.torch or found.torch_error or not found.torch_gpus
