@@ -14,7 +14,7 @@ from mpistrat.cluster_resolver.library_search import LIBRARY_PATH, libraries_on_
 from mpistrat.doctor.children import ask, last_words
 from mpistrat.doctor.facts import Driver, Gpus, Job, Rank
 from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
-from mpistrat.doctor.wording import count
+from mpistrat.doctor.wording import count, ranks_in_words
 
 CHECK = "GPUs"
 SECONDS_TO_IMPORT = 60.0
@@ -94,7 +94,7 @@ def check(job: Job) -> Iterator[Finding]:
                 "from where)",
                 (name,),
             )
-    if not any(_number(ranks[0]) or _fails(ranks[0]) or gpus.named for ranks, gpus, _ in told):
+    if not any(_have(ranks) or _errors(ranks) or gpus.named for ranks, gpus, _ in told):
         if told:
             yield Finding(
                 CHECK,
@@ -102,9 +102,9 @@ def check(job: Job) -> Iterator[Finding]:
                 "No GPU is visible: neither NCCL nor a CUDA-aware MPI is needed.",
             )
         return
-    some_have = any(_number(ranks[0]) for ranks, _, _ in told)
+    some_have = any(_have(ranks) for ranks, _, _ in told)
     for ranks, gpus, name in told:
-        of_node = _of_node(ranks, gpus) if _number(ranks[0]) else _none(ranks[0], some_have)
+        of_node = _of_node(ranks, gpus) if _have(ranks) else _none(ranks, gpus, some_have)
         for finding in of_node:
             yield dataclasses.replace(finding, nodes=(name,))
     yield from _nccl_versions([(gpus, name) for _, gpus, name in told])
@@ -116,23 +116,30 @@ def _number(rank: Rank) -> int:
     return len(rank.driver.gpus) or rank.gpus.torch_gpus
 
 
-def _fails(rank: Rank) -> bool:
-    return rank.driver.installed and rank.driver.error != ""
+def _have(ranks: list[Rank]) -> bool:
+    """Whether any rank of a node can use one."""
+    return any(rank.driver.gpus for rank in ranks) or _number(ranks[0]) > 0
 
 
-def _none(rank: Rank, others_have: bool) -> Iterator[Finding]:
+def _errors(ranks: list[Rank]) -> list[str]:
+    """Of a node's driver, where it has one: each once."""
+    drivers = [rank.driver for rank in ranks if rank.driver.installed]
+    return list(dict.fromkeys(driver.error for driver in drivers if driver.error))
+
+
+def _none(ranks: list[Rank], gpus: Gpus, others_have: bool) -> Iterator[Finding]:
     """Of a node without a GPU that a program could use."""
-    assert rank.gpus is not None
-    named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(rank.gpus.named), 'GPU')}"
-    if _fails(rank):
+    named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
+    errors = _errors(ranks)
+    if errors:
         yield Finding(
             CHECK,
             PROBLEM,
-            f"No GPU can be used: {rank.driver.error}.",
+            f"No GPU can be used: {'; '.join(errors)}.",
             "compare with what nvidia-smi says, outside containers too; the node's driver must be reloaded, or "
             "LD_LIBRARY_PATH has the libcuda of another",
         )
-    elif rank.gpus.named and not rank.driver.installed:
+    elif gpus.named and not ranks[0].driver.installed:
         yield Finding(
             CHECK,
             WARNING,
@@ -140,7 +147,7 @@ def _none(rank: Rank, others_have: bool) -> Iterator[Finding]:
             "in a container: start it with the GPUs (apptainer exec --nv, docker run --gpus all); on a machine "
             "without GPUs: unset CUDA_VISIBLE_DEVICES",
         )
-    elif rank.gpus.named:
+    elif gpus.named:
         yield Finding(
             CHECK,
             PROBLEM,
@@ -157,7 +164,11 @@ def _none(rank: Rank, others_have: bool) -> Iterator[Finding]:
 
 
 def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
+    """Of a node with GPUs."""
+    yield from _without(ranks)
     number = _number(ranks[0])
+    if not number:
+        return  # the first rank, which alone has tried torch, NCCL and MPI, had none to try them on
     there = f"{'is' if number == 1 else 'are'} {count(number, 'GPU')}"
     if gpus.torch and not gpus.torch_cuda:
         yield Finding(
@@ -176,11 +187,12 @@ def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
         )
     # --gpus-per-task, and scripts between launcher and program, give each rank others.
     between = max(number, len({name for rank in ranks for name in rank.driver.gpus}))
-    if len(ranks) > between:
+    sharing = [rank for rank in ranks if rank.driver.gpus] or ranks
+    if len(sharing) > between:
         yield Finding(
             CHECK,
             WARNING,
-            f"{count(len(ranks), 'rank')} share {count(between, 'GPU')}: NCCL refuses that, and values go "
+            f"{count(len(sharing), 'rank')} share {count(between, 'GPU')}: NCCL refuses that, and values go "
             "through the host.",
             f"start one rank per GPU: --ntasks-per-node={between}",
         )
@@ -196,6 +208,27 @@ def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
             "load a CUDA-aware build of MPI (Open MPI with UCX and CUDA; MPICH_GPU_SUPPORT_ENABLED=1 on a Cray) if "
             "several ranks share a GPU",
         )
+
+
+def _without(ranks: list[Rank]) -> Iterator[Finding]:
+    """Of ranks that the driver shows no GPU, while it shows others of the node some."""
+    without: dict[str, list[int]] = {}
+    for rank in ranks:
+        if not rank.driver.gpus:
+            without.setdefault(rank.driver.error, []).append(rank.rank)
+    if not without or not any(rank.driver.gpus for rank in ranks):
+        return
+    listed = [
+        ranks_in_words(numbers) + (f" ({error})" if error else "")
+        for error, numbers in without.items()
+    ]
+    yield Finding(
+        CHECK,
+        PROBLEM,
+        f"CUDA's driver shows GPUs to some ranks of the node, and none to {'; '.join(listed)}.",
+        "give each rank one: look at what sets CUDA_VISIBLE_DEVICES for each (--gpus-per-task=1, --gpu-bind=…, a "
+        "script between launcher and program), and, after an error, at nvidia-smi",
+    )
 
 
 def _nccl(gpus: Gpus) -> Iterator[Finding]:

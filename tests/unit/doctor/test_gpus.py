@@ -204,6 +204,42 @@ def test_a_driver_that_hangs(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch)
     assert finding.text == "No GPU can be used: no end within 20 s."
 
 
+SEEING, SEEING_NONE = Driver(True, ["a0", "b1"]), Driver(True)
+IN_ERROR = Driver(True, error="CUDA error 999 (unknown)")
+
+
+@pytest.mark.parametrize(
+    ("drivers", "words"),
+    [
+        ([SEEING, SEEING_NONE], "none to rank 1."),
+        ([SEEING, IN_ERROR], "none to rank 1 (CUDA error 999 (unknown))."),
+        ([SEEING_NONE, SEEING], "none to rank 0."),
+        ([IN_ERROR, SEEING], "none to rank 0 (CUDA error 999 (unknown))."),
+        (
+            [SEEING, IN_ERROR, SEEING_NONE, IN_ERROR],
+            "none to ranks 1, 3 (CUDA error 999 (unknown)); rank 2.",
+        ),
+        # These do not share it with the two that have none.
+        ([Driver(True, ["a0"]), SEEING_NONE, SEEING_NONE], "none to ranks 1-2."),
+        ([SEEING_NONE, IN_ERROR], "No GPU can be used: CUDA error 999 (unknown)."),
+    ],
+)
+def test_ranks_of_a_node_that_see_others(
+    make_job: MakeJob, drivers: list[Driver], words: str
+) -> None:
+    """Also where the first rank of the node, which alone imports torch, is the one that sees none."""
+    number = len(drivers[0].gpus)
+    job = make_job(per_node=len(drivers), gpus={**WELL, "named": [], "torch_gpus": number})
+    ranks = [
+        dataclasses.replace(rank, driver=driver)
+        for rank, driver in zip(job.ranks, drivers, strict=True)
+    ]
+    found = bad(list(gpus.check(Job(ranks))))
+    assert (found.level, found.nodes) == (PROBLEM, ("n1",))
+    assert found.text.endswith(words)
+    assert found.fix
+
+
 TORCH = """
 import atexit, os, types
 __version__ = "2.13"
