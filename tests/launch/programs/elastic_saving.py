@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.checkpoint import durable_files
-from mpistrat.checkpoint.saving import Saving
+from mpistrat.checkpoint.saving import SavingOfRank
 
 STEPS = 10
 folder, victim, at, where = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -42,7 +42,7 @@ def die(*_: Any) -> None:
 
 def prepare_to_die() -> None:
     if where == "before the note":
-        Saving._leave_note = die  # type: ignore[method-assign]
+        SavingOfRank._finish = die  # type: ignore[method-assign]
     elif where == "before it is complete":
         durable_files.rename = die
     else:
