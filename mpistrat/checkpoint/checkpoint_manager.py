@@ -122,12 +122,12 @@ class CheckpointManager:
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
         del state
+        lost = communicator.has_lost_a_rank
         if communicator.rank > 0:
-            self._saving = SavingOfRank(checkpoint, files, began, communicator.rank)
+            self._saving = SavingOfRank(checkpoint, files, began, lost, communicator.rank)
         else:
-            lost = communicator.has_lost_a_rank
             self._saving = SavingOfAll(
-                checkpoint, files, began, communicator.size, self._directory, self._keep, lost
+                checkpoint, files, began, lost, communicator.size, self._directory, self._keep
             )
         self._saving.start()
         if wait:

@@ -27,7 +27,7 @@ class Unfinished:
     """A checkpoint that is being written.
 
     Attributes:
-        folder: in which; the first rank that comes to it makes it.
+        folder: in which; rank 0 makes it.
         path: its name when it is complete.
         step: which the program gave.
         number: by which checkpoints are ordered.
@@ -140,7 +140,7 @@ class Directory:
 
     def give_up(self, unfinished: Unfinished) -> None:
         """It cannot be completed: remove what was written of it."""
-        self.remove(unfinished.folder)
+        self._delete(unfinished.folder)
         self._end(unfinished)
 
     def _end(self, unfinished: Unfinished) -> None:
@@ -161,10 +161,13 @@ class Directory:
         """Delete all whole checkpoints but the newest `count`, as far as that is possible."""
         whole, _ = self.checkpoints()
         for path, _ in whole[:-count]:
-            deleted = os.path.join(
-                self.path, f"{_DELETED}{os.path.basename(path)}-{os.urandom(4).hex()}"
-            )
-            with contextlib.suppress(OSError):
-                durable_files.rename(path, deleted)
-                self.remove(deleted)
+            self._delete(path)
         self._look()
+
+    def _delete(self, path: str) -> None:
+        """Remove a folder, as far as that is possible. By another name first: nobody counts it, or adds to it, then."""
+        name = os.path.basename(path).removeprefix(_UNFINISHED)
+        deleted = os.path.join(self.path, f"{_DELETED}{name}-{os.urandom(4).hex()}")
+        with contextlib.suppress(OSError):
+            durable_files.rename(path, deleted)
+            self.remove(deleted)

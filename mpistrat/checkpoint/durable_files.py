@@ -50,13 +50,8 @@ def read(path: str, size: int, checksum: int) -> np.ndarray:
     return content
 
 
-def make_folder(path: str, *, exist_ok: bool = False) -> None:
-    """`exist_ok`: another process of this user may have made it."""
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not exist_ok:
-            raise
+def make_folder(path: str) -> None:
+    os.mkdir(path, 0o700)
     os.chmod(path, 0o700)  # whatever the umask
 
 

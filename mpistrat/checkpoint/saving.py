@@ -41,6 +41,7 @@ class Saving(abc.ABC):
         checkpoint: which is saved.
         files: this rank's, by name.
         began: when it was asked for, by `time.monotonic()`.
+        lost: tells whether a rank has failed, so that this cannot be completed.
 
     Attributes:
         checkpoint: as given.
@@ -51,7 +52,9 @@ class Saving(abc.ABC):
         heard: what other ranks have written, if they told it.
     """
 
-    def __init__(self, checkpoint: Unfinished, files: Files, began: float) -> None:
+    def __init__(
+        self, checkpoint: Unfinished, files: Files, began: float, lost: Callable[[], bool]
+    ) -> None:
         self.checkpoint = checkpoint
         self.seconds = 0.0
         self.written: Written | None = None
@@ -59,7 +62,7 @@ class Saving(abc.ABC):
         self.heard: dict[int, Written] = {}
         self.finished = threading.Event()
         self._abandoned = threading.Event()
-        self._files, self._began = files, began
+        self._files, self._began, self._lost = files, began, lost
 
     def start(self) -> None:
         # No daemon: the interpreter waits for it at its end, before MPI is finalized.
@@ -71,10 +74,9 @@ class Saving(abc.ABC):
 
     def _run(self) -> None:
         try:
-            folder = self.checkpoint.folder
-            durable_files.make_folder(folder, exist_ok=True)
+            self._begin()
             written = {
-                name: durable_files.write(os.path.join(folder, name), parts)
+                name: durable_files.write(os.path.join(self.checkpoint.folder, name), parts)
                 for name, parts in self._files.items()
             }
             self._finish(written)
@@ -88,6 +90,10 @@ class Saving(abc.ABC):
             self.finished.set()
 
     @abc.abstractmethod
+    def _begin(self) -> None:
+        """Return when the folder is there."""
+
+    @abc.abstractmethod
     def _finish(self, written: Written) -> None:
         """This rank's files are on disk."""
 
@@ -98,9 +104,30 @@ class Saving(abc.ABC):
 class SavingOfRank(Saving):
     """That of a rank but 0."""
 
-    def __init__(self, checkpoint: Unfinished, files: Files, began: float, rank: int) -> None:
-        super().__init__(checkpoint, files, began)
+    def __init__(
+        self,
+        checkpoint: Unfinished,
+        files: Files,
+        began: float,
+        lost: Callable[[], bool],
+        rank: int,
+    ) -> None:
+        super().__init__(checkpoint, files, began, lost)
         self._rank = rank
+
+    def _begin(self) -> None:
+        """Rank 0 makes the folder: then one that was given up is not made again."""
+        since = time.monotonic()
+        while not os.path.isdir(self.checkpoint.folder):
+            if self._abandoned.is_set() or self._lost():
+                raise _Abandoned
+            waited = time.monotonic() - since
+            if waited > SECONDS_WITHOUT_PROGRESS:
+                raise TimeoutError(
+                    f"{self.checkpoint.folder}, which rank 0 makes, has not been there for {waited:.0f} s, as rank "
+                    f"{self._rank} sees it"
+                )
+            self._abandoned.wait(_pause_after(waited))
 
     def _finish(self, written: Written) -> None:
         note = self._note(self._rank)
@@ -110,25 +137,23 @@ class SavingOfRank(Saving):
 
 
 class SavingOfAll(Saving):
-    """Rank 0's, which completes the checkpoint when all `ranks` have written.
-
-    Args:
-        lost: tells whether a rank has failed, so that this cannot be completed.
-    """
+    """Rank 0's, which completes the checkpoint when all `ranks` have written."""
 
     def __init__(
         self,
         checkpoint: Unfinished,
         files: Files,
         began: float,
+        lost: Callable[[], bool],
         ranks: int,
         directory: Directory,
         keep: int,
-        lost: Callable[[], bool],
     ) -> None:
-        super().__init__(checkpoint, files, began)
+        super().__init__(checkpoint, files, began, lost)
         self._ranks, self._directory, self._keep = ranks, directory, keep
-        self._lost = lost
+
+    def _begin(self) -> None:
+        durable_files.make_folder(self.checkpoint.folder)
 
     def _finish(self, written: Written) -> None:
         of_all = dict(written)
@@ -160,8 +185,7 @@ class SavingOfAll(Saving):
                     f"rank {rank} has written nothing to {folder} for {SECONDS_WITHOUT_PROGRESS:g} s, as rank 0 "
                     "sees it"
                 )
-            shortest, longest = _SECONDS_BETWEEN_LOOKS
-            self._abandoned.wait(min(max((now - since) / 16, shortest), longest))
+            self._abandoned.wait(_pause_after(now - since))
         with contextlib.suppress(FileNotFoundError):  # heard of, and not yet seen
             with open(note, "rb") as file:
                 written: Any = unsealed(file.read(), note)
@@ -169,6 +193,11 @@ class SavingOfAll(Saving):
         if rank in self.heard:
             return self.heard[rank]
         return {name: (size, checksum) for name, (size, checksum) in written.items()}
+
+
+def _pause_after(waited: float) -> float:
+    shortest, longest = _SECONDS_BETWEEN_LOOKS
+    return min(max(waited / 16, shortest), longest)
 
 
 def _sizes(folder: str) -> dict[str, int]:
