@@ -23,6 +23,19 @@ def updated(method: str, array: Array, operand: Any, name: str) -> Array:
     return array + operand if method == "assign_add" else array - operand
 
 
+def update_in_place(method: str, array: Array, operand: Any) -> None:
+    """`updated`, of an operand that fits, in the memory of `array`."""
+    if method.startswith(_SCATTER):
+        combine = method.removeprefix(_SCATTER)
+        arrays.scatter_into(array, operand.indices, operand.values, combine)
+    elif method == "assign":
+        array[...] = operand
+    elif method == "assign_add":
+        array += operand
+    else:
+        array -= operand
+
+
 def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
     """What `updated` can take: an array, or `IndexedSlices`.
 

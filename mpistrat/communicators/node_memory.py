@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import platform
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat.communicators.arithmetic import Arithmetic
+from mpistrat.communicators.shared_memory import before_others_see
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import wait_until
 from mpistrat.recycled_buffers import RecycledBuffers
@@ -71,12 +70,12 @@ class Scratch:
     def tick(self) -> None:
         """Return once every rank has come here as often."""
         self._ticks = ticks = self._ticks + 1
-        _before_others_see()
+        before_others_see()
         self._mine[_TICK] = ticks
         for words in self._peers:
             if words[_TICK] < ticks:
                 wait_until(lambda words=words: words[_TICK] >= ticks, self._station)  # type: ignore[misc]
-        _before_others_see()
+        before_others_see()
 
     def tell(self, place: int) -> list[int]:
         """What every rank tells. Ranks meet in something else before they tell again."""
@@ -294,19 +293,3 @@ def _copy(source: np.ndarray, start: int, target: np.ndarray, place: int, length
     length = min(length, len(source) - start, len(target) - place)
     if length > 0:
         target[place : place + length] = source[start : start + length]
-
-
-if platform.machine() in ("x86_64", "AMD64"):
-
-    def _before_others_see() -> None:
-        """Nothing: stores become visible in their order."""
-
-else:
-    _fence = threading.Lock()
-
-    def _before_others_see() -> None:
-        """Stores before this become visible before those after it: taking a lock twice is a full barrier."""
-        with _fence:
-            pass
-        with _fence:
-            pass

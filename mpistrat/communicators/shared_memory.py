@@ -11,6 +11,8 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -131,3 +133,19 @@ def _unmap(address: int, nbytes: int) -> None:
 
 def _error() -> OSError:
     return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+if platform.machine() in ("x86_64", "AMD64"):
+
+    def before_others_see() -> None:
+        """Nothing: stores become visible in their order."""
+
+else:
+    _fence = threading.Lock()
+
+    def before_others_see() -> None:
+        """Stores before this become visible before those after it: taking a lock twice is a full barrier."""
+        with _fence:
+            pass
+        with _fence:
+            pass

@@ -26,6 +26,7 @@ LAYERS = (
     ("cross_device_ops",),
     ("batch_norm", "losses", "multi_step", "replica_context"),
     ("pytorch",),
+    ("parameter_server",),
     ("node_variable", "sharded_variable"),
     ("variables",),
     ("variable_updates",),

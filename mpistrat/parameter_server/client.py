@@ -1,0 +1,245 @@
+"""How a rank reads and changes the arrays that servers keep."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.parcels import Kind, Placed, carried, pack, unpack
+from mpistrat.parameter_server.post import Post, Reply
+from mpistrat.parameter_server.segments import Buffers, Mappings, Region
+from mpistrat.parameter_server.server import Created, Update
+from mpistrat.parameter_server.tables import MappedTable
+from mpistrat.recycled_buffers import RecycledBuffers
+
+
+class Address(NamedTuple):
+    """Of an array on a server; equal on all ranks.
+
+    Attributes:
+        server: the server's rank.
+        key: the array's number.
+    """
+
+    server: int
+    key: int
+    name: str
+    kind: Kind
+
+
+class Change(NamedTuple):
+    """An update that is to be made: `operand` fits, and is an array or `IndexedSlices`."""
+
+    address: Address
+    method: str
+    operand: Any
+
+
+class Client:
+    """Reads and changes arrays on servers. Called by: any thread.
+
+    What is on the same node is read where it lies; all changes are made by the servers, one after the other.
+
+    Args:
+        post: to the servers.
+        servers: their ranks, in task order.
+    Attributes:
+        bytes_pulled, bytes_pushed: so far.
+    """
+
+    def __init__(self, post: Post, servers: Sequence[int]) -> None:
+        self.post, self.servers = post, tuple(servers)
+        self.bytes_pulled = self.bytes_pushed = 0
+        self._buffers = Buffers()
+        self._results = RecycledBuffers()
+        self._mappings = Mappings()
+        self._tables: dict[int, MappedTable | None] = {}  # by key; None where nothing can be mapped
+        self._work = _Work()
+
+    def create(self, address: Address, value: Array) -> None:
+        """Have the server make the array, with this value."""
+        server = address.server
+        packed, region = pack([value], self._shared_with(server))
+        new = Created(address.key, address.name, address.kind, packed[0])
+        self.post.ask(server, "create", new).wait()
+        self._give_back(region)
+        self.bytes_pushed += address.kind.nbytes
+
+    def find(self, server: int, key: int) -> Address:
+        """An array that another rank makes; waits until it has."""
+        name, kind, _ = self.post.ask(server, "find", key).wait()
+        return Address(server, key, name, kind)
+
+    def pull(self, address: Address, out: Array | None = None) -> Array:
+        """The value, on the host; in `out` where one is given."""
+        kind = address.kind
+        if out is None:
+            out = self._results.like(kind.empty())
+        self.bytes_pulled += kind.nbytes
+        table = self._mapped(address)
+        if table is not None and table.copy_to(out):
+            return out
+        # The server answers between two updates.
+        if table is None:
+            answer = self.post.ask(address.server, "pull", (address.key, None)).wait()
+            out[...] = unpack(answer, self._mappings)
+            return out
+        region = self._buffers.take(kind.nbytes)
+        place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
+        self.post.ask(address.server, "pull", (address.key, place)).wait()
+        out[...] = kind.array_in(region.memory[: kind.nbytes])
+        self._give_back(region)
+        return out
+
+    def rows(self, address: Address, indices: Any) -> Array:
+        """A copy of some rows, in the order of `indices`: int64, of shape [n], none out of bounds."""
+        table = self._mapped(address)
+        rows = None if table is None else table.rows(indices)
+        if rows is None:
+            body = address.key, carried(indices)
+            rows = unpack(self.post.ask(address.server, "rows", body).wait(), self._mappings)
+        self.bytes_pulled += arrays.num_elements(rows) * address.kind.itemsize
+        return rows
+
+    def change(self, changes: Sequence[Change]) -> list[Array | None]:
+        """Have the servers make changes, at the same time if there are several servers; waits until they are made.
+
+        Returns: by change, the value that came of it, where it is small; else None.
+        """
+        pushed = self.push(changes)
+        return pushed()
+
+    def push(self, changes: Sequence[Change]) -> Callable[[], list[Array | None]]:
+        """Begin to make changes. Returns: what waits until they are made, which must be called; as `change`."""
+        by_server: dict[int, list[tuple[int, Change]]] = {}
+        for position, change in enumerate(changes):
+            by_server.setdefault(change.address.server, []).append((position, change))
+        asked: list[tuple[Reply, Region | None, list[int]]] = []
+        for server, given in by_server.items():
+            operands = [_arrays_of(change.operand) for _, change in given]
+            packed, region = pack(list(itertools.chain(*operands)), self._shared_with(server))
+            parts = iter(packed)
+            updates = [
+                Update(
+                    change.address.key,
+                    change.method,
+                    list(itertools.islice(parts, len(operand))),
+                    *self._work.number(change.address.key),
+                )
+                for (_, change), operand in zip(given, operands, strict=True)
+            ]
+            reply = self.post.ask(server, "update", updates)
+            asked.append((reply, region, [position for position, _ in given]))
+            self.bytes_pushed += sum(
+                arrays.num_elements(one) * arrays.itemsize(one)
+                for one in itertools.chain(*operands)
+            )
+
+        def wait() -> list[Array | None]:
+            values: list[Array | None] = [None] * len(changes)
+            error: Exception | None = None
+            for reply, region, positions in asked:
+                try:
+                    for position, value in zip(positions, reply.wait(), strict=True):
+                        values[position] = value and unpack(value, self._mappings)
+                except Exception as failed:
+                    error = error or failed
+                if reply.come:
+                    self._give_back(region)
+            if error is not None:
+                raise error
+            return values
+
+        return wait
+
+    @contextlib.contextmanager
+    def within(self, work: int) -> Iterator[None]:
+        """Inside, this thread's changes are those of a piece of work, and are made once, however often it is begun.
+
+        Args: work: its number, which grows.
+        """
+        self._work.begin(work)
+        try:
+            yield
+        finally:
+            self._work.end()
+
+    def forget(self, over: Sequence[int], over_before: int) -> None:
+        """Tell the servers which pieces of work nobody begins again: these, and all with smaller numbers."""
+        for server in self.servers:
+            self.post.tell(server, "forget", (list(over), over_before))
+
+    def updates(self, addresses: Sequence[Address]) -> list[int]:
+        """How many updates each array has had."""
+        asked = [self.post.ask(one.server, "count", [one.key]) for one in addresses]
+        return [reply.wait()[0] for reply in asked]
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, nobody else changes anything: what is read then was so at one time."""
+        held = []
+        try:
+            for server in self.servers:  # in this order by everybody: no two hold some of them each
+                self.post.ask(server, "hold").wait()
+                held.append(server)
+            yield
+        finally:
+            for server in held:
+                self.post.tell(server, "release")
+
+    def done(self) -> None:
+        """This rank needs the servers no more."""
+        for server in self.servers:
+            self.post.tell(server, "done")
+
+    def _mapped(self, address: Address) -> MappedTable | None:
+        if address.key not in self._tables:
+            table = None
+            if self.post.mail.shares_memory_with(address.server):
+                _, kind, place = self.post.ask(address.server, "find", address.key).wait()
+                with contextlib.suppress(OSError):
+                    table = MappedTable(kind, self._mappings.at(place))
+            self._tables[address.key] = table
+        return self._tables[address.key]
+
+    def _shared_with(self, server: int) -> Buffers | None:
+        return self._buffers if self.post.mail.shares_memory_with(server) else None
+
+    def _give_back(self, region: Region | None) -> None:
+        """What a server does not answer for, it may still write to: that is not used again."""
+        if region is not None:
+            self._buffers.give_back(region)
+
+
+class _Work(threading.local):
+    """The piece of work of this thread, and how many changes of each array it has made."""
+
+    def __init__(self) -> None:
+        self._work: int | None = None
+        self._made: Counter[int] = Counter()
+
+    def begin(self, work: int) -> None:
+        self._work = work
+        self._made.clear()
+
+    def end(self) -> None:
+        self._work = None
+
+    def number(self, key: int) -> tuple[int | None, int]:
+        if self._work is None:
+            return None, 0
+        self._made[key] += 1
+        return self._work, self._made[key] - 1
+
+
+def _arrays_of(operand: Any) -> list[Any]:
+    if isinstance(operand, IndexedSlices):
+        return [operand.indices, operand.values]
+    return [operand]

@@ -1,0 +1,101 @@
+"""Messages between processes of different nodes: MPI, whose progress somebody has to ask for again and again.
+
+mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+_HEAD, _BUFFERS = 1, 2  # tags
+
+
+class MpiMessages:
+    """Messages over `comm`, which must be used by nobody else. One thread at a time."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._sent: deque[tuple[list[MPI.Request], Any]] = deque()
+        self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in its order
+
+    def put(self, to: int, message: Any) -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        raw = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+        first = pickle.dumps((head, [len(one) for one in raw]), protocol=5)
+        requests = [self._comm.Isend([first, MPI.BYTE], to, _HEAD)]
+        requests += [self._comm.Isend([one, MPI.BYTE], to, _BUFFERS) for one in raw if len(one)]
+        self._sent.append((requests, (first, raw)))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Returns whether nothing is under way any more."""
+        self._sent = deque(entry for entry in self._sent if not all(one.Test() for one in entry[0]))
+        return not self._sent
+
+    def forget(self, rank: int) -> None:
+        """It has died: what it did not send to its end never comes."""
+        self._arriving.pop(rank, None)
+
+    def read(self) -> Iterator[tuple[int, Any]]:
+        """The messages that have come, with who sent them; those of one sender in its order."""
+        status = MPI.Status()
+        while (head := self._comm.Improbe(MPI.ANY_SOURCE, _HEAD, status)) is not None:
+            arriving = _Arriving(self._comm, status.source, head, status.Get_count(MPI.BYTE))
+            self._arriving.setdefault(status.source, deque()).append(arriving)
+        for source, queue in list(self._arriving.items()):
+            # The buffers of a message are asked for after those before them: they have one tag.
+            while queue and queue[0].has_come():
+                yield source, queue.popleft().message()
+            if not queue:
+                self._arriving.pop(source, None)
+
+
+class _Arriving:
+    """A message of which some has come."""
+
+    def __init__(self, comm: MPI.Intracomm, source: int, head: MPI.Message, nbytes: int) -> None:
+        self._comm, self._source = comm, source
+        self._first = bytearray(nbytes)
+        self._requests = [head.Irecv([self._first, MPI.BYTE])]
+        self._head = b""
+        self._buffers: list[np.ndarray] | None = None
+
+    def has_come(self) -> bool:
+        if not all(request.Test() for request in self._requests):
+            return False
+        if self._buffers is None:
+            self._head, lengths = pickle.loads(self._first)
+            self._buffers = [np.empty(length, np.uint8) for length in lengths]
+            self._requests = [
+                self._comm.Irecv([buffer, MPI.BYTE], self._source, _BUFFERS)
+                for buffer in self._buffers
+                if len(buffer)
+            ]
+            return all(request.Test() for request in self._requests)
+        return True
+
+    def message(self) -> Any:
+        assert self._buffers is not None
+        return pickle.loads(self._head, buffers=self._buffers)
+
+
+def failed_ranks(comm: MPI.Intracomm) -> list[int]:
+    """Those that fault tolerant MPI knows to have died, numbered as in `comm`."""
+    with contextlib.suppress(MPI.Exception):
+        comm.Iprobe()  # lets the news in
+    with contextlib.suppress(MPI.Exception):
+        comm.Ack_failed()  # else no message of others is found any more
+    group, failed = comm.Get_group(), comm.Get_failed()
+    try:
+        return list(failed.Translate_ranks(None, group))
+    finally:
+        group.Free()
+        failed.Free()

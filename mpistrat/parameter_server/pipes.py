@@ -1,0 +1,109 @@
+"""Messages between processes of a node, through a pipe that each of them reads.
+
+The others open its writing end as /proc/PID/fd/N: it has no name and no port, and another user's processes may not.
+What is written in one piece of up to PIPE_BUF bytes is never mixed with what others write, nor cut off by the death of
+the writer (pipe(7)), so a message is such pieces. Who waits for one sleeps in the kernel, and wakes as it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Of a piece: who writes, how many bytes follow, and whether they are the message's last.
+_HEADER = struct.Struct("=IHH")
+_PIECE = select.PIPE_BUF - _HEADER.size
+# The kernel's limit for users; where it allows less (it counts a user's pipes), 64 KB.
+_CAPACITY = 1 << 20
+_AT_ONCE = 1 << 18  # bytes of a read
+
+
+class PipeAddress(NamedTuple):
+    """Of the writing end of a process's pipe."""
+
+    pid: int
+    descriptor: int
+    inode: int  # in another container, PID may be another process
+
+
+class PipeInbox:
+    """The pipe that this process reads.
+
+    Attributes:
+        descriptor: readable when there is something to read.
+        address: for the others.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
+        # Kept open: the others open it through this process.
+        self.address = PipeAddress(os.getpid(), writer, os.fstat(writer).st_ino)
+        self._rest = b""
+        self._begun: dict[int, bytearray] = {}  # by writer
+
+    def read(self) -> Iterator[tuple[int, bytes | bytearray]]:
+        """The messages that have come, with who wrote them; those of one writer in its order."""
+        try:
+            data = self._rest + os.read(self.descriptor, _AT_ONCE)
+        except BlockingIOError:
+            return
+        start = 0
+        while len(data) - start >= _HEADER.size:
+            writer, length, last = _HEADER.unpack_from(data, start)
+            begin, end = start + _HEADER.size, start + _HEADER.size + length
+            if end > len(data):
+                break
+            start = end
+            if last and writer not in self._begun:
+                yield writer, data[begin:end]
+                continue
+            begun = self._begun.setdefault(writer, bytearray())
+            begun += memoryview(data)[begin:end]
+            if last:
+                yield writer, self._begun.pop(writer)
+        self._rest = data[start:]
+
+
+class PipeOutbox:
+    """The writing end of another process's pipe. One thread at a time.
+
+    Raises: OSError when it cannot be opened from here.
+    """
+
+    def __init__(self, address: PipeAddress, writer: int) -> None:
+        path = f"/proc/{address.pid}/fd/{address.descriptor}"
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if os.fstat(self.descriptor).st_ino != address.inode:
+            os.close(self.descriptor)
+            raise OSError(f"process {address.pid} is another one here")
+        self._writer = writer
+        self._unwritten: deque[bytes] = deque()
+
+    def put(self, message: bytes) -> bool:
+        """Write it, or what fits; returns whether all did. What did not goes with `flush`."""
+        for start in range(0, max(len(message), 1), _PIECE):
+            piece = message[start : start + _PIECE]
+            last = start + _PIECE >= len(message)
+            self._unwritten.append(_HEADER.pack(self._writer, len(piece), last) + piece)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Returns whether nothing is left to be written."""
+        while self._unwritten:
+            try:
+                os.write(self.descriptor, self._unwritten[0])
+            except BlockingIOError:
+                return False
+            except BrokenPipeError:  # its reader has died: who cares for that is told otherwise
+                self._unwritten.clear()
+                return True
+            self._unwritten.popleft()
+        return True

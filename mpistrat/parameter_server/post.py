@@ -1,0 +1,177 @@
+"""Requests, their answers, and notices, between the ranks of a communicator."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpistrat.errors import StallError, UnavailableError
+from mpistrat.parameter_server.mail import LOST, Mail
+
+# Of a message: what it is, then what it says.
+_NOTICE, _REQUEST, _ANSWER, _REFUSAL = range(4)
+_SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it should
+
+Handler = Callable[[int, Any], None]
+
+
+class Asked(NamedTuple):
+    """A request, as its handler gets it."""
+
+    ticket: int
+    body: Any
+
+
+class Reply:
+    """What a request brings, later.
+
+    Args: to: the rank that was asked. kind: for what.
+    """
+
+    __slots__ = ("_answer", "_error", "_post", "come", "kind", "to")
+
+    def __init__(self, post: Post, to: int, kind: str) -> None:
+        self._post, self.to, self.kind = post, to, kind
+        self.come = False
+        self._answer: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> Any:
+        """The answer.
+
+        Raises: what the other rank refused it with; UnavailableError when that rank has died; StallError when it does
+            not answer within MPISTRAT_STALL_SECONDS.
+        """
+        if not self.come:
+            self._post.wait_for(self)
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+    def put(self, answer: Any, error: BaseException | None = None) -> None:
+        self._answer, self._error = answer, error
+        self.come = True
+
+
+class Post:
+    """Requests and notices over `mail`. It has no thread: whoever waits reads for all threads.
+
+    Args:
+        mail: used by nobody else.
+        name_of: how people call a rank, such as "ps 0 (rank 3)".
+        stall_seconds: how long a rank may take to answer a request; 0 is for ever.
+    """
+
+    def __init__(
+        self, mail: Mail, name_of: Callable[[int], str] = "rank {}".format, stall_seconds: float = 0
+    ) -> None:
+        self.mail = mail
+        self.rank, self.size = mail.rank, mail.size
+        self.name_of = name_of
+        self._stall_seconds = stall_seconds
+        self._handlers: dict[str, Handler] = {}
+        self._when_lost: list[Callable[[int], None]] = []
+        self._tickets = itertools.count(1)
+        self._open: dict[int, Reply] = {}
+        self._reading = threading.Lock()
+        self._news = threading.Condition()
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Call `handler(source, body)` for each notice of this kind, `handler(source, Asked)` for each request.
+
+        In the thread that reads, which must not wait for an answer there.
+        """
+        self._handlers[kind] = handler
+
+    def on_lost(self, handler: Callable[[int], None]) -> None:
+        """Call `handler(rank)` once for each rank that dies, in the thread that reads."""
+        self._when_lost.append(handler)
+
+    def tell(self, to: int, kind: str, body: Any = None) -> None:
+        """Send a notice. Called by: any thread."""
+        self.mail.send(to, (_NOTICE, kind, body))
+
+    def ask(self, to: int, kind: str, body: Any = None) -> Reply:
+        """Send a request. Called by: any thread."""
+        reply = Reply(self, to, kind)
+        ticket = next(self._tickets)
+        self._open[ticket] = reply
+        if to in self.mail.lost:
+            self._open.pop(ticket, None)
+            reply.put(None, self._gone(to))
+        else:
+            self.mail.send(to, (_REQUEST, kind, ticket, body))
+        return reply
+
+    def answer(self, source: int, ticket: int, value: Any = None) -> None:
+        self.mail.send(source, (_ANSWER, ticket, value))
+
+    def refuse(self, source: int, ticket: int, error: BaseException) -> None:
+        """Answer with an error, of a class that can be pickled; the one who asked raises it."""
+        self.mail.send(source, (_REFUSAL, ticket, error))
+
+    def attend(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Read, and call handlers, until `until()`; returns False when so many seconds are over before.
+
+        Called by: any thread. What another one reads is looked at as soon as it has been handled.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while not until():
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            if self._reading.acquire(blocking=False):
+                try:
+                    # Another thread may have read what was waited for, before this one got to read.
+                    if not until():
+                        for source, message in self.mail.receive(left):
+                            self._handle(source, message)
+                finally:
+                    self._reading.release()
+                with self._news:
+                    self._news.notify_all()
+            else:
+                with self._news:
+                    if not until():
+                        pause = _SECONDS_BEHIND_ANOTHER
+                        self._news.wait(pause if left is None else min(left, pause))
+        return True
+
+    def wait_for(self, reply: Reply) -> None:
+        """Attend until the reply has come. Raises: StallError."""
+        if not self.attend(lambda: reply.come, self._stall_seconds or None):
+            raise StallError(
+                f"{self.name_of(self.rank)} has waited {self._stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
+                f"{self.name_of(reply.to)} to answer {reply.kind!r}: see what that process does (py-spy dump), or "
+                "whether it was stopped"
+            )
+
+    def _gone(self, rank: int) -> UnavailableError:
+        return UnavailableError(f"{self.name_of(rank)} has died")
+
+    def _handle(self, source: int, message: Any) -> None:
+        if message is LOST or message == LOST:
+            for ticket, reply in list(self._open.items()):
+                if reply.to == source:
+                    self._open.pop(ticket, None)
+                    reply.put(None, self._gone(source))
+            for handler in self._when_lost:
+                handler(source)
+            return
+        kind = message[0]
+        if kind == _NOTICE:
+            self._handlers[message[1]](source, message[2])
+        elif kind == _REQUEST:
+            _, name, ticket, body = message
+            self._handlers[name](source, Asked(ticket, body))
+        else:
+            _, ticket, value = message
+            waiting = self._open.pop(ticket, None)
+            if waiting is not None:
+                if kind == _ANSWER:
+                    waiting.put(value)
+                else:
+                    waiting.put(None, value)

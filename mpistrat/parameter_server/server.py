@@ -1,0 +1,227 @@
+"""What a server does: it keeps arrays, and changes them in the order in which the updates come.
+
+Updates that carry a number are applied once, however often they come: who repeats a piece of work, because the rank
+that did it has died, repeats their numbers, too.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpistrat.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
+from mpistrat.parameter_server.post import Asked, Post
+from mpistrat.parameter_server.segments import Mappings, Segments
+from mpistrat.parameter_server.tables import Table
+
+# An answer to an update brings the new value along, up to here.
+SMALL_VALUE = 1 << 12
+
+
+class Update(NamedTuple):
+    """What one message asks for, once for each array that it is about.
+
+    Attributes:
+        key: of the array.
+        method: of a variable, such as "assign_add".
+        operand: an array, or two: the indices and values of rows.
+        work: the number of the piece of work that asks; None for what is not repeated.
+        number: of this update among those of this piece of work to this array.
+    """
+
+    key: int
+    method: str
+    operand: list[Placed | Carried]
+    work: int | None = None
+    number: int = 0
+
+
+class Created(NamedTuple):
+    """A new array: its first value is `value`, or zeros."""
+
+    key: int
+    name: str
+    kind: Kind
+    value: Placed | Carried | None
+
+
+class Tables:
+    """The arrays of a server, and which updates they have had.
+
+    Attributes:
+        by_key: the arrays.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[int, Table] = {}
+        self.mappings = Mappings()
+        self._segments = Segments()
+        # By piece of work, then array: the answers to its updates.
+        self._applied: dict[int, dict[int, list[Carried | None]]] = {}
+        self._over_before = 0  # pieces of work
+
+    def create(self, new: Created) -> Table:
+        table = Table(new.name, new.kind, self._segments)
+        if new.value is not None:
+            with table.writing(updates=0) as array:
+                array[...] = unpack(new.value, self.mappings)
+        self.by_key[new.key] = table
+        return table
+
+    def table(self, key: int) -> Table:
+        try:
+            return self.by_key[key]
+        except KeyError:
+            raise NotFoundError(
+                f"this server has no array {key}: it has {len(self.by_key)}"
+            ) from None
+
+    def update(self, update: Update) -> Carried | None:
+        """Apply it, unless that was done; returns the value then, if it is small."""
+        table = self.table(update.key)
+        if update.work is None:
+            return self._apply(table, update)
+        if update.work < self._over_before:
+            raise FailedPreconditionError(
+                f"an update of {table.name!r} came after the work that it belongs to was over"
+            )
+        applied = self._applied.setdefault(update.work, {}).setdefault(update.key, [])
+        if update.number == len(applied):
+            applied.append(self._apply(table, update))
+        return applied[update.number]
+
+    def _apply(self, table: Table, update: Update) -> Carried | None:
+        operand: Any = [unpack(one, self.mappings) for one in update.operand]
+        operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
+        table.update(update.method, operand)
+        return carried(table.array).copied() if table.kind.nbytes <= SMALL_VALUE else None
+
+    def forget(self, over: Sequence[int], over_before: int) -> None:
+        """Nobody repeats these pieces of work any more, nor any with a smaller number than `over_before`."""
+        for work in over:
+            self._applied.pop(work, None)
+        self._over_before = max(self._over_before, over_before)
+
+
+class ParameterServer:
+    """Serves the arrays of one rank, in the thread that calls `serve`.
+
+    Args:
+        post: to the others.
+        clients: the ranks that use the server; it leaves when all of them are done, or lost.
+    """
+
+    def __init__(self, post: Post, clients: Sequence[int]) -> None:
+        self.tables = Tables()
+        self._post = post
+        self._clients = set(clients)
+        self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
+        self._holder: int | None = None
+        self._held: list[Callable[[], None]] = []
+        for kind, respond in (
+            ("create", self._create),
+            ("pull", self._pull),
+            ("rows", self._rows),
+            ("count", self._count),
+        ):
+            self._respond(kind, respond)
+        self._respond("update", self._update, changes=True)
+        post.handle("find", self._find)
+        post.handle("hold", self._hold)
+        post.handle("release", self._release)
+        post.handle("forget", lambda _, body: self.tables.forget(*body))
+        post.handle("done", lambda source, _: self._clients.discard(source))
+        post.on_lost(self._lost)
+
+    def serve(self) -> None:
+        """Return when nobody uses the server any more."""
+        self._post.attend(lambda: not self._clients)
+
+    def _respond(
+        self, kind: str, respond: Callable[[int, Any], Any], changes: bool = False
+    ) -> None:
+        """Answer requests of `kind` with what `respond` returns; what it raises is the asker's."""
+
+        def work(source: int, asked: Asked) -> None:
+            try:
+                answer = respond(source, asked.body)
+            except Exception as error:
+                self._post.refuse(source, asked.ticket, _for_others(error))
+            else:
+                self._post.answer(source, asked.ticket, answer)
+
+        def handle(source: int, asked: Asked) -> None:
+            if changes and self._holder not in (None, source):
+                self._held.append(lambda: work(source, asked))
+            else:
+                work(source, asked)
+
+        self._post.handle(kind, handle)
+
+    def _create(self, source: int, new: Created) -> Any:
+        table = self.tables.create(new)
+        for asker, ticket in self._waiting.pop(new.key, []):
+            self._post.answer(asker, ticket, self._found(table))
+        return self._found(table)
+
+    def _found(self, table: Table) -> Any:
+        return table.name, table.kind, table.place
+
+    def _find(self, source: int, asked: Asked) -> None:
+        """The array of a number, once it is there: another rank may not have made it yet."""
+        table = self.tables.by_key.get(asked.body)
+        if table is None:
+            self._waiting.setdefault(asked.body, []).append((source, asked.ticket))
+        else:
+            self._post.answer(source, asked.ticket, self._found(table))
+
+    def _pull(self, source: int, body: tuple[int, Placed | None]) -> Carried | None:
+        """The array: in memory of the asker's, or in the answer."""
+        key, place = body
+        table = self.tables.table(key)
+        if place is None:
+            return carried(table.array)
+        unpack(place, self.tables.mappings)[...] = table.array
+        return None
+
+    def _rows(self, source: int, body: tuple[int, Carried]) -> Carried:
+        key, indices = body
+        table = self.tables.table(key)
+        return carried(table.rows(unpack(indices, self.tables.mappings)))
+
+    def _update(self, source: int, updates: list[Update]) -> list[Carried | None]:
+        return [self.tables.update(update) for update in updates]
+
+    def _count(self, source: int, keys: Sequence[int]) -> list[int]:
+        return [self.tables.table(key).updates for key in keys]
+
+    def _hold(self, source: int, asked: Asked) -> None:
+        """Until it is released, or lost, only `source` changes anything."""
+        if self._holder not in (None, source):
+            self._held.append(lambda: self._hold(source, asked))
+            return
+        self._holder = source
+        self._post.answer(source, asked.ticket)
+
+    def _release(self, source: int, _: Any) -> None:
+        if self._holder == source:
+            self._holder = None
+            held, self._held = self._held, []
+            for work in held:
+                work()
+
+    def _lost(self, rank: int) -> None:
+        self._clients.discard(rank)
+        self._release(rank, None)
+
+
+def _for_others(error: Exception) -> Exception:
+    """`error`, as another process can have it."""
+    known = (InvalidArgumentError, NotFoundError, FailedPreconditionError, IndexError, TypeError)
+    if isinstance(error, known) and len(error.args) == 1:
+        return type(error)(*error.args)
+    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return RuntimeError(f"the server failed:\n{told}")
