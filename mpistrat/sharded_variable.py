@@ -86,7 +86,7 @@ class ShardedVariable(Variable):
         self._check_division("sparse_read")
         return self._joined(
             [
-                variable.read_value()[positions[owners == shard] - offset]
+                variable.sparse_read(positions[owners == shard] - offset)
                 for shard, (variable, offset) in enumerate(
                     zip(self.variables, self.offsets, strict=True)
                 )
@@ -143,14 +143,18 @@ class ShardedVariable(Variable):
         return np.searchsorted(self._ends, positions, side="right")
 
     def _update(self, method: str, operand: Any) -> ShardedVariable:
-        if method.startswith("scatter_"):
-            self._scatter(method, operand)
-        else:
-            for variable, rows in zip(self.variables, self._rows_of_shards(operand), strict=True):
-                variable._update(method, rows)
+        scatters = method.startswith("scatter_")
+        parts = (
+            self._slices_of_shards(method, operand) if scatters else self._rows_of_shards(operand)
+        )
+        self._update_shards(method, parts)
         return self
 
-    def _scatter(self, method: str, slices: Any) -> None:
+    def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
+        for variable, operand in zip(self.variables, operands, strict=True):
+            variable._update(method, operand)
+
+    def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
         if not isinstance(slices, IndexedSlices):
             raise TypeError(
                 f"variable {self.name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
@@ -158,10 +162,12 @@ class ShardedVariable(Variable):
         positions = _positions(slices.indices)
         owners = self._owners(positions)
         self._check_division(method)
-        for shard, (variable, offset) in enumerate(zip(self.variables, self.offsets, strict=True)):
+        parts = []
+        for shard, offset in enumerate(self.offsets):
             # Also where there are none: updates of distributed variables are collective.
             (own,) = np.nonzero(owners == shard)
-            variable._update(method, IndexedSlices(slices.values[own], positions[own] - offset))
+            parts.append(IndexedSlices(slices.values[own], positions[own] - offset))
+        return parts
 
     def _rows_of_shards(self, value: Any) -> list[Array]:
         value = arrays.detach_read(value)

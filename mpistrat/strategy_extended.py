@@ -7,6 +7,7 @@ replicas hold copies: k replicas on each of `communicator.size` ranks.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -379,10 +380,12 @@ class StrategyExtended:
         dtype: Any = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
     ) -> Variable:
         """The work of `mpistrat.Variable(...)`, in the scope or inside run. Called by every rank."""
         with self.communicator.raising_together():
             check_variable_arguments(trainable, name, synchronization, aggregation)
+            size = None if shape is None else tuple(operator.index(length) for length in shape)
         on_read = synchronization is VariableSynchronization.ON_READ
         trainable = (not on_read) if trainable is None else trainable
 
@@ -394,6 +397,7 @@ class StrategyExtended:
                 dtype,
                 VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE,
                 aggregation,
+                size,
             )
 
         context = get_replica_context() if has_strategy() else None
@@ -409,9 +413,10 @@ class StrategyExtended:
         dtype: Any,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
+        shape: tuple[int, ...] | None,
     ) -> Variable:
         with self.communicator.raising_together():
-            value = initial_array(initial_value, dtype)
+            value = initial_array(initial_value, dtype, shape)
             if aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
                 raise ValueError(
                     f"variable {name!r}: aggregation MEAN needs a floating dtype, got "
@@ -539,8 +544,13 @@ class StrategyExtended:
         return self.worker_devices
 
 
-def initial_array(initial_value: Any, dtype: Any) -> arrays.Array:
-    """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`."""
+def initial_array(
+    initial_value: Any, dtype: Any, shape: tuple[int, ...] | None = None
+) -> arrays.Array:
+    """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`.
+
+    Raises: TypeError when it is not numbers; ValueError when its shape is not `shape`.
+    """
     given = initial_value() if callable(initial_value) else initial_value
     read = arrays.detach_read(given)
     if not arrays.is_array(read):
@@ -549,4 +559,8 @@ def initial_array(initial_value: Any, dtype: Any) -> arrays.Array:
             dtype = "float32"  # Python's floats, as in tf.distribute and torch
     if getattr(read.dtype, "hasobject", False):  # other ranks would take its pointers for their own
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
+    if shape is not None and tuple(read.shape) != shape:
+        raise ValueError(
+            f"the initial value has shape {list(read.shape)}, shape={list(shape)} was given"
+        )
     return read if dtype is None else arrays.cast(read, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays
@@ -49,8 +50,10 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         synchronization: ON_WRITE (AUTO means it): copies change together. ON_READ: each replica changes
             its own copy, and reading outside `run` combines them.
         aggregation: how what the replicas assign (ON_WRITE), or their copies (ON_READ), are combined.
+        shape: what the initial value must have. With it and `dtype`, a strategy that splits variables calls a
+            function for each part, with its `partition_shape` and the `partition_offset` of its first element.
     Raises:
-        ValueError: `synchronization` is NONE, or MEAN is asked of a dtype that is not floating.
+        ValueError: `synchronization` is NONE, MEAN is asked of a dtype that is not floating, or the shape is another.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
         dtype: Any = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
     ) -> None:
         raise TypeError(f"{type(self).__name__} is made by a strategy; call mpistrat.Variable")
 
@@ -102,6 +106,10 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
     def _read(self) -> Array:
         return self.read_value()
+
+    def sparse_read(self, indices: Any) -> Array:
+        """The rows at `indices`, integers of shape [n]."""
+        return self.read_value()[indices]
 
     def assign(self, value: Any) -> Any:
         """Set the value; inside `run`, combined over the replicas as `aggregation` says.

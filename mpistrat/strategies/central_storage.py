@@ -82,9 +82,10 @@ class _CentralStorageExtended(StrategyExtended):
         dtype: Any,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
+        shape: tuple[int, ...] | None,
     ) -> Variable:
         with self.communicator.raising_together():
-            value = initial_array(initial_value, dtype)
+            value = initial_array(initial_value, dtype, shape)
         value = self.cross_replica_ops.from_first_replica(value, f"initial value of {name!r}")
         component = variable_of_node(
             self.communicator, value, trainable, name, synchronization, aggregation

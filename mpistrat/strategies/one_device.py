@@ -31,8 +31,9 @@ class OneReplicaExtended(StrategyExtended):
         dtype: Any,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
+        shape: tuple[int, ...] | None,
     ) -> Variable:
-        value = initial_array(initial_value, dtype)
+        value = initial_array(initial_value, dtype, shape)
         variable = PlainVariable(value, trainable, name, synchronization, aggregation)
         variable.strategy = self.strategy
         return variable
