@@ -138,7 +138,7 @@ class SlurmClusterResolver(ClusterResolver):
         distribution = self._environ.get(DISTRIBUTION, "block")
         if distribution == "plane" and PLANE_SIZE in self._environ:
             distribution = f"plane={self._environ[PLANE_SIZE]}"
-        host_of_task = self._expanded(ARBITRARY_LIST)
+        host_of_task = _hosts_in(self._environ, ARBITRARY_LIST)
         places: list[Place] = []
         nodes = 0
         for component in self._components(tasks):
@@ -155,14 +155,10 @@ class SlurmClusterResolver(ClusterResolver):
         several = COMPONENTS in self._environ and self._number(COMPONENTS) > 1
         if not several or len(tasks) == 1:
             return [tasks]
-        names = list(
-            itertools.takewhile(
-                self._environ.__contains__, map(COMPONENT_NODES.format, itertools.count())
-            )
-        )
-        hosts = [set(self._expanded(name)) for name in names]
+        hosts = hosts_of_components(self._environ)
         components = [[task for task in tasks if task[0] in own] for own in hosts]
         if sum(map(len, components)) != len(tasks):
+            names = map(COMPONENT_NODES.format, range(len(hosts)))
             raise TopologyError(
                 f"this step may be one of several components ({self._shown(COMPONENTS, NODE_LIST, *names)}), and "
                 f"which nodes belong to which is not told: submit the job with sbatch or salloc, which set "
@@ -175,11 +171,11 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> list[tuple[str, int]]:
         if isinstance(tasks_per_node, Mapping):
             counts = _counts("tasks_per_node", tasks_per_node)
-            listed = self._expanded(NODE_LIST)
+            listed = _hosts_in(self._environ, NODE_LIST)
             order = listed.index if set(counts) <= set(listed) else _natural
             return sorted(counts.items(), key=lambda item: order(item[0]))
         self._variable(NODE_LIST)
-        hosts = self._expanded(NODE_LIST)
+        hosts = _hosts_in(self._environ, NODE_LIST)
         if tasks_per_node is not None:
             return [(host, _count("tasks_per_node", tasks_per_node)) for host in hosts]
         try:
@@ -238,16 +234,6 @@ class SlurmClusterResolver(ClusterResolver):
         known = len(self._visible) >= own.stop
         return [self._visible[index] if known else str(index) for index in own]
 
-    def _expanded(self, name: str) -> list[str]:
-        """The hosts that the variable `name` lists; none if it is not set."""
-        try:
-            hosts = expand_hostlist(self._environ.get(name, ""))
-        except ValueError as error:
-            raise TopologyError(f"{name}: {error}") from None
-        if name != ARBITRARY_LIST and len(set(hosts)) < len(hosts):
-            raise TopologyError(f"{self._shown(name)} names a node twice")
-        return hosts
-
     def _variable(self, name: str) -> str:
         if name not in self._environ:
             raise TopologyError(
@@ -265,6 +251,38 @@ class SlurmClusterResolver(ClusterResolver):
     def _shown(self, *names: str) -> str:
         found = [name for name in names if name in self._environ]
         return ", ".join(f"{name}={self._environ[name]:.200}" for name in found)
+
+
+def hosts_of_components(environ: Mapping[str, str] | None = None) -> list[list[str]]:
+    """The nodes of each component of a heterogeneous job; none outside of one, and where Slurm does not tell.
+
+    Raises: TopologyError for a list that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    names = map(COMPONENT_NODES.format, itertools.count())
+    return [_hosts_in(environ, name) for name in itertools.takewhile(environ.__contains__, names)]
+
+
+def own_component(environ: Mapping[str, str] | None = None) -> int | None:
+    """The component of a heterogeneous job on whose nodes this process runs: no two components share a node.
+
+    None outside of such a job, and where Slurm does not tell.
+    Raises: TopologyError for a list that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    hosts, node = hosts_of_components(environ), environ.get(NODE_NAME, "")
+    return next((number for number, own in enumerate(hosts) if node in own), None)
+
+
+def _hosts_in(environ: Mapping[str, str], name: str) -> list[str]:
+    """The hosts that the variable `name` lists; none if it is not set."""
+    try:
+        hosts = expand_hostlist(environ.get(name, ""))
+    except ValueError as error:
+        raise TopologyError(f"{name}: {error}") from None
+    if name != ARBITRARY_LIST and len(set(hosts)) < len(hosts):
+        raise TopologyError(f"{name}={environ[name]:.200} names a node twice")
+    return hosts
 
 
 def _natural(host: str) -> list[tuple[int, int, str]]:

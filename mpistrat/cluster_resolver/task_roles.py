@@ -31,11 +31,43 @@ def task_count(cluster_spec: Cluster, task_type: str) -> int:
     return spec.num_tasks(task_type) if task_type in spec.jobs else 0
 
 
+def validated_cluster(
+    cluster_spec: Cluster, task_type: str | None, task_id: int | None
+) -> ClusterSpec:
+    """`cluster_spec`, in which this task may be; no type is any task.
+
+    Raises: ValueError for jobs, numbers of tasks and a task that cannot be.
+    """
+    spec = normalize_cluster_spec(cluster_spec)
+    unknown = [job for job in spec.jobs if job not in TASK_TYPES]
+    if unknown:
+        raise ValueError(f"the cluster has the jobs {unknown}, expected only {TASK_TYPES}")
+    if task_type is not None and task_type not in TASK_TYPES:
+        raise ValueError(f"task_type={task_type!r} is not one of {TASK_TYPES}")
+    for job in ("chief", "evaluator"):
+        if task_count(spec, job) > 1:
+            raise ValueError(
+                f"the cluster has {task_count(spec, job)} tasks of type {job!r}, expected at most one"
+            )
+    if (
+        task_type is None or task_type == "evaluator"
+    ):  # evaluators are not always listed in the cluster
+        return spec
+    if task_type not in spec.jobs:
+        raise ValueError(f"task_type={task_type!r} is not in the cluster: its jobs are {spec.jobs}")
+    if task_id is None or not 0 <= task_id < task_count(spec, task_type):
+        count = task_count(spec, task_type)
+        raise ValueError(
+            f"task_id={task_id!r} is not one of the {count} tasks of job {task_type!r} (0..{count - 1})"
+        )
+    return spec
+
+
 def is_chief(
     cluster_spec: Cluster = None, task_type: str | None = None, task_id: int | None = None
 ) -> bool:
     """Whether this task does what only one may do: the chief, an evaluator, or worker 0 where there is no chief."""
-    spec = _validated(cluster_spec, task_type, task_id)
+    spec = validated_cluster(cluster_spec, task_type, task_id)
     return task_type in ("chief", "evaluator") or (
         task_type == "worker" and task_id == 0 and not task_count(spec, "chief")
     )
@@ -46,7 +78,7 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str | None, task_id: int | N
 
     Raises: ValueError for a parameter server, which has no rank, and for tasks that are not in the cluster.
     """
-    spec = _validated(cluster_spec, task_type, task_id)
+    spec = validated_cluster(cluster_spec, task_type, task_id)
     if task_type not in ("chief", "worker", "evaluator") or task_id is None:
         raise ValueError(
             f"a task of type {task_type!r} has no rank: only chief, worker and evaluator tasks have one"
@@ -59,7 +91,7 @@ def worker_count(cluster_spec: Cluster, task_type: str | None) -> int:
 
     Raises: ValueError for types that do not train; KeyError for an evaluator that the cluster does not list.
     """
-    spec = _validated(cluster_spec, task_type, 0)
+    spec = validated_cluster(cluster_spec, task_type, 0)
     if task_type not in ("chief", "worker", "evaluator"):
         raise ValueError(
             f"a task of type {task_type!r} does not train: expected chief, worker or evaluator"
@@ -95,7 +127,7 @@ def collective_leader(cluster_spec: Cluster, task_type: str | None, task_id: int
     """Name of the task that leads collectives; '' for an empty cluster and for an evaluator."""
     if not normalize_cluster_spec(cluster_spec):
         return ""
-    spec = _validated(cluster_spec, task_type, task_id)
+    spec = validated_cluster(cluster_spec, task_type, task_id)
     return "" if task_type == "evaluator" else _first_task(spec, ("chief", "worker"))
 
 
@@ -146,29 +178,3 @@ def _first_task(spec: ClusterSpec, preference: tuple[str, ...]) -> str:
     raise ValueError(
         f"the cluster has no task that could lead: expected one of {preference}, its jobs are {spec.jobs}"
     )
-
-
-def _validated(cluster_spec: Cluster, task_type: str | None, task_id: int | None) -> ClusterSpec:
-    spec = normalize_cluster_spec(cluster_spec)
-    unknown = [job for job in spec.jobs if job not in TASK_TYPES]
-    if unknown:
-        raise ValueError(f"the cluster has the jobs {unknown}, expected only {TASK_TYPES}")
-    if task_type is not None and task_type not in TASK_TYPES:
-        raise ValueError(f"task_type={task_type!r} is not one of {TASK_TYPES}")
-    for job in ("chief", "evaluator"):
-        if task_count(spec, job) > 1:
-            raise ValueError(
-                f"the cluster has {task_count(spec, job)} tasks of type {job!r}, expected at most one"
-            )
-    if (
-        task_type is None or task_type == "evaluator"
-    ):  # evaluators are not always listed in the cluster
-        return spec
-    if task_type not in spec.jobs:
-        raise ValueError(f"task_type={task_type!r} is not in the cluster: its jobs are {spec.jobs}")
-    if task_id is None or not 0 <= task_id < task_count(spec, task_type):
-        count = task_count(spec, task_type)
-        raise ValueError(
-            f"task_id={task_id!r} is not one of the {count} tasks of job {task_type!r} (0..{count - 1})"
-        )
-    return spec

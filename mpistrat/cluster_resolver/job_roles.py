@@ -1,0 +1,286 @@
+"""Which rank is chief, worker, parameter server: by the topology, a cluster, or a heterogeneous Slurm job."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver
+from mpistrat.cluster_resolver.slurm import own_component
+from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count, validated_cluster
+from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
+from mpistrat.errors import TopologyError
+from mpistrat.topology import Topology
+
+
+@dataclass(frozen=True)
+class JobRoles:
+    """Which rank of a communicator has which task; equal on all ranks but for `rank`.
+
+    Attributes:
+        ranks: by task type, in task order: {"chief": (0,), "worker": (1, 2), "ps": (3,)}; only types that have tasks.
+        cluster_spec: the tasks' addresses, or their nodes' names. Nobody connects to them: MPI carries the bytes.
+    """
+
+    rank: int
+    ranks: Mapping[str, tuple[int, ...]]
+    cluster_spec: ClusterSpec
+
+    @property
+    def task_type(self) -> str:
+        return self._own_task()[0]
+
+    @property
+    def task_id(self) -> int:
+        return self._own_task()[1]
+
+    def rank_of(self, task_type: str, task_id: int) -> int:
+        """Raises: ValueError when there is no such task."""
+        self.cluster_spec.task_address(task_type, task_id)
+        return self.ranks[task_type][task_id]
+
+    def _own_task(self) -> tuple[str, int]:
+        return next(
+            (job, ranks.index(self.rank)) for job, ranks in self.ranks.items() if self.rank in ranks
+        )
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What one rank knows of roles, as the others are told."""
+
+    num_ps: int | None = None
+    chief: bool = True
+    source: str = ""  # the class of its resolver
+    cluster_spec: ClusterSpec | None = None
+    task_type: str | None = None
+    task_id: int | None = None
+    component: int | None = None  # of a heterogeneous Slurm job
+    error: ValueError | TopologyError | None = None
+
+
+def job_roles(
+    topology: Topology,
+    all_gather_object: Callable[[Any], list[Any]],
+    resolver: ClusterResolver | None,
+    num_ps: int | None,
+    *,
+    chief: bool,
+    environ: Mapping[str, str] | None = None,
+) -> JobRoles:
+    """The tasks of the ranks of `topology`.
+
+    With `num_ps`, so many ranks are servers: the last rank of every node in turn, beginning with the last node; rank 0
+    is the chief, or worker 0. With a resolver or TF_CONFIG, each rank has the task that it names there. In a
+    heterogeneous Slurm job, the ranks of the first component are the chief and the servers, all others workers.
+
+    Called by: every rank. Communicates once.
+    Args:
+        all_gather_object: gives the objects of all ranks, in rank order.
+        resolver: None, or one of MPI, which knows of no roles: `num_ps` tells, else TF_CONFIG, else Slurm.
+        chief: one rank coordinates the others. Otherwise worker 0 leads, or a chief of the cluster that works, too.
+    Raises, on all ranks: ValueError when nothing tells roles, or none that will do; TopologyError when ranks and what
+        tells their tasks contradict each other.
+    """
+    cause: Exception | None = None
+    try:
+        own = _own_claim(resolver, num_ps, chief, os.environ if environ is None else environ)
+    except Exception as error:
+        cause = error
+        own = _Claim(error=_as_told(error))
+    claims: list[_Claim] = all_gather_object(own)
+    _check_alike(claims, cause)
+    if own.num_ps is not None:
+        return _of_servers(topology, _servers_by_node(topology, own.num_ps, chief), chief)
+    if own.cluster_spec is not None:
+        return JobRoles(
+            topology.rank, _claimed_tasks(own.cluster_spec, claims, chief), own.cluster_spec
+        )
+    return _of_components(topology, [claim.component for claim in claims], chief)
+
+
+def _own_claim(
+    resolver: ClusterResolver | None,
+    num_ps: int | None,
+    chief: bool,
+    environ: Mapping[str, str],
+) -> _Claim:
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise ValueError(f"cluster_resolver must be a ClusterResolver, got {resolver!r:.80}")
+    if isinstance(resolver, MPIClusterResolver):
+        resolver = None
+    if num_ps is not None:
+        if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
+            raise ValueError(
+                f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
+            )
+        if resolver is not None:
+            raise ValueError(
+                f"num_ps={num_ps} and a {type(resolver).__name__}, whose cluster lists the parameter servers, were "
+                "given: leave one of them out"
+            )
+        return _Claim(num_ps, chief)
+    if resolver is None and environ.get(TF_CONFIG):
+        resolver = TFConfigClusterResolver(environ=environ)
+    if resolver is None:
+        return _Claim(chief=chief, component=own_component(environ))
+    spec = resolver.cluster_spec()  # before the task: SlurmClusterResolver knows it then
+    return _Claim(
+        chief=chief,
+        source=type(resolver).__name__,
+        cluster_spec=spec,
+        task_type=resolver.task_type,
+        task_id=resolver.task_id,
+    )
+
+
+def _as_told(error: Exception) -> ValueError | TopologyError:
+    """`error` as one of the two classes that `job_roles` raises, which can be pickled."""
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    text = str(error)
+    return TopologyError(
+        text if isinstance(error, TopologyError) else f"{type(error).__name__}: {text}"
+    )
+
+
+def _check_alike(claims: Sequence[_Claim], cause: Exception | None) -> None:
+    """Raises: the first rank's error; ValueError and TopologyError where ranks were given different things."""
+    errors = [claim.error for claim in claims]
+    for rank, error in enumerate(errors):
+        if error is not None:
+            alike = all(str(other) == str(error) for other in errors)
+            raise type(error)(str(error) if alike else f"rank {rank}: {error}") from cause
+    first = claims[0]
+    for rank, claim in enumerate(claims):
+        if (claim.num_ps, claim.chief) != (first.num_ps, first.chief):
+            raise ValueError(
+                f"rank 0 was given {_given(first)}, and rank {rank} {_given(claim)}: all ranks need the same"
+            )
+        if claim.cluster_spec != first.cluster_spec:
+            raise TopologyError(
+                f"rank 0 has {_cluster_of(first)}, and rank {rank} {_cluster_of(claim)}: all ranks need the same "
+                "cluster, each with a task of its own"
+            )
+
+
+def _given(claim: _Claim) -> str:
+    return f"num_ps={claim.num_ps} {'with' if claim.chief else 'without'} a chief"
+
+
+def _cluster_of(claim: _Claim) -> str:
+    if claim.cluster_spec is None:
+        return f"no cluster ({TF_CONFIG} is not set)"
+    return f"the cluster {claim.cluster_spec.as_dict()!r:.300} ({claim.source})"
+
+
+def _servers_by_node(topology: Topology, num_ps: int, chief: bool) -> list[int]:
+    least = num_ps + (2 if chief else 1)
+    if topology.size < least:
+        raise ValueError(
+            f"num_ps={num_ps} needs {least} ranks or more, {'a chief, ' if chief else ''}a worker and the parameter "
+            f"servers, but {topology.size} were started: mpirun -n {least} python …, or a smaller num_ps"
+        )
+    nodes = reversed(range(topology.num_nodes))
+    turns = itertools.zip_longest(*(reversed(topology.ranks_on_node(node)) for node in nodes))
+    # Neither None, of a node that has no more ranks, nor rank 0
+    return [rank for turn in turns for rank in turn if rank][:num_ps]
+
+
+def _of_components(topology: Topology, components: Sequence[int | None], chief: bool) -> JobRoles:
+    known = [component for component in components if component is not None]
+    if len(known) < topology.size:
+        raise ValueError(
+            "nothing tells which ranks are parameter servers: give num_ps=, their number; or a cluster_resolver or "
+            f"{TF_CONFIG}, which name each rank's task; or submit a heterogeneous Slurm job, whose first component has "
+            "the servers"
+        )
+    first = [rank for rank, component in enumerate(known) if component == min(known)]
+    if len(first) == topology.size:
+        raise ValueError(
+            f"all {topology.size} ranks are in component {known[0]} of the heterogeneous Slurm job, whose first "
+            "component has the parameter servers: have one srun start the workers, too (--het-group=0,1), or give "
+            "num_ps="
+        )
+    if chief and len(first) == 1:
+        raise ValueError(
+            f"component {min(known)} of the heterogeneous Slurm job has 1 rank, the chief, and no parameter server: "
+            "give it one task more than there are to be servers (--ntasks), or give num_ps="
+        )
+    return _of_servers(topology, first[1:] if chief else first, chief, leader=first[0])
+
+
+def _of_servers(
+    topology: Topology, servers: Sequence[int], chief: bool, leader: int = 0
+) -> JobRoles:
+    chiefs = [leader] if chief else []
+    workers = [rank for rank in range(topology.size) if rank not in {*servers, *chiefs}]
+    tasks = {"chief": chiefs, "worker": workers, "ps": sorted(servers)}
+    ranks = {job: tuple(found) for job, found in tasks.items() if found}
+    hosts = topology.hosts or ("localhost",) * topology.num_nodes
+    nodes = topology.node_of_rank
+    spec = {job: [hosts[nodes[rank]] for rank in found] for job, found in ranks.items()}
+    return JobRoles(topology.rank, ranks, ClusterSpec(spec))
+
+
+def _claimed_tasks(
+    spec: ClusterSpec, claims: Sequence[_Claim], chief: bool
+) -> dict[str, tuple[int, ...]]:
+    _check_jobs(spec, _cluster_of(claims[0]), chief)
+    for rank, claim in enumerate(claims):
+        if claim.task_type is None or type(claim.task_id) is not int:
+            raise ValueError(
+                f"rank {rank}: {claim.source} names task_type={claim.task_type!r:.80} and task_id={claim.task_id!r:.80}"
+                ", which is no task: give both, a job and a number"
+            )
+        try:
+            validated_cluster(spec, claim.task_type, claim.task_id)
+        except ValueError as error:
+            raise ValueError(f"rank {rank}: {error}") from None
+    tasks = [(job, index) for job in TASK_TYPES for index in range(task_count(spec, job))]
+    if len(tasks) != len(claims):
+        raise TopologyError(
+            f"{len(claims)} ranks were started, but the cluster {spec.as_dict()!r:.300} has {len(tasks)} tasks: "
+            f"mpirun -n {len(tasks)} python …, or a cluster of as many tasks as ranks"
+        )
+    rank_of: dict[tuple[str | None, int | None], int] = {}
+    for rank, claim in enumerate(claims):
+        task = (claim.task_type, claim.task_id)
+        named = f"{claim.task_type} {claim.task_id}"
+        if task not in tasks:
+            raise TopologyError(f"rank {rank} is {named}, which is not in the cluster: list it")
+        if task in rank_of:
+            raise TopologyError(
+                f"ranks {rank_of[task]} and {rank} are both {named} (told by {claim.source}): each rank needs a task "
+                "of its own, such as a TF_CONFIG that its launcher does not copy to the others; or give num_ps= instead"
+            )
+        rank_of[task] = rank
+    return {
+        job: tuple(rank_of[job, index] for index in range(task_count(spec, job)))
+        for job in TASK_TYPES
+        if task_count(spec, job)
+    }
+
+
+def _check_jobs(spec: ClusterSpec, named: str, chief: bool) -> None:
+    validated_cluster(spec, None, None)
+    for job in spec.jobs:
+        if spec.task_indices(job) != list(range(task_count(spec, job))):
+            raise ValueError(
+                f"the tasks of job {job!r} are {spec.task_indices(job)}: number them 0..n-1, without gaps"
+            )
+    if not task_count(spec, "ps"):
+        raise ValueError(
+            f'no parameter server: list one or more as "ps" in {named}, or give num_ps='
+        )
+    if not task_count(spec, "worker") and (chief or not task_count(spec, "chief")):
+        raise ValueError(f'no worker: list one or more as "worker" in {named}')
+    if chief and not task_count(spec, "chief"):
+        raise ValueError(
+            f'no chief: list the rank that coordinates the others as "chief" in {named}, or give num_ps= instead'
+        )
