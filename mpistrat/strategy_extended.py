@@ -26,6 +26,7 @@ from mpistrat.context import (
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.cross_replica_ops import AllReduceCall, CrossReplicaOps
+from mpistrat.initial_values import initial_array
 from mpistrat.input.splitting import Share
 from mpistrat.local_replicas import LocalReplicas
 from mpistrat.multi_step import MultiStepContext
@@ -542,25 +543,3 @@ class StrategyExtended:
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         """Where state that belongs to no single one of `variables` is kept."""
         return self.worker_devices
-
-
-def initial_array(
-    initial_value: Any, dtype: Any, shape: tuple[int, ...] | None = None
-) -> arrays.Array:
-    """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`.
-
-    Raises: TypeError when it is not numbers; ValueError when its shape is not `shape`.
-    """
-    given = initial_value() if callable(initial_value) else initial_value
-    read = arrays.detach_read(given)
-    if not arrays.is_array(read):
-        read = arrays.as_array(read)
-        if dtype is None and arrays.dtype_name(read) == "float64":
-            dtype = "float32"  # Python's floats, as in tf.distribute and torch
-    if getattr(read.dtype, "hasobject", False):  # other ranks would take its pointers for their own
-        raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
-    if shape is not None and tuple(read.shape) != shape:
-        raise ValueError(
-            f"the initial value has shape {list(read.shape)}, shape={list(shape)} was given"
-        )
-    return read if dtype is None else arrays.cast(read, dtype)

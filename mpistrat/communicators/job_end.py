@@ -141,7 +141,7 @@ class _Group:
         verdict = self._registrar.verdict(now)
         if verdict is not None:
             text, code = verdict
-            _end_job(f"ending the job: {text}", code)
+            end_job(f"ending the job: {text}", code)
 
 
 class _Stuck:
@@ -214,7 +214,7 @@ class _Watch:
                 self._end_if_stuck_in_mpi()
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
-                _end_job(
+                end_job(
                     f"ending the job: {self._who} was interrupted, but stays in a call at {site}",
                     130,
                 )
@@ -229,9 +229,7 @@ class _Watch:
         if entered and now - max(entered, self._raises_since) > SECONDS_TO_RAISE * 1e9:
             waiting = (one for group in self._groups for one in _with_splits(group.communicators))
             site = next((one.called_at for one in waiting if one.waiting_in), "an unknown place")
-            _end_job(
-                f"ending the job: {self._who} cannot raise StallError inside MPI, at {site}", 1
-            )
+            end_job(f"ending the job: {self._who} cannot raise StallError inside MPI, at {site}", 1)
 
     def _leave(self) -> None:
         if self._has_left or os.getpid() != self._pid or MPI.Is_finalized():
@@ -241,7 +239,7 @@ class _Watch:
         if _leaves_together and not end.failed:
             end = ProgramExit(0, end.how)
         if end.failed:
-            _end_job(f"ending the job: {self._who} {end.how}", end.code)
+            end_job(f"ending the job: {self._who} {end.how}", end.code)
         _flush()
         assert self._thread is not None
         try:
@@ -262,18 +260,16 @@ class _Watch:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
             if words[ABORT]:
-                _end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
+                end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
             for action in _last_actions:
                 action()
             self.record.words[STATE] = LEFT
         except KeyboardInterrupt:
-            _end_job(f"ending the job: {self._who} was interrupted", 130)
+            end_job(f"ending the job: {self._who} was interrupted", 130)
         except MPI.Exception as error:
             if not tells_of_loss(error):
                 raise
-            _end_job(
-                f"ending the job: a rank failed while {self._who} waited for all at its end", 1
-            )
+            end_job(f"ending the job: a rank failed while {self._who} waited for all at its end", 1)
 
     def end_together(self) -> None:
         """Return when all that are left have run their exit handlers: mpirun kills them when one returns not 0."""
@@ -307,7 +303,7 @@ class _Watch:
         with contextlib.redirect_stderr(text):
             self._previous_excepthook(kind, error, trace)
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        _end_job(f"{self._who} failed; ending the job\n{text.getvalue()}", code)
+        end_job(f"{self._who} failed; ending the job\n{text.getvalue()}", code)
 
 
 def expect_losses(expected: bool) -> None:
@@ -399,7 +395,7 @@ def abort(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _end_job(text: str, code: int) -> NoReturn:
+def end_job(text: str, code: int) -> NoReturn:
     if _watch is not None:
         _watch.record.end()  # before the observer can wonder why ranks die
     with contextlib.suppress(OSError, ValueError, AttributeError):

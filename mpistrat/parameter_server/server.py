@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mpistrat.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.clocks import Clock
 from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
 from mpistrat.parameter_server.post import Asked, Post
 from mpistrat.parameter_server.segments import Mappings, Segments
@@ -112,10 +113,12 @@ class ParameterServer:
     Args:
         post: to the others.
         clients: the ranks that use the server; it leaves when all of them are done, or lost.
+        workers: those whose steps it counts.
     """
 
-    def __init__(self, post: Post, clients: Sequence[int]) -> None:
+    def __init__(self, post: Post, clients: Sequence[int], workers: Sequence[int] = ()) -> None:
         self.tables = Tables()
+        self._clock = Clock(post, workers)
         self._post = post
         self._clients = set(clients)
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
@@ -133,7 +136,7 @@ class ParameterServer:
         post.handle("hold", self._hold)
         post.handle("release", self._release)
         post.handle("forget", lambda _, body: self.tables.forget(*body))
-        post.handle("done", lambda source, _: self._clients.discard(source))
+        post.handle("done", lambda source, _: self._leave(source))
         post.on_lost(self._lost)
 
     def serve(self) -> None:
@@ -213,8 +216,12 @@ class ParameterServer:
             for work in held:
                 work()
 
-    def _lost(self, rank: int) -> None:
+    def _leave(self, rank: int) -> None:
         self._clients.discard(rank)
+        self._clock.leave(rank)
+
+    def _lost(self, rank: int) -> None:
+        self._leave(rank)
         self._release(rank, None)
 
 

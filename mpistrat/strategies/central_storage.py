@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.context import get_replica_context, per_thread
 from mpistrat.devices import check_device, check_devices
+from mpistrat.initial_values import initial_array
 from mpistrat.node_variable import variable_of_node
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended, initial_array
+from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.values import DistributedValues
 from mpistrat.variables import (
     DistributedVariable,

@@ -7,9 +7,10 @@ from typing import Any
 
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.devices import check_device
+from mpistrat.initial_values import initial_array
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended, initial_array
+from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.variables import PlainVariable, Variable
 
 

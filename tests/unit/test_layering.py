@@ -34,6 +34,7 @@ LAYERS = (
     ("context", "wire_formats"),
     ("communicators",),
     ("cluster_resolver",),
+    ("initial_values",),
     (
         "arrays",
         "devices",
