@@ -1,0 +1,81 @@
+"""Workers that train each by itself, with variables on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.options import RunOptions
+from mpistrat.partitioners import Partitioner
+from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategies.served import (
+    ServedExtended,
+    check_max_staleness,
+    check_partitioner,
+    join_job,
+)
+from mpistrat.strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class BetweenGraphStrategy(Strategy):
+    """Workers that train each by itself, with variables on servers: `mpistrat.compat.v1.ParameterServerStrategy`.
+
+    Every worker runs the same program. A step reads what the servers have then and sends them its updates; nobody waits
+    for other workers, unless `max_staleness` says so. Worker 0's initial values are everybody's. A worker with several
+    replicas combines what they do first.
+
+    Called by: every rank of the job (or of `comm`). On a server's rank the constructor serves, and leaves by SystemExit
+    when all workers have come to their ends.
+    Args:
+        cluster_resolver: names each rank's task; its addresses are not used, MPI carries the bytes. None with
+            `num_ps`, TF_CONFIG, or a heterogeneous Slurm job, whose first component has the servers. One rank of which
+            nothing tells a task keeps the variables itself.
+        num_ps: so many ranks are servers, the last of each node in turn.
+        variable_partitioner: how variables are split over servers; None splits none.
+        max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous.
+        devices: this worker's devices, one replica each; None is one replica on the rank's own device.
+        gradients: as of `MirroredStrategy`, over the replicas of one worker.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        num_ps: int | None = None,
+        variable_partitioner: Partitioner | None = None,
+        max_staleness: int | None = None,
+        devices: Sequence[str] | None = None,
+        gradients: str | None = None,
+        comm: MPI.Intracomm | None = None,
+    ) -> None:
+        check_strategy_arguments(None, gradients)
+        check_partitioner(variable_partitioner)
+        check_max_staleness(max_staleness)
+        job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=False)
+        self._cluster_resolver = cluster_resolver
+        self._gradients = gradients
+        if job.roles.task_type == "ps":
+            job.serve()
+            raise SystemExit(0)
+        self._extended = ServedExtended(self, job, devices, variable_partitioner)
+        from mpistrat.parameter_server.clocks import WorkerClock
+
+        self._clock = WorkerClock(job.post, job.servers[0], max_staleness)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        self._clock.begin()
+        result = super().run(fn, args, kwargs, options)
+        self._clock.end()
+        return result

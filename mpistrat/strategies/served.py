@@ -1,0 +1,245 @@
+"""What the strategies with parameter servers have in common: variables on servers, and the ranks' tasks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.cluster_resolver.job_roles import job_roles
+from mpistrat.communicators import LocalCommunicator
+from mpistrat.devices import check_devices
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.initial_values import called_for_part, initial_array, takes_parts
+from mpistrat.input.splitting import Share
+from mpistrat.parameter_server.client import Address
+from mpistrat.parameter_server.parcels import Kind
+from mpistrat.parameter_server.served_shards import ServedShards
+from mpistrat.parameter_server.served_variable import ServedVariable
+from mpistrat.partitioners import Partitioner
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.strategies.binding import bind
+from mpistrat.strategies.central_storage import AggregatingVariable
+from mpistrat.strategies.mirrored import communicator_of
+from mpistrat.strategies.threads import share_cores
+from mpistrat.strategy import Strategy
+from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.variables import Variable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.parameter_server.job import ServerJob
+
+
+_WHAT = "strategy with parameter servers"
+
+
+class ServedExtended(StrategyExtended):
+    """The replicas of one rank, with variables on servers.
+
+    Attributes:
+        job: the ranks.
+        partitioner: splits variables; None splits none.
+    """
+
+    has_partial_steps = False
+    reads_per_replica = False
+    experimental_between_graph = True
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        job: ServerJob,
+        devices: Sequence[str],
+        partitioner: Partitioner | None,
+    ) -> None:
+        super().__init__(strategy, LocalCommunicator(), devices)
+        self.job, self.partitioner = job, partitioner
+        self._keys = itertools.count()
+
+    @property
+    def makes_variables(self) -> bool:
+        """Whether this rank's initial values are everybody's: the chief's, or worker 0's where there is none."""
+        task = self.job.roles.task_type, self.job.roles.task_id
+        return task == ("chief" if "chief" in self.job.roles.ranks else "worker", 0)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self.makes_variables
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self.makes_variables
+
+    @property
+    def experimental_should_init(self) -> bool:  # type: ignore[override]
+        return self.makes_variables
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return tuple(
+            f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(self.job.servers))
+        )
+
+    def input_share(self) -> Share:
+        """Each worker reads for itself: no other waits for it."""
+        roles = self.job.roles
+        workers = [*roles.ranks.get("chief", ()), *roles.ranks["worker"]]
+        if roles.task_type not in ("chief", "worker"):
+            return Share(1, 0, self.num_replicas_in_sync, range(self.num_local_replicas))
+        return Share(
+            len(workers),
+            workers.index(roles.rank),
+            self.num_replicas_in_sync * len(workers),
+            range(self.num_local_replicas),
+        )
+
+    def _new_variable(
+        self,
+        initial_value: Any,
+        trainable: bool,
+        name: str,
+        dtype: Any,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+        shape: tuple[int, ...] | None,
+    ) -> Variable:
+        by_part = shape is not None and dtype is not None and takes_parts(initial_value)
+        if by_part:
+            assert shape is not None
+            whole, sizes = None, self._sizes(shape, dtype, name)
+        else:
+            whole = initial_array(initial_value, dtype, shape)
+            shape = tuple(whole.shape)
+            sizes = self._sizes(shape, whole.dtype, name)
+        addresses: list[Address] = []
+        first = 0
+        for part, rows in enumerate(sizes or [0]):
+            size = (rows, *shape[1:]) if sizes else shape
+
+            def value(first: int = first, size: tuple[int, ...] = size) -> Any:
+                if whole is None:
+                    return called_for_part(initial_value, dtype, size, first)
+                return whole[first : first + size[0]] if sizes else whole
+
+            full_name = f"{name}/part_{part}" if sizes else name
+            addresses.append(self._placed(full_name, size, value))
+            first += rows
+        how = trainable, synchronization, aggregation
+        return variable_of(self.strategy, self.job, name, addresses, how)
+
+    def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
+        """The rows of each part; [] for a variable that is not split."""
+        if self.partitioner is None or not shape:
+            return []
+        partitions = self.partitioner(list(shape), dtype)
+        if (
+            not isinstance(partitions, (list, tuple))
+            or not partitions
+            or any(isinstance(n, bool) or not isinstance(n, int) for n in partitions)
+            or partitions[0] < 1
+            or any(n != 1 for n in partitions[1:])
+        ):
+            raise ValueError(
+                f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
+                f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
+            )
+        count = min(partitions[0], shape[0])
+        if partitions[0] == 1:
+            return []
+        each, more = divmod(shape[0], count)
+        return [each + (part < more) for part in range(count)]
+
+    def _placed(self, name: str, shape: tuple[int, ...], value: Callable[[], Any]) -> Address:
+        """An array on the next server in turn: made there by the one rank that makes them, found by the others."""
+        key = next(self._keys)
+        server = self.job.servers[key % len(self.job.servers)]
+        if self.makes_variables:
+            array = value()
+            address = Address(server, key, name, Kind.of(array))
+            self.job.client.create(address, array)
+            return address
+        address = self.job.client.find(server, key)
+        if (address.name, address.kind.shape) != (name, shape):
+            raise CollectiveMismatchError(
+                f"{self.job.name_of(self.job.post.rank)} makes variable {name!r} of shape {list(shape)} where "
+                f"{address.name!r} of shape {list(address.kind.shape)} was made: all workers make the same variables, "
+                "in the same order"
+            )
+        return address
+
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        return min(variables, key=lambda variable: variable.name)
+
+    def _update(
+        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        if not isinstance(variable, Variable):
+            raise ValueError(f"update needs a variable, got {variable!r:.60}")
+        component = variable.values[0] if isinstance(variable, AggregatingVariable) else variable
+        return self._on_each_component([component], fn, args, kwargs)
+
+
+def variable_of(
+    strategy: Strategy,
+    job: ServerJob,
+    name: str,
+    addresses: Sequence[Address],
+    how: tuple[Any, ...],
+) -> Variable:
+    """The variable whose parts are at `addresses`.
+
+    Args: how: whether it is trainable, its synchronization, and its aggregation.
+    """
+    variables = [ServedVariable(strategy, job.client, address, *how) for address in addresses]
+    if len(variables) > 1 or variables[0].name != name:
+        return ServedShards(job.client, variables, name)
+    if strategy.num_replicas_in_sync == 1:
+        return variables[0]
+    return AggregatingVariable(strategy, variables, *how[1:])  # type: ignore[arg-type]
+
+
+def join_job(
+    cluster_resolver: ClusterResolver | None,
+    num_ps: int | None,
+    comm: MPI.Intracomm | None,
+    devices: Sequence[str] | None,
+    *,
+    chief: bool,
+) -> tuple[ServerJob, tuple[str, ...]]:
+    """This rank's job, and its devices. Called by: every rank of `comm`."""
+    checked = check_devices(devices) if devices else None
+    resolver = MPIClusterResolver(comm)
+    topology = resolver.topology()
+    communicator = communicator_of(resolver, "always", _WHAT)
+    roles = job_roles(
+        topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
+    )
+    share_cores(communicator, topology)
+    from mpistrat.parameter_server.job import ServerJob
+
+    job = ServerJob(resolver.comm, roles)
+    serves = roles.task_type == "ps"
+    # Servers need no GPU: what a node has is for the others.
+    mine = ("cpu:0",) if serves else checked
+    return job, bind(communicator, topology, mine)
+
+
+def check_partitioner(partitioner: Any) -> None:
+    if partitioner is not None and not callable(partitioner):
+        raise ValueError(
+            f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."
+            f"FixedShardsPartitioner(2), got {partitioner!r:.60}"
+        )
+
+
+def check_max_staleness(max_staleness: Any) -> None:
+    if max_staleness is None:
+        return
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ValueError(
+            "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
+            f"{max_staleness!r:.60}"
+        )
