@@ -54,6 +54,10 @@ class TooFewReplicasError(UnavailableError):
     """Fewer replicas are left than training was to go on with. Raised by all ranks that are left."""
 
 
+class ClosureInputError(RuntimeError):
+    """A worker could not make what a scheduled function needs of it, such as its dataset; `__cause__` has the error."""
+
+
 class CollectiveMismatchError(RuntimeError):
     """The ranks called different collectives, or the same one with different operands.
 

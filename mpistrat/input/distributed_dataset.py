@@ -183,7 +183,7 @@ def distribute_from_function(
                 "a dataset function must return a dataset, which must be an iterable of batches; got "
                 f"{dataset!r:.60}"
             )
-    reader = FunctionReader([_beside_mpi(one) for one in datasets], extended.num_local_replicas)
+    reader = FunctionReader([beside_mpi(one) for one in datasets], extended.num_local_replicas)
     return DistributedDataset(reader, extended, options, partial and extended.has_partial_steps)
 
 
@@ -217,11 +217,12 @@ def _reader_of(
             return torch_loader.LoaderReader(dataset, share, policy, communicator)
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         _warn_of_reading_everything(dataset, communicator)
-        return BatchReader(_beside_mpi(dataset), share, policy, communicator)
-    return BatchReader(_beside_mpi(dataset), share, policy)
+        return BatchReader(beside_mpi(dataset), share, policy, communicator)
+    return BatchReader(beside_mpi(dataset), share, policy)
 
 
-def _beside_mpi(dataset: Any) -> Any:
+def beside_mpi(dataset: Any) -> Any:
+    """`dataset`; a DataLoader with workers that can live beside MPI."""
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader
 

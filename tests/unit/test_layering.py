@@ -19,6 +19,7 @@ LAYERS = (
     ("fault_tolerance",),
     ("checkpoint",),
     ("strategies",),
+    ("coordinator",),
     ("traced_ranges",),
     ("strategy",),
     ("strategy_extended",),

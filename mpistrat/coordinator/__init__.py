@@ -1,0 +1,10 @@
+"""The coordinator of a ParameterServerStrategy: functions that any worker executes, in no order of theirs."""
+
+from mpistrat.coordinator.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+from mpistrat.coordinator.current_worker import (
+    experimental_get_current_worker_index as experimental_get_current_worker_index,
+)
+from mpistrat.coordinator.per_worker import PerWorkerValues as PerWorkerValues
+from mpistrat.coordinator.remote_value import RemoteValue as RemoteValue
+
+PerWorkerValue = PerWorkerValues

@@ -1,0 +1,167 @@
+"""Closures that wait for workers, and what their errors do."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.coordinator.recipes import Recipe
+from mpistrat.coordinator.remote_value import RemoteValue
+from mpistrat.errors import CancelledError
+
+MOST_QUEUED = 262_144  # as in TensorFlow
+
+
+@dataclass(eq=False)
+class Closure:
+    """A function and its arguments, for any worker to execute.
+
+    Attributes:
+        id: for servers, which apply what it does once, however often it is begun.
+        name: the function's.
+        payload: function, positional and keyword arguments, pickled.
+        recipes: of what it needs of the worker.
+        result: whom what it returns, or raises, is given to.
+        asked_alone: it is the coordinator's own: nobody but its caller is told of its error, and it goes first.
+    """
+
+    id: int
+    name: str
+    payload: bytes
+    recipes: Sequence[Recipe]
+    result: RemoteValue
+    asked_alone: bool = False
+
+
+class ClosureQueue:
+    """First in, first out. All of its methods may be called by any thread.
+
+    The first error of a closure is kept, and raised by the next `put`, `wait` or `done`, once: when those under way
+    have ended, and those that wait have been cancelled.
+
+    Attributes: changed: notified when closures have ended.
+    """
+
+    def __init__(self, most: int = MOST_QUEUED) -> None:
+        self.changed = threading.Condition()
+        self._most = most
+        self._waiting: collections.deque[Closure] = collections.deque()
+        self._under_way: set[Closure] = set()
+        self._error: BaseException | None = None
+        self._cancelling = False
+        self._closed: Exception | None = None
+
+    def put(self, closure: Closure) -> None:
+        """Waits while the queue is full. Raises: an earlier closure's error, or that there are no workers."""
+        with self.changed:
+            self.changed.wait_for(self._has_room)
+            if self._closed is None:
+                if closure.asked_alone:
+                    self._waiting.appendleft(closure)
+                else:
+                    self._waiting.append(closure)
+            if not closure.asked_alone:
+                self._raise_error()
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+
+    def _has_room(self) -> bool:
+        return not self._cancelling and (
+            len(self._waiting) < self._most or self._closed is not None
+        )
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def take(self, most: int) -> list[Closure]:
+        """The next ones, which are under way from now on; none while others are being cancelled."""
+        with self.changed:
+            if self._cancelling:
+                return []
+            was_full = len(self._waiting) >= self._most
+            taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            self._under_way.update(taken)
+            if was_full and taken:
+                self.changed.notify_all()
+            return taken
+
+    def put_back(self, closures: Sequence[Closure]) -> None:
+        """Closures that were under way and have not ended: the next ones again, as if they had never been taken."""
+        with self.changed:
+            self._under_way.difference_update(closures)
+            if self._closed is not None:
+                self._give_up(closures, lambda _: self._closed)
+            elif self._error is not None:
+                self._cancel(closures)
+            else:
+                self._waiting.extendleft(reversed(closures))
+            self.changed.notify_all()
+
+    def end(self, outcomes: Iterable[tuple[Closure, bytes | None, BaseException | None]]) -> None:
+        """Closures that were under way, and what they returned or raised."""
+        with self.changed:
+            for closure, packed, error in outcomes:
+                self._under_way.discard(closure)
+                closure.result.put(packed, error)
+                if error is not None and self._error is None and not closure.asked_alone:
+                    self._error = error
+            self.changed.notify_all()
+
+    def wait(self) -> None:
+        """Until all closures have ended. Raises: the error of one."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not self._cancelling and (self._error is not None or self._is_empty())
+            )
+            self._raise_error()
+
+    def done(self) -> bool:
+        """Whether all closures have ended. Raises: the error of one."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._cancelling)
+            self._raise_error()
+            return self._is_empty()
+
+    def close(self, error: Exception) -> None:
+        """Nobody will take closures any more: those that wait have failed, and so will those to come."""
+        with self.changed:
+            self._closed = error
+            if self._waiting and self._error is None:
+                self._error = error
+            self._give_up(self._waiting, lambda _: error)
+            self._waiting.clear()
+            self.changed.notify_all()
+
+    def _is_empty(self) -> bool:
+        return not self._waiting and not self._under_way
+
+    def _raise_error(self) -> None:
+        if self._error is None:
+            return
+        self._cancelling = True
+        try:
+            self.changed.wait_for(lambda: not self._under_way)
+            self._cancel(self._waiting)
+            self._waiting.clear()
+            error, self._error = self._error, None
+        finally:
+            self._cancelling = False
+            self.changed.notify_all()
+        raise error.with_traceback(None)
+
+    def _cancel(self, closures: Iterable[Closure]) -> None:
+        because = f"{type(self._error).__name__}: {self._error}"
+        self._give_up(
+            closures,
+            lambda closure: CancelledError(
+                f"closure {closure.name} was cancelled, for another one raised {because:.300}"
+            ),
+        )
+
+    def _give_up(self, closures: Iterable[Closure], error: Callable[[Closure], Any]) -> None:
+        for closure in closures:
+            closure.result.put(None, error(closure))

@@ -1,0 +1,166 @@
+"""The chief's side: which worker gets which closure, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.coordinator.closures import Closure, ClosureQueue
+from mpistrat.coordinator.failures import unpack
+from mpistrat.coordinator.recipes import RecipeBook
+from mpistrat.coordinator.worker import CLOSURES, OUTCOMES, RETURNED, SECONDS_TO_KEEP
+from mpistrat.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.post import Post
+
+# What a worker has in hand while it works: for so many seconds, and so many closures at most.
+_SECONDS_AHEAD = 5e-3
+_MOST_AHEAD = 64
+
+
+class Dispatcher:
+    """Hands closures of `queue` to workers as they become free.
+
+    A worker that has short ones gets several at a time, and the next before it has ended those. Closures of a worker
+    that dies go to the others. A thread reads what comes for as long as the process lives.
+
+    Args:
+        workers: their ranks, by worker index.
+        over: is told the ids of closures that have ended, which will not be executed again.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        workers: Sequence[int],
+        queue: ClosureQueue,
+        book: RecipeBook,
+        over: Callable[[list[int]], None],
+    ) -> None:
+        self._post, self._queue, self._book, self._over = post, queue, book, over
+        self._lock = threading.RLock()  # taken before the queue's
+        self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
+        self._ended = False
+        post.handle(OUTCOMES, self._take_outcomes)
+        post.handle(RETURNED, self._take_back)
+        post.on_lost(self._lose)
+        for rank in sorted(post.mail.lost):
+            self._lose(rank)
+        threading.Thread(target=self._attend, name="mpistrat coordinator", daemon=True).start()
+
+    def hand_out(self) -> None:
+        """Called by: whoever has put something into the queue, or taken it out of a worker's hands."""
+        with self._lock:
+            for worker in sorted(self._workers.values(), key=lambda one: len(one.in_hand)):
+                waiting = len(self._queue)
+                if not waiting:
+                    return
+                room = worker.ahead - len(worker.in_hand)
+                share = min(room, math.ceil(waiting / len(self._workers)))
+                # Not one by one to a worker that has some to go on with.
+                if share > 0 and (not worker.in_hand or share >= worker.ahead // 2):
+                    self._send(worker, self._queue.take(share))
+
+    def end(self) -> None:
+        """Read no more."""
+        self._ended = True
+        self._post.mail.wake()
+
+    def _send(self, worker: _Worker, closures: list[Closure]) -> None:
+        if not closures:
+            return
+        recipes: dict[int, bytes] = {}
+        for closure in closures:
+            worker.in_hand[closure.id] = closure
+            for recipe in closure.recipes:
+                for one in recipe.with_needs():
+                    if one.id not in worker.known:
+                        worker.known.add(one.id)
+                        recipes[one.id] = one.packed_for(worker.index)
+        while self._book.dropped:
+            dropped = self._book.dropped.popleft()
+            for other in self._workers.values():
+                if dropped in other.known:
+                    other.known.remove(dropped)
+                    other.dropped.append(dropped)
+        body = [(one.id, one.name, one.payload) for one in closures]
+        dropping, worker.dropped = worker.dropped, []
+        self._post.tell(worker.rank, CLOSURES, (recipes, dropping, body))
+
+    def _take_outcomes(self, source: int, body: Any) -> None:
+        outcomes, seconds = body
+        with self._lock:
+            worker = self._workers.get(source)
+            if worker is None:  # lost, and others have its closures
+                return
+            worker.took(seconds / len(outcomes))
+            told_by = f"worker {worker.index} ({self._post.name_of(source)})"
+            ended = []
+            for closure_id, packed, failure in outcomes:
+                closure = worker.in_hand.pop(closure_id)
+                error = None if failure is None else unpack(failure, told_by, self._book.resolve)
+                ended.append((closure, packed, error))
+            self._over([closure.id for closure, _, _ in ended])
+            self._queue.end(ended)
+            self.hand_out()
+
+    def _take_back(self, source: int, ids: Any) -> None:
+        with self._lock:
+            worker = self._workers.get(source)
+            if worker is None:
+                return
+            worker.took(SECONDS_TO_KEEP)
+            self._queue.put_back([worker.in_hand.pop(one) for one in ids])
+            self.hand_out()
+
+    def _lose(self, rank: int) -> None:
+        with self._lock:
+            worker = self._workers.pop(rank, None)
+            if worker is None:
+                return
+            self._queue.put_back(list(worker.in_hand.values()))
+            if not self._workers:
+                self._queue.close(
+                    UnavailableError(
+                        f"no worker is left to execute closures: the last one, worker {worker.index} "
+                        f"({self._post.name_of(rank)}), has died, and under MPI none comes back"
+                    )
+                )
+            self.hand_out()
+
+    def _attend(self) -> None:
+        try:
+            self._post.attend(lambda: self._ended)
+        except Exception as error:  # nobody else would hear of it
+            failed = UnavailableError(
+                f"the chief cannot hear its workers any more: {type(error).__name__}: {error}"
+            )
+            failed.__cause__ = error
+            self._queue.close(failed)
+
+
+class _Worker:
+    """A worker that lives.
+
+    Attributes:
+        in_hand: the closures that it was given and has not ended, in order.
+        ahead: how many it may have in hand.
+        known: ids of the recipes that it has.
+        dropped: ids of those that it is to forget.
+    """
+
+    def __init__(self, index: int, rank: int) -> None:
+        self.index, self.rank = index, rank
+        self.in_hand: dict[int, Closure] = {}
+        self.ahead = 1
+        self.known: set[int] = set()
+        self.dropped: list[int] = []
+        self._seconds = 0.0  # that a closure takes: lately, or long ago and longer
+
+    def took(self, seconds: float) -> None:
+        """A closure took so long."""
+        self._seconds = max(seconds, 0.8 * self._seconds + 0.2 * seconds)
+        self.ahead = max(1, min(_MOST_AHEAD, int(_SECONDS_AHEAD / max(self._seconds, 1e-9))))

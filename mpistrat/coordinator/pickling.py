@@ -1,0 +1,80 @@
+"""How functions, their arguments and results travel: by value, but for what each rank has, which travels as a key."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cloudpickle
+
+from mpistrat.coordinator.culprits import find_culprit
+
+
+class References(Protocol):
+    """Objects that each rank has, or has a part of: the strategy, variables, modules made in its scope."""
+
+    def reference_of(self, value: Any) -> Any | None:
+        """The key of such an object; None for all others."""
+        ...
+
+    def resolve(self, key: Any) -> Any:
+        """This rank's object."""
+        ...
+
+
+def dumps(value: Any, reference_of: Callable[[Any], Any | None]) -> bytes:
+    """Raises: whatever the pickling raises."""
+    with io.BytesIO() as file:
+        _Pickler(file, reference_of).dump(value)
+        return file.getvalue()
+
+
+def loads(data: bytes, resolve: Callable[[Any], Any]) -> Any:
+    return _Unpickler(data, resolve).load()
+
+
+def explain(
+    value: Any, name: str, reference_of: Callable[[Any], Any | None], error: BaseException
+) -> TypeError:
+    """What in `value`, which people know by this name, raised `error` when it was pickled."""
+
+    def try_it(part: Any) -> BaseException | None:
+        try:
+            dumps(part, reference_of)
+        except Exception as refused:
+            return refused
+        return None
+
+    found = find_culprit(value, name, error, try_it)
+    kind = type(found.part)
+    of_kind = kind.__qualname__ if kind.__module__ == "builtins" else _full_name(kind)
+    reason = f"{type(found.error).__name__}: {found.error}"
+    explained = TypeError(
+        f"cannot be pickled: {found.path}, of type {of_kind} ({reason}). Make it where it is used, or leave it out"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, reference_of: Callable[[Any], Any | None]) -> None:
+        super().__init__(file, protocol=5)
+        self._reference_of = reference_of
+
+    def persistent_id(self, value: Any) -> Any | None:
+        return self._reference_of(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._resolve = resolve
+
+    def persistent_load(self, key: Any) -> Any:
+        return self._resolve(key)
