@@ -3,6 +3,7 @@
 from mpistrat import checkpoint as checkpoint
 from mpistrat import cluster_resolver as cluster_resolver
 from mpistrat import compat as compat
+from mpistrat import coordinator as coordinator
 from mpistrat import errors as errors
 from mpistrat import experimental as experimental
 from mpistrat import fault_tolerance as fault_tolerance
@@ -39,6 +40,7 @@ from mpistrat.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.strategies import MirroredStrategy as MirroredStrategy
 from mpistrat.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpistrat.strategies import OneDeviceStrategy as OneDeviceStrategy
+from mpistrat.strategies import ParameterServerStrategy as ParameterServerStrategy
 from mpistrat.strategy import Strategy as Strategy
 from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
 from mpistrat.strategy_extended import StrategyExtended as StrategyExtended

@@ -11,4 +11,7 @@ from mpistrat.strategies.central_storage import CentralStorageStrategy as Centra
 from mpistrat.strategies.multi_worker_mirrored import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from mpistrat.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from mpistrat.values import DistributedValues as DistributedValues

@@ -1,98 +1,33 @@
-"""Variables on servers: ranks of their own, which the workers read from and send their updates to."""
+"""A chief that has workers run functions, with variables on servers."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.cluster_resolver.job_roles import job_roles
-from mpistrat.communicators import LocalCommunicator
-from mpistrat.devices import check_devices
-from mpistrat.errors import CollectiveMismatchError
-from mpistrat.initial_values import called_for_part, initial_array, takes_parts
-from mpistrat.input.splitting import Share
-from mpistrat.options import RunOptions
-from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.parcels import Kind
-from mpistrat.parameter_server.served_shards import ServedShards
-from mpistrat.parameter_server.served_variable import ServedVariable
+from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
+from mpistrat.coordinator.worker import Worker
+from mpistrat.options import InputOptions
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
-from mpistrat.strategies.binding import bind
-from mpistrat.strategies.central_storage import AggregatingVariable
-from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of
-from mpistrat.strategies.threads import share_cores
+from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategies.served import ServedExtended, check_partitioner, join_job
+from mpistrat.strategies.travelling import Travelling
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.parameter_server.job import ServerJob
 
-
-class ServedExtended(StrategyExtended):
-    """The replicas of one rank, with variables on servers.
-
+class _CoordinatedExtended(ServedExtended):
+    """
     Attributes:
-        job: the ranks.
-        partitioner: splits variables; None splits none.
+        cluster: what the chief's coordinator needs; None on other ranks.
     """
 
-    has_partial_steps = False
-    reads_per_replica = False
-    experimental_between_graph = True
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        job: ServerJob,
-        devices: Sequence[str],
-        partitioner: Partitioner | None,
-    ) -> None:
-        super().__init__(strategy, LocalCommunicator(), devices)
-        self.job, self.partitioner = job, partitioner
-        self._keys = itertools.count()
-
-    @property
-    def makes_variables(self) -> bool:
-        """Whether this rank's initial values are everybody's: the chief's, or worker 0's where there is none."""
-        task = self.job.roles.task_type, self.job.roles.task_id
-        return task == ("chief" if "chief" in self.job.roles.ranks else "worker", 0)
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self.makes_variables
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self.makes_variables
-
-    @property
-    def experimental_should_init(self) -> bool:  # type: ignore[override]
-        return self.makes_variables
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return tuple(
-            f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(self.job.servers))
-        )
-
-    def input_share(self) -> Share:
-        """Each worker reads for itself: no other waits for it."""
-        roles = self.job.roles
-        workers = [*roles.ranks.get("chief", ()), *roles.ranks["worker"]]
-        if roles.task_type not in ("chief", "worker"):
-            return Share(1, 0, self.num_replicas_in_sync, range(self.num_local_replicas))
-        return Share(
-            len(workers),
-            workers.index(roles.rank),
-            self.num_replicas_in_sync * len(workers),
-            range(self.num_local_replicas),
-        )
+    cluster: Cluster | None = None
 
     def _new_variable(
         self,
@@ -104,171 +39,89 @@ class ServedExtended(StrategyExtended):
         aggregation: VariableAggregation,
         shape: tuple[int, ...] | None,
     ) -> Variable:
-        by_part = shape is not None and dtype is not None and takes_parts(initial_value)
-        if by_part:
-            assert shape is not None
-            whole, sizes = None, self._sizes(shape, dtype, name)
-        else:
-            whole = initial_array(initial_value, dtype, shape)
-            shape = tuple(whole.shape)
-            sizes = self._sizes(shape, whole.dtype, name)
-        variables: list[ServedVariable] = []
-        first = 0
-        for part, rows in enumerate(sizes or [0]):
-            size = (rows, *shape[1:]) if sizes else shape
-
-            def value(first: int = first, size: tuple[int, ...] = size) -> Any:
-                if whole is None:
-                    return called_for_part(initial_value, dtype, size, first)
-                return whole[first : first + size[0]] if sizes else whole
-
-            address = self._placed(f"{name}/part_{part}" if sizes else name, size, value)
-            variable = ServedVariable(
-                self.strategy, self.job.client, address, trainable, synchronization, aggregation
-            )
-            variables.append(variable)
-            first += rows
-        if sizes:
-            return ServedShards(self.job.client, variables, name)
-        if self.num_replicas_in_sync == 1:
-            return variables[0]
-        return AggregatingVariable(self.strategy, variables, synchronization, aggregation)  # type: ignore[arg-type]
-
-    def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
-        """The rows of each part; [] for a variable that is not split."""
-        if self.partitioner is None or not shape:
-            return []
-        partitions = self.partitioner(list(shape), dtype)
-        if (
-            not isinstance(partitions, (list, tuple))
-            or not partitions
-            or any(isinstance(n, bool) or not isinstance(n, int) for n in partitions)
-            or partitions[0] < 1
-            or any(n != 1 for n in partitions[1:])
-        ):
+        if not self.makes_variables:
             raise ValueError(
-                f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
-                f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
+                f"variable {name!r} was made on {self.job.name_of(self.job.post.rank)}, inside a scheduled function or "
+                "a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
             )
-        count = min(partitions[0], shape[0])
-        if partitions[0] == 1:
-            return []
-        each, more = divmod(shape[0], count)
-        return [each + (part < more) for part in range(count)]
-
-    def _placed(self, name: str, shape: tuple[int, ...], value: Callable[[], Any]) -> Address:
-        """An array on the next server in turn: made there by the one rank that makes them, found by the others."""
-        key = next(self._keys)
-        server = self.job.servers[key % len(self.job.servers)]
-        if self.makes_variables:
-            array = value()
-            address = Address(server, key, name, Kind.of(array))
-            self.job.client.create(address, array)
-            return address
-        address = self.job.client.find(server, key)
-        if (address.name, address.kind.shape) != (name, shape):
-            raise CollectiveMismatchError(
-                f"{self.job.name_of(self.job.post.rank)} makes variable {name!r} of shape {list(shape)} where "
-                f"{address.name!r} of shape {list(address.kind.shape)} was made: all workers make the same variables, "
-                "in the same order"
-            )
-        return address
-
-    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        return min(variables, key=lambda variable: variable.name)
-
-    def _update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        if not isinstance(variable, Variable):
-            raise ValueError(f"update needs a variable, got {variable!r:.60}")
-        component = variable.values[0] if isinstance(variable, AggregatingVariable) else variable
-        return self._on_each_component([component], fn, args, kwargs)
-
-
-def join_job(
-    strategy: Strategy,
-    cluster_resolver: ClusterResolver | None,
-    num_ps: int | None,
-    comm: MPI.Intracomm | None,
-    devices: Sequence[str] | None,
-    *,
-    chief: bool,
-) -> tuple[ServerJob, tuple[str, ...]]:
-    """This rank's job, and its devices. Called by: every rank of `comm`."""
-    checked = check_devices(devices) if devices else None
-    resolver = MPIClusterResolver(comm)
-    topology = resolver.topology()
-    what = type(strategy).__name__
-    communicator = communicator_of(resolver, "always", what)
-    roles = job_roles(
-        topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
-    )
-    communicator.barrier(label=f"constructor of {what}")
-    share_cores(communicator, topology)
-    from mpistrat.parameter_server.job import ServerJob
-
-    job = ServerJob(resolver.comm, roles)
-    serves = roles.task_type == "ps"
-    # Servers need no GPU: what a node has is for the others.
-    mine = ("cpu:0",) if serves else checked
-    return job, bind(communicator, topology, mine)
-
-
-def check_partitioner(partitioner: Any) -> None:
-    if partitioner is not None and not callable(partitioner):
-        raise ValueError(
-            f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."
-            f"FixedShardsPartitioner(2), got {partitioner!r:.60}"
+        return super()._new_variable(
+            initial_value, trainable, name, dtype, synchronization, aggregation, shape
         )
 
 
-class ParameterServerStrategyV1(Strategy):
-    """The strategy of `mpistrat.compat.v1`: each worker trains by itself, with variables on servers."""
+class ParameterServerStrategy(Strategy):
+    """A chief that has workers run functions, with variables on servers; see `ClusterCoordinator`.
+
+    The chief makes variables, and schedules functions; workers run them, each when it is free, and read and change the
+    variables there. On the ranks of workers and servers the constructor works for the chief, and leaves by SystemExit
+    when the chief has come to its end: what follows it in the program is the chief's alone.
+
+    Called by: every rank of the job (or of `comm`).
+    Args:
+        cluster_resolver: names each rank's task, one of them "chief"; its addresses are not used, MPI carries the
+            bytes. None with `num_ps`, TF_CONFIG, or a heterogeneous Slurm job, whose first component has the chief and
+            the servers.
+        variable_partitioner: how variables are split over servers; None splits none.
+        num_ps: so many ranks are servers, the last of each node in turn; rank 0 is the chief.
+        devices: of each worker, one replica each; None is one replica on the rank's own device.
+        gradients: as of `MirroredStrategy`, over the replicas of one worker.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+    """
 
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
         *,
         num_ps: int | None = None,
-        variable_partitioner: Partitioner | None = None,
-        max_staleness: int | None = None,
         devices: Sequence[str] | None = None,
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
-        check_max_staleness(max_staleness)
-        job, devices = join_job(self, cluster_resolver, num_ps, comm, devices, chief=False)
+        job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=True)
         self._cluster_resolver = cluster_resolver
         self._gradients = gradients
+        self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
+        if job.roles.task_type in ("ps", "worker"):
+            self.serve()
+            raise SystemExit(0)
+        references = Travelling(self, job)
+        self._extended.cluster = Cluster(job.post, job.workers, references, job.client.forget)
+
+    def serve(self) -> None:
+        """The work of a worker's or a server's rank: return when the chief needs it no more."""
+        assert isinstance(self._extended, _CoordinatedExtended)
+        job = self._extended.job
         if job.roles.task_type == "ps":
             job.serve()
-            raise SystemExit(0)
-        self._extended = ServedExtended(self, job, devices, variable_partitioner)
-        from mpistrat.parameter_server.clocks import WorkerClock
-
-        self._clock = WorkerClock(job.post, job.servers[0], max_staleness)
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        self._clock.begin()
-        result = super().run(fn, args, kwargs, options)
-        self._clock.end()
-        return result
-
-
-def check_max_staleness(max_staleness: Any) -> None:
-    if max_staleness is None:
-        return
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
-        raise ValueError(
-            "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
-            f"{max_staleness!r:.60}"
+            return
+        worker = Worker(
+            job.post,
+            job.roles.ranks["chief"][0],
+            job.roles.task_id,
+            Travelling(self, job),
+            job.client.within,
+            self.scope,
         )
+        worker.serve(lambda: job.ended)
+        job.done()
+
+    def experimental_distribute_dataset(  # type: ignore[override]
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """For `ClusterCoordinator.create_per_worker_dataset`: each worker makes its own."""
+        return UnbuiltDataset(dataset)
+
+    def distribute_datasets_from_function(  # type: ignore[override]
+        self, dataset_fn: Any, options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """For `ClusterCoordinator.create_per_worker_dataset`: each worker calls `dataset_fn(InputContext())`."""
+        return UnbuiltDataset(dataset_fn)
+
+    def shutdown(self) -> None:
+        """Let workers and servers leave. Called by: the chief, which can use neither after it."""
+        assert isinstance(self._extended, _CoordinatedExtended)
+        self._extended.job.done()
