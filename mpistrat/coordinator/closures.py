@@ -20,20 +20,22 @@ class Closure:
     """A function and its arguments, for any worker to execute.
 
     Attributes:
-        id: for servers, which apply what it does once, however often it is begun.
         name: the function's.
         payload: function, positional and keyword arguments, pickled.
         recipes: of what it needs of the worker.
         result: whom what it returns, or raises, is given to.
         asked_alone: it is the coordinator's own: nobody but its caller is told of its error, and it goes first.
+        repeated: a worker that has died may have begun it; what that one has sent may still come.
+        id: from 1, by the queue; for servers, which apply what it does once, however often it is begun.
     """
 
-    id: int
     name: str
     payload: bytes
     recipes: Sequence[Recipe]
     result: RemoteValue
     asked_alone: bool = False
+    repeated: bool = False
+    id: int = 0
 
 
 class ClosureQueue:
@@ -53,12 +55,17 @@ class ClosureQueue:
         self._error: BaseException | None = None
         self._cancelling = False
         self._closed: Exception | None = None
+        self._next = 1
+        self._over: list[int] = []  # ids that nobody was told of
+        self._over_before = 1
+        self._over_later: set[int] = set()
 
     def put(self, closure: Closure) -> None:
         """Waits while the queue is full. Raises: an earlier closure's error, or that there are no workers."""
         with self.changed:
             self.changed.wait_for(self._has_room)
             if self._closed is None:
+                closure.id, self._next = self._next, self._next + 1
                 if closure.asked_alone:
                     self._waiting.appendleft(closure)
                 else:
@@ -106,10 +113,21 @@ class ClosureQueue:
         with self.changed:
             for closure, packed, error in outcomes:
                 self._under_way.discard(closure)
-                closure.result.put(packed, error)
+                self._end(closure, packed, error)
                 if error is not None and self._error is None and not closure.asked_alone:
                     self._error = error
             self.changed.notify_all()
+
+    def over(self, fewest: int = 1) -> tuple[list[int], int]:
+        """Ids of closures that have ended since this was called last, and the id before which all have.
+
+        No ids where they would be fewer than `fewest`. Those that were begun repeatedly are only before the latter.
+        """
+        with self.changed:
+            if len(self._over) < fewest:
+                return [], self._over_before
+            over, self._over = self._over, []
+            return over, self._over_before
 
     def wait(self) -> None:
         """Until all closures have ended. Raises: the error of one."""
@@ -164,4 +182,13 @@ class ClosureQueue:
 
     def _give_up(self, closures: Iterable[Closure], error: Callable[[Closure], Any]) -> None:
         for closure in closures:
-            closure.result.put(None, error(closure))
+            self._end(closure, None, error(closure))
+
+    def _end(self, closure: Closure, packed: bytes | None, error: BaseException | None) -> None:
+        closure.result.put(packed, error)
+        if not closure.repeated:
+            self._over.append(closure.id)
+        self._over_later.add(closure.id)
+        while self._over_before in self._over_later:
+            self._over_later.remove(self._over_before)
+            self._over_before += 1

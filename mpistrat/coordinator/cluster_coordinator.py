@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,14 +27,14 @@ class Cluster:
 
     Attributes:
         workers: their ranks, by worker index.
-        over: is told the ids of closures that have ended, which will not be executed again.
+        over: is told ids of closures that will not be executed again, and the id before which none will.
         coordinator: the strategy's one; made when it is first asked for.
     """
 
     post: Post
     workers: Sequence[int]
     references: References
-    over: Callable[[list[int]], None]
+    over: Callable[[list[int], int], None]
     coordinator: ClusterCoordinator | None = None
 
 
@@ -89,7 +88,6 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
         self._strategy = strategy
-        self._ids = itertools.count(1)
         self._queue = ClosureQueue()
         self._book = RecipeBook(cluster.references, len(cluster.workers))
         self._unpack = functools.partial(loads, resolve=self._book.resolve)
@@ -183,7 +181,7 @@ class ClusterCoordinator:
         except Exception as error:
             raise self._why_not(name, fn, args, kwargs, error) from error
         result = RemoteValue(self._queue.changed, self._unpack)
-        closure = Closure(next(self._ids), name, payload, recipes, result, asked_alone)
+        closure = Closure(name, payload, recipes, result, asked_alone)
         self._queue.put(closure)
         self._dispatcher.hand_out()
         return result

@@ -58,8 +58,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"its entry {key!r:.40}", one) for key, one in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"its element {i}", one) for i, one in enumerate(value))
-    elif hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__") and not _pickles_itself(type(value)):
         yield from ((f"its attribute {name!r}", one) for name, one in vars(value).items())
+
+
+def _pickles_itself(kind: type) -> bool:
+    return any("__reduce__" in vars(one) for one in kind.__mro__[:-1])
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

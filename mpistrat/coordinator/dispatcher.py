@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # What a worker has in hand while it works: for so many seconds, and so many closures at most.
 _SECONDS_AHEAD = 5e-3
 _MOST_AHEAD = 64
+_FEWEST_OVER = 64  # closures, for servers to be told of them
 
 
 class Dispatcher:
@@ -29,7 +30,7 @@ class Dispatcher:
 
     Args:
         workers: their ranks, by worker index.
-        over: is told the ids of closures that have ended, which will not be executed again.
+        over: is told ids of closures that will not be executed again, and the id before which none will.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Dispatcher:
         workers: Sequence[int],
         queue: ClosureQueue,
         book: RecipeBook,
-        over: Callable[[list[int]], None],
+        over: Callable[[list[int], int], None],
     ) -> None:
         self._post, self._queue, self._book, self._over = post, queue, book, over
         self._lock = threading.RLock()  # taken before the queue's
@@ -103,8 +104,10 @@ class Dispatcher:
                 closure = worker.in_hand.pop(closure_id)
                 error = None if failure is None else unpack(failure, told_by, self._book.resolve)
                 ended.append((closure, packed, error))
-            self._over([closure.id for closure, _, _ in ended])
             self._queue.end(ended)
+            over, over_before = self._queue.over(_FEWEST_OVER)
+            if over:
+                self._over(over, over_before)
             self.hand_out()
 
     def _take_back(self, source: int, ids: Any) -> None:
@@ -121,6 +124,8 @@ class Dispatcher:
             worker = self._workers.pop(rank, None)
             if worker is None:
                 return
+            for closure in worker.in_hand.values():
+                closure.repeated = True
             self._queue.put_back(list(worker.in_hand.values()))
             if not self._workers:
                 self._queue.close(

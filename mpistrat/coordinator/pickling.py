@@ -32,7 +32,7 @@ def dumps(value: Any, reference_of: Callable[[Any], Any | None]) -> bytes:
 
 
 def loads(data: bytes, resolve: Callable[[Any], Any]) -> Any:
-    return _Unpickler(data, resolve).load()
+    return Unpickler(data, resolve).load()
 
 
 def explain(
@@ -71,7 +71,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._reference_of(value)
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data))
         self._resolve = resolve

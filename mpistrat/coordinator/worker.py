@@ -24,6 +24,7 @@ RETURNED = "closures not begun"  # ids
 
 _MOST_OUTCOMES = 16  # in a message
 _SECONDS_TO_COLLECT_OUTCOMES = 1e-3
+_SECONDS_TO_READ = 1e-3
 SECONDS_TO_KEEP = 0.05  # closures that wait behind another one here
 
 Outcome = tuple[int, bytes | None, Failure | None]
@@ -140,6 +141,8 @@ class Worker:
             now = time.perf_counter()
             if not self._busy.is_set() or now - self._begun < SECONDS_TO_KEEP:
                 continue
+            # More may have come, which nobody has read.
+            self._post.attend(lambda: False, _SECONDS_TO_READ)
             back: list[int] = []
             while True:
                 try:

@@ -1,7 +1,4 @@
-"""Messages between the ranks of a communicator that come when they come, whatever the others do meanwhile.
-
-mpi4py is imported by this file, and this file on first use: `import mpistrat` starts no MPI.
-"""
+"""Messages between the ranks of a communicator that come when they come, whatever the others do meanwhile."""
 
 from __future__ import annotations
 
@@ -11,12 +8,14 @@ import pickle
 import select
 import threading
 import time
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from mpi4py import MPI
-
-from mpistrat.parameter_server.mpi_messages import MpiMessages, failed_ranks
 from mpistrat.parameter_server.pipes import PipeInbox, PipeOutbox
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.parameter_server.mpi_messages import MpiMessages
 
 # Where MPI has to be asked: how long to sleep between, as a part of the time waited so far.
 _PAUSE = 1 / 32
@@ -44,6 +43,10 @@ class Mail:
     def __init__(
         self, comm: MPI.Intracomm, *, outlives_ranks: bool = False, pipes: bool = True
     ) -> None:
+        from mpi4py import MPI  # here, because it starts MPI
+
+        from mpistrat.parameter_server.mpi_messages import MpiMessages
+
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.lost: set[int] = set()
         self._comm, self._outlives_ranks = comm, outlives_ranks
@@ -67,7 +70,7 @@ class Mail:
                 self._tell_of_death(peer, address.pid)
         reached = comm.allgather(sorted(self._by_pipe))  # and all have opened what they could
         by_mpi = any(self.rank not in peers for peers in reached) or len(self._by_pipe) < self.size
-        self._mpi = MpiMessages(comm) if by_mpi else None
+        self._mpi: MpiMessages | None = MpiMessages(comm) if by_mpi else None
         self._looked = 0.0
 
     def _tell_of_death(self, peer: int, pid: int) -> None:
@@ -154,7 +157,7 @@ class Mail:
                 now = time.monotonic()
                 if self._outlives_ranks and now - self._looked > _SECONDS_BETWEEN_LOOKS:
                     self._looked = now
-                    dead += [rank for rank in failed_ranks(self._comm) if rank not in dead]
+                    dead += [rank for rank in self._mpi.failed_ranks() if rank not in dead]
             for rank in dead:
                 if rank not in self.lost:
                     self.lost.add(rank)

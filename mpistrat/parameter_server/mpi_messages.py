@@ -44,6 +44,20 @@ class MpiMessages:
         """It has died: what it did not send to its end never comes."""
         self._arriving.pop(rank, None)
 
+    def failed_ranks(self) -> list[int]:
+        """Those that fault tolerant MPI knows to have died."""
+        comm = self._comm
+        with contextlib.suppress(MPI.Exception):
+            comm.Iprobe()  # lets the news in
+        with contextlib.suppress(MPI.Exception):
+            comm.Ack_failed()  # else no message of others is found any more
+        group, failed = comm.Get_group(), comm.Get_failed()
+        try:
+            return list(failed.Translate_ranks(None, group))
+        finally:
+            group.Free()
+            failed.Free()
+
     def read(self) -> Iterator[tuple[int, Any]]:
         """The messages that have come, with who sent them; those of one sender in its order."""
         status = MPI.Status()
@@ -85,17 +99,3 @@ class _Arriving:
     def message(self) -> Any:
         assert self._buffers is not None
         return pickle.loads(self._head, buffers=self._buffers)
-
-
-def failed_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Those that fault tolerant MPI knows to have died, numbered as in `comm`."""
-    with contextlib.suppress(MPI.Exception):
-        comm.Iprobe()  # lets the news in
-    with contextlib.suppress(MPI.Exception):
-        comm.Ack_failed()  # else no message of others is found any more
-    group, failed = comm.Get_group(), comm.Get_failed()
-    try:
-        return list(failed.Translate_ranks(None, group))
-    finally:
-        group.Free()
-        failed.Free()
