@@ -55,7 +55,7 @@ class _Claim:
     """What one rank knows of roles, as the others are told."""
 
     num_ps: int | None = None
-    chief: bool = True
+    chief: bool | None = True
     source: str = ""  # the class of its resolver
     cluster_spec: ClusterSpec | None = None
     task_type: str | None = None
@@ -70,7 +70,7 @@ def job_roles(
     resolver: ClusterResolver | None,
     num_ps: int | None,
     *,
-    chief: bool,
+    chief: bool | None,
     environ: Mapping[str, str] | None = None,
 ) -> JobRoles:
     """The tasks of the ranks of `topology`.
@@ -84,6 +84,7 @@ def job_roles(
         all_gather_object: gives the objects of all ranks, in rank order.
         resolver: None, or one of MPI, which knows of no roles: `num_ps` tells, else TF_CONFIG, else Slurm.
         chief: one rank coordinates the others. Otherwise worker 0 leads, or a chief of the cluster that works, too.
+            None: as the other ranks have it.
     Raises, on all ranks: ValueError when nothing tells roles, or none that will do; TopologyError when ranks and what
         tells their tasks contradict each other.
     """
@@ -95,6 +96,7 @@ def job_roles(
         own = _Claim(error=_as_told(error))
     claims: list[_Claim] = all_gather_object(own)
     _check_alike(claims, cause)
+    chief = next((claim.chief for claim in claims if claim.chief is not None), False)
     if own.num_ps is not None:
         return _of_servers(topology, _servers_by_node(topology, own.num_ps, chief), chief)
     if own.cluster_spec is not None:
@@ -107,7 +109,7 @@ def job_roles(
 def _own_claim(
     resolver: ClusterResolver | None,
     num_ps: int | None,
-    chief: bool,
+    chief: bool | None,
     environ: Mapping[str, str],
 ) -> _Claim:
     if resolver is not None and not isinstance(resolver, ClusterResolver):
@@ -157,8 +159,10 @@ def _check_alike(claims: Sequence[_Claim], cause: Exception | None) -> None:
             alike = all(str(other) == str(error) for other in errors)
             raise type(error)(str(error) if alike else f"rank {rank}: {error}") from cause
     first = claims[0]
+    sure = next((claim for claim in claims if claim.chief is not None), first)
     for rank, claim in enumerate(claims):
-        if (claim.num_ps, claim.chief) != (first.num_ps, first.chief):
+        differ = claim.chief is not None and claim.chief != sure.chief
+        if claim.num_ps != first.num_ps or differ:
             raise ValueError(
                 f"rank 0 was given {_given(first)}, and rank {rank} {_given(claim)}: all ranks need the same"
             )

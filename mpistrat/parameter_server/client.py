@@ -7,17 +7,21 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.parcels import Kind, Placed, carried, pack, unpack
 from mpistrat.parameter_server.post import Post, Reply
 from mpistrat.parameter_server.segments import Buffers, Mappings, Region
 from mpistrat.parameter_server.server import Created, Update
 from mpistrat.parameter_server.tables import MappedTable
 from mpistrat.recycled_buffers import RecycledBuffers
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, State
 
 
 class Address(NamedTuple):
@@ -35,10 +39,13 @@ class Address(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An update that is to be made: `operand` fits, and is an array or `IndexedSlices`."""
+    """An update that is to be made: a method of a variable, or an optimizer's step with a gradient.
+
+    `operand` fits, and is an array or `IndexedSlices`.
+    """
 
     address: Address
-    method: str
+    method: str | Step
     operand: Any
 
 
@@ -158,6 +165,34 @@ class Client:
             return values
 
         return wait
+
+    def make_optimizer(
+        self, optimizer: int, recipe: OptimizerRecipe, arrays: Sequence[tuple[Address, bool]]
+    ) -> None:
+        """Have the servers keep an optimizer's state for arrays, each with whether it is a part of a variable.
+
+        Args: optimizer: its number, equal on all workers; of several that make it, one does.
+        Raises: TypeError: the recipe cannot be pickled, or does not work for a part.
+        """
+        replies = []
+        for server in self.servers:
+            mine = [(one.key, shard) for one, shard in arrays if one.server == server]
+            if mine:
+                body = optimizer, recipe, mine
+                replies.append(self.post.ask(server, "make optimizer", body))
+        for reply in replies:
+            reply.wait()
+
+    def optimizer_state(self, optimizer: int, address: Address) -> State:
+        """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
+        state: State = self.post.ask(
+            address.server, "optimizer state", (optimizer, address.key)
+        ).wait()
+        return state
+
+    def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
+        body = optimizer, address.key, state
+        self.post.ask(address.server, "load optimizer state", body).wait()
 
     @contextlib.contextmanager
     def within(self, work: int) -> Iterator[None]:

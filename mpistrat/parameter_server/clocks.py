@@ -7,7 +7,7 @@ before all have ended the one before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.errors import StallError
@@ -18,13 +18,17 @@ ENDED, MAY_BEGIN, STEPS = "steps ended", "may begin", "steps"
 
 
 class Clock:
-    """On one server: the steps of all workers.
+    """On a server: the steps of all workers.
 
-    Args: workers: ranks; those that are done, or lost, hold nobody back.
+    Args:
+        workers: ranks; those that are done, or lost, hold nobody back.
+        ended: is told how many steps the slowest worker has ended, before anybody else is.
     """
 
-    def __init__(self, post: Post, workers: Sequence[int]) -> None:
-        self._post = post
+    def __init__(
+        self, post: Post, workers: Sequence[int], ended: Callable[[int], None] = lambda steps: None
+    ) -> None:
+        self._post, self._tell_ended = post, ended
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
         self._waiting: list[tuple[int, Asked]] = []
@@ -52,6 +56,7 @@ class Clock:
 
     def _look(self) -> None:
         slowest = self.slowest
+        self._tell_ended(slowest)
         still: list[tuple[int, Asked]] = []
         for source, asked in self._waiting:
             if slowest >= asked.body:
@@ -65,24 +70,32 @@ class WorkerClock:
     """A worker's steps.
 
     Args:
-        server: the rank of the one that has the clock.
+        servers: their ranks. The first one's clock is looked at; with 0 steps that of each, for each applies what the
+            workers sent to it when all have ended a step.
         max_staleness: how many steps ahead of the slowest worker a step may begin; None is any number.
     Attributes:
         steps: how many this worker has ended.
     """
 
-    def __init__(self, post: Post, server: int, max_staleness: int | None) -> None:
-        self._post, self._server, self._max_staleness = post, server, max_staleness
+    def __init__(self, post: Post, servers: Sequence[int], max_staleness: int | None) -> None:
+        self._post, self._max_staleness = post, max_staleness
+        self._servers = servers if max_staleness == 0 else servers[:1]
         self.steps = 0
         self._slowest = 0  # as far as is known here
+
+    @property
+    def combines(self) -> bool:
+        """Whether gradients of all workers are combined."""
+        return self._max_staleness == 0
 
     def begin(self) -> None:
         """Return when the next step may begin."""
         if self._max_staleness is None or self._slowest >= self.steps - self._max_staleness:
             return
-        reply = self._post.ask(self._server, MAY_BEGIN, self.steps - self._max_staleness)
+        first = self.steps - self._max_staleness
+        replies = [self._post.ask(server, MAY_BEGIN, first) for server in self._servers]
         try:
-            self._slowest = reply.wait()
+            self._slowest = min(reply.wait() for reply in replies)
         except StallError:
             steps = {self._post.name_of(rank): n for rank, n in self.all_steps().items()}
             raise StallError(
@@ -92,9 +105,10 @@ class WorkerClock:
 
     def end(self) -> None:
         self.steps += 1
-        self._post.tell(self._server, ENDED, self.steps)
+        for server in self._servers:
+            self._post.tell(server, ENDED, self.steps)
 
     def all_steps(self) -> dict[int, int]:
         """How many steps each worker has ended, by rank."""
-        answer: Any = self._post.ask(self._server, STEPS).wait()
+        answer: Any = self._post.ask(self._servers[0], STEPS).wait()
         return dict(answer)

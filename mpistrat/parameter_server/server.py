@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpistrat.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.clocks import Clock
+from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
 from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
 from mpistrat.parameter_server.post import Asked, Post
 from mpistrat.parameter_server.segments import Mappings, Segments
@@ -27,14 +28,14 @@ class Update(NamedTuple):
 
     Attributes:
         key: of the array.
-        method: of a variable, such as "assign_add".
+        method: of a variable, such as "assign_add"; or a step of an optimizer.
         operand: an array, or two: the indices and values of rows.
         work: the number of the piece of work that asks; None for what is not repeated.
         number: of this update among those of this piece of work to this array.
     """
 
     key: int
-    method: str
+    method: str | Step
     operand: list[Placed | Carried]
     work: int | None = None
     number: int = 0
@@ -54,10 +55,12 @@ class Tables:
 
     Attributes:
         by_key: the arrays.
+        optimizers: theirs.
     """
 
     def __init__(self) -> None:
         self.by_key: dict[int, Table] = {}
+        self.optimizers = OptimizerSteps()
         self.mappings = Mappings()
         self._segments = Segments()
         # By piece of work, then array: the answers to its updates.
@@ -80,23 +83,26 @@ class Tables:
                 f"this server has no array {key}: it has {len(self.by_key)}"
             ) from None
 
-    def update(self, update: Update) -> Carried | None:
+    def update(self, update: Update, worker: int) -> Carried | None:
         """Apply it, unless that was done; returns the value then, if it is small."""
         table = self.table(update.key)
         if update.work is None:
-            return self._apply(table, update)
+            return self._apply(table, update, worker)
         if update.work < self._over_before:
             raise FailedPreconditionError(
                 f"an update of {table.name!r} came after the work that it belongs to was over"
             )
         applied = self._applied.setdefault(update.work, {}).setdefault(update.key, [])
         if update.number == len(applied):
-            applied.append(self._apply(table, update))
+            applied.append(self._apply(table, update, worker))
         return applied[update.number]
 
-    def _apply(self, table: Table, update: Update) -> Carried | None:
+    def _apply(self, table: Table, update: Update, worker: int) -> Carried | None:
         operand: Any = [unpack(one, self.mappings) for one in update.operand]
         operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
+        if isinstance(update.method, Step):
+            self.optimizers.step(update.key, table, update.method, operand, worker)
+            return None
         table.update(update.method, operand)
         return carried(table.array).copied() if table.kind.nbytes <= SMALL_VALUE else None
 
@@ -118,7 +124,7 @@ class ParameterServer:
 
     def __init__(self, post: Post, clients: Sequence[int], workers: Sequence[int] = ()) -> None:
         self.tables = Tables()
-        self._clock = Clock(post, workers)
+        self._clock = Clock(post, workers, self.tables.optimizers.end_rounds)
         self._post = post
         self._clients = set(clients)
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
@@ -129,6 +135,9 @@ class ParameterServer:
             ("pull", self._pull),
             ("rows", self._rows),
             ("count", self._count),
+            ("make optimizer", self._make_optimizer),
+            ("optimizer state", self._optimizer_state),
+            ("load optimizer state", self._load_optimizer_state),
         ):
             self._respond(kind, respond)
         self._respond("update", self._update, changes=True)
@@ -196,7 +205,18 @@ class ParameterServer:
         return carried(table.rows(unpack(indices, self.tables.mappings)))
 
     def _update(self, source: int, updates: list[Update]) -> list[Carried | None]:
-        return [self.tables.update(update) for update in updates]
+        return [self.tables.update(update, source) for update in updates]
+
+    def _make_optimizer(self, source: int, body: tuple[int, Any, list[tuple[int, bool]]]) -> None:
+        optimizer, recipe, arrays = body
+        tables = [(key, self.tables.table(key), shard) for key, shard in arrays]
+        self.tables.optimizers.make(optimizer, recipe, tables)
+
+    def _optimizer_state(self, source: int, body: tuple[int, int]) -> Any:
+        return self.tables.optimizers.state(*body)
+
+    def _load_optimizer_state(self, source: int, body: tuple[int, int, Any]) -> None:
+        self.tables.optimizers.load_state(*body)
 
     def _count(self, source: int, keys: Sequence[int]) -> list[int]:
         return [self.tables.table(key).updates for key in keys]

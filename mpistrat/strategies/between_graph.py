@@ -66,7 +66,7 @@ class BetweenGraphStrategy(Strategy):
         self._extended = ServedExtended(self, job, devices, variable_partitioner)
         from mpistrat.parameter_server.clocks import WorkerClock
 
-        self._clock = WorkerClock(job.post, job.servers[0], max_staleness)
+        self._clock = WorkerClock(job.post, job.servers, max_staleness)
 
     def run(
         self,

@@ -20,6 +20,8 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpistrat.parameter_server.job import ServerJob
+
 
 class _CoordinatedExtended(ServedExtended):
     """
@@ -84,20 +86,27 @@ class ParameterServerStrategy(Strategy):
         job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=True)
         self._cluster_resolver = cluster_resolver
         self._gradients = gradients
-        self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
-        if job.roles.task_type in ("ps", "worker"):
-            self.serve()
-            raise SystemExit(0)
-        references = Travelling(self, job)
-        self._extended.cluster = Cluster(job.post, job.workers, references, job.client.forget)
-
-    def serve(self) -> None:
-        """The work of a worker's or a server's rank: return when the chief needs it no more."""
-        assert isinstance(self._extended, _CoordinatedExtended)
-        job = self._extended.job
+        extended = self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
         if job.roles.task_type == "ps":
             job.serve()
-            return
+            raise SystemExit(0)
+        if job.roles.task_type == "worker":
+            self.work()
+            raise SystemExit(0)
+        references = Travelling(self, job)
+        extended.cluster = Cluster(job.post, job.workers, references, job.client.forget)
+
+    @classmethod
+    def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
+        """What the functions on a worker have, whose rank has joined the job already."""
+        strategy = cls.__new__(cls)
+        strategy._extended = _CoordinatedExtended(strategy, job, devices, None)
+        return strategy
+
+    def work(self) -> None:
+        """Run the chief's functions until it has come to its end. Called by: a worker."""
+        assert isinstance(self._extended, _CoordinatedExtended)
+        job = self._extended.job
         worker = Worker(
             job.post,
             job.roles.ranks["chief"][0],

@@ -207,7 +207,7 @@ def join_job(
     comm: MPI.Intracomm | None,
     devices: Sequence[str] | None,
     *,
-    chief: bool,
+    chief: bool | None,
 ) -> tuple[ServerJob, tuple[str, ...]]:
     """This rank's job, and its devices. Called by: every rank of `comm`."""
     checked = check_devices(devices) if devices else None

@@ -1,0 +1,152 @@
+"""Steps of optimizers on a server: at once, or of all workers' gradients together when they have ended a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.communicators.host_views import view_of
+from mpistrat.errors import NotFoundError
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.tables import Table
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServedOptimizer, State
+
+
+class Step(NamedTuple):
+    """What an update asks for whose operand is a gradient.
+
+    Attributes:
+        optimizer: its number, equal on all workers.
+        hyperparameters: of the worker's param group now.
+        round: the worker's step, if the gradients of all workers' steps of this number are to be combined; else None.
+        mean: whether they are combined by their mean; else by their sum.
+    """
+
+    optimizer: int
+    hyperparameters: Mapping[str, Any]
+    round: int | None = None
+    mean: bool = False
+
+
+class OptimizerSteps:
+    """The optimizers of a server's arrays."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[tuple[int, int], ServedOptimizer] = {}  # by number, and array
+        # By round, then optimizer, array and how many times before: the workers' gradients.
+        self._pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
+
+    def make(
+        self, optimizer: int, recipe: OptimizerRecipe, tables: Sequence[tuple[int, Table, bool]]
+    ) -> None:
+        """For arrays, with their numbers and whether each is a part of a variable. Again and again changes nothing."""
+        from mpistrat.parameter_server.server_optimizers import ServedOptimizer
+
+        for key, table, shard in tables:
+            if (optimizer, key) not in self._optimizers:
+                lacks = table.kind.of_torch and table.kind.dtype not in np.sctypeDict
+                self._optimizers[optimizer, key] = ServedOptimizer(
+                    view_of(table.array),
+                    recipe,
+                    dtype=table.kind.dtype if lacks else None,
+                    shard=shard,
+                )
+
+    def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
+        """Args: gradient: an array, or `IndexedSlices`, in memory that may change after this."""
+        optimizer = self._of(step.optimizer, key)
+        if step.round is None:
+            self._take(optimizer, table, _on_host(gradient), step.hyperparameters)
+            return
+        of_round = self._pending.setdefault(step.round, {})
+        for time in itertools.count():  # a worker may take several steps in one of the strategy's
+            pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, step, {}))
+            if worker not in pending.gradients:
+                pending.gradients[worker] = _copied(_on_host(gradient))
+                return
+
+    def end_rounds(self, before: int) -> None:
+        """All workers have ended the rounds with smaller numbers."""
+        for number in sorted(one for one in self._pending if one < before):
+            for (optimizer, key, _), pending in sorted(
+                self._pending.pop(number).items(), key=lambda item: item[0][2]
+            ):
+                combined = _combined(pending)
+                hyperparameters = pending.step.hyperparameters
+                self._take(self._of(optimizer, key), pending.table, combined, hyperparameters)
+
+    def state(self, optimizer: int, key: int) -> State:
+        return self._of(optimizer, key).state_dict()
+
+    def load_state(self, optimizer: int, key: int, state: State) -> None:
+        self._of(optimizer, key).load_state_dict(state)
+
+    def _of(self, optimizer: int, key: int) -> ServedOptimizer:
+        try:
+            return self._optimizers[optimizer, key]
+        except KeyError:
+            raise NotFoundError(
+                f"this server has no optimizer {optimizer} of array {key}"
+            ) from None
+
+    def _take(
+        self, optimizer: ServedOptimizer, table: Table, gradient: Any, numbers: Mapping[str, Any]
+    ) -> None:
+        with table.writing():
+            optimizer.step(gradient, numbers)
+
+
+class _Pending(NamedTuple):
+    table: Table
+    step: Step
+    gradients: dict[int, Any]  # by worker
+
+
+def _on_host(gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(view_of(gradient.values), view_of(gradient.indices))
+    return view_of(gradient)
+
+
+def _copied(gradient: Any) -> Any:
+    if isinstance(gradient, IndexedSlices):
+        return IndexedSlices(gradient.values.copy(), gradient.indices.copy())
+    return gradient.copy()
+
+
+def _combined(pending: _Pending) -> Any:
+    """The workers' gradients in the order of their ranks, so that it has the same bits each time."""
+    gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
+    divisor = len(gradients) if pending.step.mean else 1
+    first = gradients[0]
+    if isinstance(first, IndexedSlices):
+        values = np.concatenate([one.values for one in gradients])
+        indices = np.concatenate([one.indices for one in gradients])
+        return IndexedSlices(_divided(pending.table, values, divisor), indices)
+    if len(gradients) == 1:
+        return _divided(pending.table, first, divisor)
+    total = _as_numbers(pending.table, first)
+    for one in gradients[1:]:
+        total += _as_numbers(pending.table, one)
+    return _divided(pending.table, first, divisor)
+
+
+def _as_numbers(table: Table, memory: np.ndarray) -> Any:
+    """The gradient's memory as an array of its own dtype, which NumPy may lack."""
+    if not table.kind.of_torch:
+        return memory
+    import torch
+
+    return torch.from_numpy(memory).view(getattr(torch, table.kind.dtype))
+
+
+def _divided(table: Table, memory: np.ndarray, divisor: int) -> np.ndarray:
+    if divisor > 1:
+        numbers = _as_numbers(table, memory)
+        numbers /= divisor
+    return memory
