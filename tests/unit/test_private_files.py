@@ -18,7 +18,7 @@ ALLOWED = {
     ("bench/peers/tensorflow.py", "bind"): "the same",
     ("bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
     ("communicators/cost_cache.py", "open"): "of a file that mkstemp has made",
-    ("coordinator/pickling.py", "_Unpickler"): "closures and results, sent by this job's ranks",
+    ("coordinator/pickling.py", "Unpickler"): "closures and results, sent by this job's ranks",
     (
         "fault_tolerance/elastic.py",
         "loads",

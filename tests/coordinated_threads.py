@@ -1,0 +1,142 @@
+"""A coordinator whose workers are threads of this process: everything but the transport is real."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from mpistrat.coordinator import ClusterCoordinator
+from mpistrat.coordinator.cluster_coordinator import Cluster
+from mpistrat.coordinator.worker import Worker
+
+_DEATH = "death"
+
+
+class ThreadsPost:
+    """As `Post`, between threads. Notices are pickled."""
+
+    def __init__(self, rank: int, job: dict[int, ThreadsPost]) -> None:
+        self.rank, self.job = rank, job
+        self.mail = SimpleNamespace(lost=set(), wake=lambda: self.inbox.put(None))
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.handlers: dict[str, Callable[[int, Any], None]] = {}
+        self.when_lost: list[Callable[[int], None]] = []
+        self.dead = False
+        self.told: list[str] = []  # kinds of notices
+        job[rank] = self
+
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def handle(self, kind: str, handler: Callable[[int, Any], None]) -> None:
+        self.handlers[kind] = handler
+
+    def on_lost(self, handler: Callable[[int], None]) -> None:
+        self.when_lost.append(handler)
+
+    def tell(self, to: int, kind: str, body: Any = None) -> None:
+        if not self.dead:
+            self.told.append(kind)
+            self.job[to].inbox.put((self.rank, kind, pickle.dumps(body)))
+
+    def attend(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+        while not until():
+            message = self.inbox.get()
+            if message is None or self.dead:
+                continue
+            source, kind, body = message
+            if kind == _DEATH:
+                self.mail.lost.add(source)
+                for handler in self.when_lost:
+                    handler(source)
+            else:
+                self.handlers[kind](source, pickle.loads(body))
+        return True
+
+
+class Things:
+    """Objects that every rank has."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Any] = {}
+
+    def reference_of(self, value: Any) -> str | None:
+        return next((name for name, one in self.by_name.items() if one is value), None)
+
+    def resolve(self, key: str) -> Any:
+        return self.by_name[key]
+
+
+class Threads:
+    """A chief and its workers.
+
+    Attributes:
+        coordinator: of the chief.
+        begun: (worker, id) of each closure, as they were.
+        over: what the servers were told.
+        things: that travel by reference.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.job: dict[int, ThreadsPost] = {}
+        self.things = Things()
+        self.begun: list[tuple[int, int]] = []
+        self.over: list[tuple[list[int], int]] = []
+        self.chief = ThreadsPost(0, self.job)
+        self._ended = False
+        for index in range(workers):
+            self._start(index)
+        cluster = Cluster(
+            post=self.chief,  # type: ignore[arg-type]
+            workers=range(1, workers + 1),
+            references=self.things,
+            over=lambda over, before: self.over.append((over, before)),
+        )
+        strategy: Any = SimpleNamespace(extended=SimpleNamespace(cluster=cluster))
+        self.strategy = strategy
+        self.coordinator = ClusterCoordinator(strategy)
+
+    def _start(self, index: int) -> None:
+        @contextlib.contextmanager
+        def in_closure(closure: int) -> Iterator[None]:
+            self.begun.append((index, closure))
+            yield
+
+        post = ThreadsPost(index + 1, self.job)
+        worker = Worker(
+            post,  # type: ignore[arg-type]
+            chief=0,
+            index=index,
+            references=self.things,
+            in_closure=in_closure,
+            scope=contextlib.nullcontext,
+        )
+        threading.Thread(
+            target=worker.serve, args=(lambda: self._ended or post.dead,), daemon=True
+        ).start()
+
+    def kill(self, worker: int) -> None:
+        """It is not heard of again; what it executes goes on in vain."""
+        self.job[worker + 1].dead = True
+        self.job[worker + 1].inbox.put(None)
+        self.chief.inbox.put((worker + 1, _DEATH, None))
+
+    def stop(self) -> None:
+        self._ended = True
+        self.coordinator._dispatcher.end()
+        for post in self.job.values():
+            post.inbox.put(None)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never was"
+        time.sleep(0.002)
