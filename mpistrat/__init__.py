@@ -41,6 +41,7 @@ from mpistrat.strategies import MirroredStrategy as MirroredStrategy
 from mpistrat.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpistrat.strategies import OneDeviceStrategy as OneDeviceStrategy
 from mpistrat.strategies import ParameterServerStrategy as ParameterServerStrategy
+from mpistrat.strategies import Server as Server
 from mpistrat.strategy import Strategy as Strategy
 from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
 from mpistrat.strategy_extended import StrategyExtended as StrategyExtended

@@ -104,7 +104,7 @@ class Strategy:
             raise TypeError(f"options must be RunOptions or None, got {options!r:.60}")
         if per_thread.modes:
             require_cross_replica(self, "run")
-        if "torch" in sys.modules and self.num_replicas_in_sync > 1:
+        if "torch" in sys.modules and self._sees_modules:
             self._torch().before_run()
         self.runs += 1
         try:
@@ -220,6 +220,11 @@ class Strategy:
 
     # PyTorch
 
+    @property
+    def _sees_modules(self) -> bool:
+        """Whether something is to be done about torch modules."""
+        return self.num_replicas_in_sync > 1
+
     def _torch(self) -> Mirroring:
         if self._mirroring is None:
             from mpistrat.pytorch.mirroring import Mirroring
@@ -267,7 +272,7 @@ class _Scope:
                     "scope() was entered inside run; make variables and modules before run, or use "
                     "get_replica_context().merge_call(fn), which is in the scope"
                 )
-        elif "torch" in sys.modules and strategy.num_replicas_in_sync > 1:
+        elif "torch" in sys.modules and strategy._sees_modules:
             strategy._torch()  # from here on it sees the modules that are built
         self._entered = entered(strategy, None)
         self._entered.__enter__()
@@ -308,7 +313,7 @@ def _input_contexts(extended: StrategyExtended, options: InputOptions) -> list[I
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         first = extended.first_replica_id
         return [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
-    return [InputContext(extended.communicator.size, extended.communicator.rank, n)]
+    return [InputContext(*extended.input_pipelines, n)]
 
 
 _set_scope: _Scope | None = None

@@ -142,6 +142,11 @@ class StrategyExtended:
         """The devices that hold variables."""
         return self.worker_devices
 
+    @property
+    def input_pipelines(self) -> tuple[int, int]:
+        """How many input pipelines there are, and which of them is this rank's."""
+        return self.communicator.size, self.communicator.rank
+
     def input_share(self) -> Share:
         """Which part of the input this rank reads: all ranks together are one worker."""
         first = self.first_replica_id

@@ -58,8 +58,13 @@ class ServerJob:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks that train."""
+        """The ranks that a coordinator has run functions."""
         return self.roles.ranks["worker"]
+
+    @property
+    def trainers(self) -> tuple[int, ...]:
+        """The ranks that train by themselves, where there is no coordinator."""
+        return (*self.roles.ranks.get("chief", ()), *self.roles.ranks["worker"])
 
     def name_of(self, rank: int) -> str:
         """Such as "worker 1 (rank 2)"."""
@@ -70,7 +75,7 @@ class ServerJob:
 
     def serve(self) -> None:
         """The work of a server: return when all that use it are done."""
-        ParameterServer(self.post, self.clients, self.workers).serve()
+        ParameterServer(self.post, self.clients, self.trainers).serve()
         self._done = True
 
     def done(self) -> None:

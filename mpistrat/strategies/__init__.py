@@ -10,3 +10,4 @@ from mpistrat.strategies.one_device import OneDeviceStrategy as OneDeviceStrateg
 from mpistrat.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
+from mpistrat.strategies.server import Server as Server

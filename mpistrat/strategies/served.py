@@ -83,18 +83,17 @@ class ServedExtended(StrategyExtended):
             f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(self.job.servers))
         )
 
+    @property
+    def input_pipelines(self) -> tuple[int, int]:
+        trainers = self.job.trainers
+        rank = self.job.roles.rank
+        return (len(trainers), trainers.index(rank)) if rank in trainers else (1, 0)
+
     def input_share(self) -> Share:
-        """Each worker reads for itself: no other waits for it."""
-        roles = self.job.roles
-        workers = [*roles.ranks.get("chief", ()), *roles.ranks["worker"]]
-        if roles.task_type not in ("chief", "worker"):
-            return Share(1, 0, self.num_replicas_in_sync, range(self.num_local_replicas))
-        return Share(
-            len(workers),
-            workers.index(roles.rank),
-            self.num_replicas_in_sync * len(workers),
-            range(self.num_local_replicas),
-        )
+        """Each worker reads its part of each global batch for itself: no other waits for it."""
+        workers, worker = self.input_pipelines
+        k = self.num_local_replicas
+        return Share(workers, worker, k * workers, range(k))
 
     def _new_variable(
         self,

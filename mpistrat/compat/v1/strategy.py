@@ -77,7 +77,7 @@ class StrategyV1(Strategy):
                 f"make_input_fn_iterator takes InputReplicationMode.PER_WORKER, got {replication_mode!r:.60}"
             )
         communicator = self.extended.communicator
-        place = InputContext(communicator.size, communicator.rank, self.num_replicas_in_sync)
+        place = InputContext(*self.extended.input_pipelines, self.num_replicas_in_sync)
 
         def make() -> DistributedDataset:
             made = input_fn(place)
@@ -145,6 +145,10 @@ class MultiWorkerMirroredStrategy(StrategyV1, strategies.MultiWorkerMirroredStra
 
 class CentralStorageStrategy(StrategyV1, strategies.CentralStorageStrategy):
     """`mpistrat.CentralStorageStrategy` with the v1 methods."""
+
+
+class ParameterServerStrategy(StrategyV1, strategies.BetweenGraphStrategy):
+    __doc__ = strategies.BetweenGraphStrategy.__doc__
 
 
 class _DefaultV1(StrategyV1):
