@@ -91,6 +91,10 @@ def test_node_names_that_do_not_sort_as_they_count(slurm: SlurmCluster, mpich: L
 HETEROGENEOUS = "#SBATCH -p {} --nodes=2 --ntasks=3\n#SBATCH hetjob\n#SBATCH -p {} -N1 -n2"
 
 
+# Chief and parameter servers are in the first component.
+ROLES = [["chief", 0], ["ps", 0], ["ps", 1], ["worker", 0], ["worker", 1]]
+
+
 def test_heterogeneous_jobs(slurm: SlurmCluster, mpich: Launcher, tmp_path: Path) -> None:
     steps = {
         "--het-group=0,1": "n1 n1 n2 n9 n9",
@@ -102,8 +106,14 @@ def test_heterogeneous_jobs(slurm: SlurmCluster, mpich: Launcher, tmp_path: Path
     outputs = write_steps(script, HETEROGENEOUS.format("main", "names"), list(steps))
     job = slurm.sbatch(mpich, script, env=ENV)
     assert job.wait() == "COMPLETED", job.report()
-    for output, node_of_rank in zip(outputs, steps.values(), strict=True):
+    for output, (step, node_of_rank) in zip(outputs, steps.items(), strict=True):
         check_agreement(output.read_text(), node_of_rank)
+        ranks = lines(output.read_text())
+        if "0,1" in step:
+            assert [line["role"] for line in ranks] == ROLES
+        else:
+            alone = f"are in component {step[-1]} of the heterogeneous Slurm job"
+            assert all(alone in line["role error"] for line in ranks), ranks
 
 
 def test_components_whose_nodes_are_not_in_order(

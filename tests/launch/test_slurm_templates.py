@@ -59,7 +59,12 @@ def fewer_ranks(name: str, folder: Path) -> Path:
     [
         ("one-rank-per-gpu.sbatch", {"worker": 4}, [0, 0, 1, 1], "0,1,2,3"),
         ("several-ranks-per-gpu.sbatch", {"worker": 2}, [0, 0], "0,1,2,3"),
-        ("parameter-server.sbatch", {"ps": 2, "worker": 4}, [0, 1, 2, 2, 3, 3], "0,1,2,3"),
+        (
+            "parameter-server.sbatch",
+            {"chief": 1, "ps": 2, "worker": 4},
+            [0, 0, 1, 2, 2, 3, 3],
+            "0,1,2,3",
+        ),
         ("tpu.sbatch", {"worker": 4}, [0, 1, 2, 3], None),
     ],
 )
@@ -82,9 +87,11 @@ def test_ranks_and_what_they_see(
     assert [line["slurm"] for line in ranks] == [line["mpi"] for line in ranks]
     tasks = [[kind, number] for kind, count in jobs.items() for number in range(count)]
     assert [line["task"] for line in ranks] == tasks
-    servers = jobs.get("ps", 0)
-    assert {line["gpus"] for line in ranks[servers:]} == {gpus}
-    assert {line["gpus"] for line in ranks[:servers]} <= {None}
+    if "ps" in jobs:  # as a strategy without arguments has them
+        assert [line["role"] for line in ranks] == tasks
+    no_gpus = len(tasks) - jobs["worker"]
+    assert {line["gpus"] for line in ranks[no_gpus:]} == {gpus}
+    assert {line["gpus"] for line in ranks[:no_gpus]} <= {None}
 
 
 def test_training_on_cpus(slurm: SlurmCluster, mpich: Launcher, tmp_path: Path) -> None:

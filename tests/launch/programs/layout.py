@@ -1,4 +1,4 @@
-"""Prints, as one JSON line, what MPI, SlurmClusterResolver and Slurm itself say about this rank.
+"""Prints, as one JSON line, what MPI, SlurmClusterResolver and Slurm itself say about this rank, and its role.
 
 Usage: layout.py [TYPE=TASKS...]
 """
@@ -8,6 +8,7 @@ import os
 import sys
 
 from mpistrat.cluster_resolver import MPIClusterResolver, SlurmClusterResolver
+from mpistrat.cluster_resolver.job_roles import job_roles
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 
@@ -37,4 +38,10 @@ for moment in ("before MPI", "after MPI"):
         line["world"] = [mpi.comm.Get_rank(), mpi.comm.Get_size()]
     except TopologyError as error:
         line["mpi error"] = str(error)
+if "mpi" in line:
+    try:
+        roles = job_roles(mpi.topology(), mpi.comm.allgather, None, None, chief=True)
+        line["role"] = [roles.task_type, roles.task_id]
+    except ValueError as error:
+        line["role error"] = str(error)
 print(json.dumps(line) + "\n", end="", flush=True)
