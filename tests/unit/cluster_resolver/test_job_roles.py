@@ -40,7 +40,7 @@ def of_ranks(nodes, resolvers=None, num_ps=None, *, chief=True, environs=None):
                 all_gather_object,
                 resolvers[rank] if resolvers else None,
                 num_ps[rank] if isinstance(num_ps, list) else num_ps,
-                chief=chief,
+                chief=chief[rank] if isinstance(chief, list) else chief,
                 environ=environs[rank] if environs else {},
             )
         except Exception as error:
@@ -218,6 +218,7 @@ def test_without_any_of_these_num_ps_is_asked_for(resolvers):
         (CLUSTER, ("zzz", 0), "rank 0: task_type='zzz' is not one of ("),
         (CLUSTER, ("evaluator", None), "rank 0: SimpleClusterResolver names task_type='evaluator'"),
         (CLUSTER, (None, None), "rank 0: SimpleClusterResolver names task_type=None"),
+        (CLUSTER, (None, 0), "rank 0: SimpleClusterResolver names task_type=None"),
         (CLUSTER, ("worker", "0"), "rank 0: SimpleClusterResolver names task_type='worker' and task_id='0'"),
         (CLUSTER, ("worker", True), "task_id=True"),
         (CLUSTER, ("worker", 2), "rank 0: task_id=2 is not one of the 2 tasks of job 'worker'"),
@@ -231,6 +232,9 @@ def test_clusters_and_tasks_that_cannot_be(cluster, task, message):
 
 
 def test_without_a_chief_a_bad_task_is_bad_too():
+    kind, text = error_of_all([0] * 2, simple({"ps": ["a", "b"]}, TASKS[:2]), chief=False)
+    assert kind is ValueError
+    assert text.startswith("no worker")
     claims = simple({"worker": ["a"], "ps": ["b"]}, [("worker", 0), ("zzz", 0)])
     kind, text = error_of_all([0] * 2, claims, chief=False)
     assert kind is ValueError
@@ -264,6 +268,9 @@ def test_ranks_that_are_given_different_things():
     kind, text = error_of_all([0] * 4, num_ps=[1, 1, 2, 1])
     assert kind is ValueError
     assert "rank 0 was given num_ps=1 with a chief, and rank 2 num_ps=2 with a chief" in text
+    kind, text = error_of_all([0] * 3, num_ps=1, chief=[True, False, True])
+    assert kind is ValueError
+    assert "rank 0 was given num_ps=1 with a chief, and rank 1 num_ps=1 without a chief" in text
     other = {**CLUSTER, "ps": ["q:1"]}
     mixed = [*simple(CLUSTER, TASKS[:3]), *simple(other, TASKS[3:])]
     kind, text = error_of_all([0] * 4, mixed)
