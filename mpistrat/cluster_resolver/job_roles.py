@@ -106,6 +106,18 @@ def job_roles(
     return _of_components(topology, [claim.component for claim in claims], chief)
 
 
+def works_alone(
+    topology: Topology,
+    resolver: ClusterResolver | None,
+    num_ps: int | None,
+    environ: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether this is one rank of which nothing tells a task. Communicates nothing."""
+    told = num_ps is not None or (os.environ if environ is None else environ).get(TF_CONFIG)
+    of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
+    return topology.size == 1 and of_mpi and not told
+
+
 def _own_claim(
     resolver: ClusterResolver | None,
     num_ps: int | None,

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.cluster_resolver.job_roles import works_alone
+from mpistrat.communicators import LocalCommunicator
+from mpistrat.devices import check_devices
 from mpistrat.options import RunOptions
+from mpistrat.parameter_server.clocks import WorkerClock
 from mpistrat.partitioners import Partitioner
+from mpistrat.strategies.binding import bind
+from mpistrat.strategies.central_storage import CentralStorageExtended
 from mpistrat.strategies.mirrored import check_strategy_arguments
 from mpistrat.strategies.served import (
     ServedExtended,
@@ -57,15 +63,19 @@ class BetweenGraphStrategy(Strategy):
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
         check_max_staleness(max_staleness)
-        job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=False)
         self._cluster_resolver = cluster_resolver
         self._gradients = gradients
+        topology = MPIClusterResolver(comm).topology()
+        if works_alone(topology, cluster_resolver, num_ps):
+            mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
+            self._extended = CentralStorageExtended(self, LocalCommunicator(), mine)
+            self._clock: WorkerClock | None = None
+            return
+        job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=False)
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
         self._extended = ServedExtended(self, job, devices, variable_partitioner)
-        from mpistrat.parameter_server.clocks import WorkerClock
-
         self._clock = WorkerClock(job.post, job.servers, max_staleness)
 
     def run(
@@ -75,7 +85,18 @@ class BetweenGraphStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
+        if self._clock is None:
+            return super().run(fn, args, kwargs, options)
         self._clock.begin()
         result = super().run(fn, args, kwargs, options)
         self._clock.end()
         return result
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many times each worker has called `run`, such as {"worker 0 (rank 0)": 17}: who lags, and how far."""
+        if self._clock is None:
+            return {"worker 0 (rank 0)": self.runs}
+        assert isinstance(self._extended, ServedExtended)
+        name_of = self._extended.job.name_of
+        return {name_of(rank): steps for rank, steps in self._clock.all_steps().items()}

@@ -63,7 +63,9 @@ class AggregatingVariable(DistributedVariable):
         return self._values[0]._update(method, combined)
 
 
-class _CentralStorageExtended(StrategyExtended):
+class CentralStorageExtended(StrategyExtended):
+    """One copy of every variable, for all replicas of a node."""
+
     has_partial_steps = False
     experimental_between_graph = True
     parameter_device = "cpu:0"
@@ -162,8 +164,8 @@ class CentralStorageStrategy(Strategy):
             communication_options,
             gradients,
             deterministic=False,
-            extended=_CentralStorageExtended,
+            extended=CentralStorageExtended,
             shared_parameters=len(devices) == 1,
         )
-        assert isinstance(self._extended, _CentralStorageExtended)
+        assert isinstance(self._extended, CentralStorageExtended)
         self._extended.parameter_device = parameter_device

@@ -3,6 +3,7 @@
 from mpistrat.compat.v1 import experimental as experimental
 from mpistrat.compat.v1.strategy import MirroredStrategy as MirroredStrategy
 from mpistrat.compat.v1.strategy import OneDeviceStrategy as OneDeviceStrategy
+from mpistrat.compat.v1.strategy import ParameterServerStrategy as ParameterServerStrategy
 from mpistrat.compat.v1.strategy import StrategyV1 as StrategyV1
 from mpistrat.compat.v1.strategy import get_loss_reduction as get_loss_reduction
 from mpistrat.compat.v1.strategy import get_strategy as get_strategy

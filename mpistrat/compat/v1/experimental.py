@@ -4,3 +4,4 @@ from mpistrat.compat.v1.strategy import CentralStorageStrategy as CentralStorage
 from mpistrat.compat.v1.strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from mpistrat.compat.v1.strategy import ParameterServerStrategy as ParameterServerStrategy
