@@ -19,17 +19,9 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat.communicators.common_memory import CommonMemory, View
+from mpistrat.elementwise_optimizers import why_not_elementwise
 from mpistrat.pytorch.shared_blocks import Block, Place, Settling
 from mpistrat.pytorch.shared_parameters import SharedParameters
-
-# In each, an element of the parameter and of its state depends on that element of the gradient alone.
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
-        *("RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
-    )
-)
 
 
 class SliceSteps:
@@ -75,12 +67,7 @@ class SliceSteps:
 def _why_not_by_slice(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
     if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
         return "step(closure) reads whole parameters"
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
-        return ""
-    return (
-        f"{type(optimizer).__name__} is not known to update element by element (if it does, set its class attribute "
-        "`elementwise = True`)"
-    )
+    return why_not_elementwise(type(optimizer))
 
 
 class _Slice:

@@ -39,6 +39,7 @@ LAYERS = (
     (
         "arrays",
         "devices",
+        "elementwise_optimizers",
         "errors",
         "flight_recorder",
         "indexed_slices",

@@ -1,0 +1,25 @@
+"""Which of torch's optimizers update element by element: any part of a parameter can be stepped without the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+# In each, an element of the parameter and of its state depends on that element of the gradient alone.
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
+        *("RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
+    )
+)
+
+
+def why_not_elementwise(optimizer: type[Optimizer]) -> str:
+    """Why parts of a parameter cannot be stepped by themselves; empty if they can."""
+    if optimizer in _ELEMENTWISE or getattr(optimizer, "elementwise", False) is True:
+        return ""
+    return (
+        f"{optimizer.__name__} is not known to update element by element (if it does, set its class attribute "
+        "`elementwise = True`)"
+    )
