@@ -14,7 +14,8 @@ from mpistrat.bench.comparison import compare_training, training_contestants
 from mpistrat.bench.report import report
 from mpistrat.bench.rounds import ROUNDS
 from mpistrat.bench.training import work_of
-from mpistrat.bench.work import with_mpistrat
+from mpistrat.bench.work import past_trials, with_mpistrat
+from mpistrat.strategies import CentralStorageStrategy
 
 MODELS = {"4.2 M": "mlp", "25 M": "mlp-large"}
 
@@ -39,6 +40,9 @@ def main() -> None:
             "mpistrat, check=never": with_mpistrat(work, check="never"),
             "mpistrat, deterministic": with_mpistrat(work, deterministic=True),
             "mpistrat, shared_parameters": with_mpistrat(work, shared_parameters=True),
+            "mpistrat, CentralStorage": past_trials(
+                work, CentralStorageStrategy([work.device], gradients="mean")
+            ),
         }
         rows += [{"parameters": name, **row} for row in compare_training(contestants, given.rounds)]
     path = given.json and f"{given.json}training_step.json"

@@ -71,12 +71,17 @@ def with_strategy(work: Work, strategy: Strategy) -> tuple[Step, torch.nn.Module
 
 def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
     """`options`, `more`: communication options and other arguments of the strategy."""
-    strategy = MultiWorkerMirroredStrategy(
-        None, options, devices=[work.device], gradients="mean", **more
+    return past_trials(
+        work,
+        MultiWorkerMirroredStrategy(None, options, devices=[work.device], gradients="mean", **more),
     )
+
+
+def past_trials(work: Work, strategy: Strategy) -> Step:
+    """A step that the strategy takes as it will take all others, from where the others begin."""
     step, module = with_strategy(work, strategy)
     first = copy.deepcopy(module.state_dict())
     for _ in range(STEPS_OF_TRIALS):
         step()
-    module.load_state_dict(first)  # to begin where the others begin
+    module.load_state_dict(first)
     return step
