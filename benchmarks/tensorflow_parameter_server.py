@@ -21,13 +21,10 @@ import numpy as np
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
-try:
-    import tensorflow as tf
-except ImportError:
-    tf = None
+tf: Any = None  # imported by the processes that this file is the program of
 
 JOBS = ("chief", "worker", "ps")
-# In a step, TOUCHED rows of a table are pulled and pushed.
+# In a step of "sparse", TOUCHED rows of a table are pulled and pushed.
 ROWS, WIDTH, TOUCHED = 1_000_000, 64, 1_000
 
 # What is scheduled, with which arguments, and whether the result of so many is wrong.
@@ -118,29 +115,39 @@ def serve(job: str) -> None:
     os._exit(0)  # it cannot be stopped
 
 
+def seconds_of(coordinator: Any, work: Work, steps: int) -> float:
+    """What so many steps take, scheduled at once."""
+    step, arguments, _ = work
+    started = time.perf_counter()
+    for _ in range(steps):
+        coordinator.schedule(step, args=arguments)
+    coordinator.join()
+    return time.perf_counter() - started
+
+
 def answer_requests(coordinator: Any) -> None:
     works: dict[tuple[str, int], Work] = {}
     taken: dict[tuple[str, int], int] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        which = request["work"], request["nbytes"]
+        which, steps = (request["work"], request["nbytes"]), request["steps"]
         if which not in works:
             works[which], taken[which] = WORKS[which[0]](coordinator, which[1]), 0
-        step, arguments, wrong = works[which]
-        if not request["steps"]:
-            answer: dict[str, Any] = {"wrong": wrong(taken[which])}
+        answer: dict[str, Any]
+        if steps:
+            answer = {"seconds": seconds_of(coordinator, works[which], steps)}
+            taken[which] += steps
         else:
-            started = time.perf_counter()
-            for _ in range(request["steps"]):
-                coordinator.schedule(step, args=arguments)
-            coordinator.join()
-            answer = {"seconds": time.perf_counter() - started}
-            taken[which] += request["steps"]
+            _, _, wrong = works[which]
+            answer = {"wrong": wrong(taken[which])}
         print(json.dumps(answer), flush=True)
 
 
 def main() -> None:
-    if tf is None:
+    global tf
+    try:
+        import tensorflow as tf
+    except ImportError:
         print(json.dumps({"left_out": "not installed"}), flush=True)
         return
     if len(sys.argv) > 1:

@@ -1,0 +1,239 @@
+"""Parameter servers beside TensorFlow's on loopback: dense and sparse pulls and pushes, and empty closures.
+
+    mpiexec -n 3 python benchmarks/parameter_server.py      # a chief, a worker and a server
+
+TensorFlow runs in three processes of its own (tensorflow_parameter_server.py), which wait while mpistrat's ranks have
+their turn, and the other way round. Steps of a turn are scheduled at once. *Copy*: the chief copies as many bytes as
+are pulled, once, in its own memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorflow_parameter_server import ROWS, TOUCHED, WIDTH, Work, seconds_of
+
+import mpistrat as ms
+from mpistrat.bench.report import oversubscription, table, write_json
+from mpistrat.bench.rounds import ROUNDS, SECONDS_PER_TURN, all_ranks, medians
+from mpistrat.bench.surroundings import surroundings
+
+OURS, PEER, COPY = "mpistrat", "TensorFlow", "copy"
+SECONDS_PER_ANSWER = 60.0
+TITLE = "parameter server"
+
+
+def dense(coordinator: Any, nbytes: int) -> Work:
+    """As tensorflow_parameter_server.dense."""
+    delta = np.ones(nbytes // 4, np.float32)
+    with coordinator.strategy.scope():
+        variable = ms.Variable(np.zeros_like(delta))
+
+    def step(deltas: Any) -> float:
+        value = variable.read_value()
+        variable.assign_add(next(deltas))
+        return float(value[0])
+
+    def wrong(steps: int) -> bool:
+        return bool((np.asarray(variable.read_value()) != steps).any())
+
+    ones = coordinator.create_per_worker_dataset(lambda: itertools.repeat(delta))
+    return step, (iter(ones),), wrong
+
+
+def sparse(coordinator: Any, _: int) -> Work:
+    """As tensorflow_parameter_server.sparse."""
+    indices = np.random.default_rng(0).choice(ROWS, TOUCHED, replace=False)
+    delta = np.ones((TOUCHED, WIDTH), np.float32)
+    with coordinator.strategy.scope():
+        rows = ms.Variable(np.zeros((ROWS, WIDTH), np.float32))
+
+    def step(batches: Any) -> float:
+        places, deltas = next(batches)
+        value = rows.sparse_read(places)
+        rows.scatter_sub(ms.IndexedSlices(deltas, places))
+        return float(value[0, 0])
+
+    def wrong(steps: int) -> bool:
+        there = np.asarray(rows.read_value())
+        right = bool((there[indices] == -steps).all())
+        return not right or int(np.count_nonzero(there)) != TOUCHED * WIDTH
+
+    batches = coordinator.create_per_worker_dataset(lambda: itertools.repeat((indices, delta)))
+    return step, (iter(batches),), wrong
+
+
+def empty(coordinator: Any, _: int) -> Work:
+    def nothing() -> None:
+        pass
+
+    return nothing, (), lambda steps: False
+
+
+WORKS = {"dense": dense, "sparse": sparse, "empty": empty}
+# Work, bytes that are pulled, what to call it.
+ROWS_OF_TABLE = (
+    ("dense", 1 << 20, "pull + push of 1 MB"),
+    ("dense", 1 << 24, "pull + push of 16 MB"),
+    ("dense", 1 << 26, "pull + push of 64 MB"),
+    ("sparse", TOUCHED * WIDTH * 4, f"{TOUCHED:,} of {ROWS:,} rows x {WIDTH}"),
+    ("empty", 0, "an empty closure"),
+)
+
+
+class Ours:
+    """Takes steps of one work, and knows how many it has taken."""
+
+    def __init__(self, coordinator: Any, name: str, nbytes: int) -> None:
+        self.coordinator, self.work, self.taken = coordinator, WORKS[name](coordinator, nbytes), 0
+
+    def take(self, steps: int) -> float:
+        self.taken += steps
+        return seconds_of(self.coordinator, self.work, steps)
+
+    def wrong(self) -> bool:
+        _, _, wrong = self.work
+        return wrong(self.taken)
+
+
+class TensorFlow:
+    """Its processes, asked by lines."""
+
+    def __init__(self, python: str) -> None:
+        self._noise = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("tensorflow_parameter_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._noise,
+            text=True,
+        )
+        self.left_out = self._answer().get("left_out")
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(SECONDS_PER_ANSWER)
+
+    def _answer(self) -> dict[str, Any]:
+        output = self._process.stdout
+        assert output is not None
+        ready, _, _ = select.select([output], [], [], SECONDS_PER_ANSWER)
+        line = output.readline() if ready else ""
+        if not line:
+            self._process.kill()
+            self._noise.seek(0)
+            raise RuntimeError(f"TensorFlow gave no answer: {self._noise.read()[-2000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def copying(nbytes: int) -> Callable[[int], float]:
+    given = np.ones(nbytes // 4, np.float32)
+    other = given.copy()
+
+    def take(steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            np.copyto(other, given)
+        return time.perf_counter() - started
+
+    return take
+
+
+def compare(
+    contestants: Mapping[str, Callable[[int], float]], num_rounds: int
+) -> dict[str, list[float]]:
+    """Microseconds per step, of each round; each contestant takes steps for a turn, in its own number."""
+    steps = {name: steps_of_a_turn(take) for name, take in contestants.items()}
+    rounds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(num_rounds):
+        for name, take in contestants.items():
+            rounds[name].append(take(steps[name]) / steps[name] * 1e6)
+    return rounds
+
+
+def steps_of_a_turn(take: Callable[[int], float]) -> int:
+    steps = 1
+    take(steps)  # the first is prepared for
+    while take(steps) < SECONDS_PER_TURN:
+        steps *= 2
+    return steps
+
+
+def row(
+    coordinator: Any, peer: TensorFlow | None, work: str, nbytes: int, name: str, num_rounds: int
+) -> dict[str, Any]:
+    ours = Ours(coordinator, work, nbytes)
+    contestants: dict[str, Callable[[int], float]] = {OURS: ours.take}
+    asked = {"work": work, "nbytes": nbytes}
+    if peer is not None:
+        contestants[PEER] = lambda steps: peer.ask(**asked, steps=steps)["seconds"]
+    if nbytes:
+        contestants[COPY] = copying(nbytes)
+    rounds = compare(contestants, num_rounds)
+    times = medians(rounds)
+    wrong = ours.wrong() or (peer is not None and peer.ask(**asked, steps=0)["wrong"])
+    ratios = {
+        f"{PEER} / {OURS}": times[PEER] / times[OURS] if peer is not None else "-",
+        f"{OURS} / {COPY}": times[OURS] / times[COPY] if nbytes else "-",
+    }
+    return {
+        "step": name,
+        **{f"{contestant} us": us for contestant, us in times.items()},
+        **{f"{one} per second": 1e6 / times[one] for one in (OURS, PEER) if one in times},
+        **ratios,
+        "wrong": wrong,
+        "samples": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=[*WORKS])
+    parser.add_argument(
+        "--tensorflow", metavar="PYTHON", default=sys.executable, help="which has TensorFlow (this)"
+    )
+    parser.add_argument(
+        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-3-ranks-"
+    )
+    given = parser.parse_args()
+    where = surroundings(all_ranks())
+    strategy = ms.ParameterServerStrategy(num_ps=1)
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)  # only the chief comes here
+    tensorflow = TensorFlow(given.tensorflow)
+    peer = tensorflow if tensorflow.left_out is None else None
+    left_out = {PEER: tensorflow.left_out} if tensorflow.left_out else {}
+    rows = [
+        row(coordinator, peer, *one, num_rounds=given.rounds)
+        for one in ROWS_OF_TABLE
+        if one[0] in given.works
+    ]
+    tensorflow.close()
+    print(f"\n{TITLE} · {where['ranks']} ranks · {where['mpi']} · {where['cpu']}")
+    notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
+    print("\n".join([*table(rows), *notes, *oversubscription(where)]), flush=True)
+    if given.json:
+        path = f"{given.json}parameter_server.json"
+        write_json(path, TITLE, where, rows, left_out=left_out)
+
+
+if __name__ == "__main__":
+    main()
