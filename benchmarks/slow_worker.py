@@ -1,0 +1,161 @@
+"""Two workers, of which one takes ten times as long for a step: how much of it the fast one feels.
+
+    mpiexec -n 3 python benchmarks/slow_worker.py                       # asynchronous
+    mpiexec -n 3 python benchmarks/slow_worker.py --max-staleness 4     # the fast one may be so many steps ahead
+
+Both train by themselves (compat.v1.ParameterServerStrategy) with a variable of 1 MB on a server: a step pulls it,
+computes, and pushes as much. The slow worker also sleeps, so that it takes the fast one no core. Asynchronous, the
+fast one takes turns alone and beside it. With a bound it cannot be alone: both take as many steps, and at the beginning
+of each of the fast one's it is counted how many more it has ended than the other, whose steps end before they push.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.bench.report import oversubscription, table, write_json
+from mpistrat.bench.rounds import ROUNDS, all_ranks
+from mpistrat.bench.surroundings import surroundings
+
+FAST, SLOW = 0, 1  # ranks, which are workers of these numbers
+COMPUTE_SECONDS = 0.005
+# A pull and a push are short beside that.
+SLOW_SECONDS = 10 * COMPUTE_SECONDS
+STEPS = 100  # in a turn of the fast worker
+SLOW_STEPS = 50  # with a bound
+COUNT = (1 << 20) // 4
+TITLE = "a worker beside one that is ten times slower"
+
+Span = tuple[
+    float, float
+]  # when the computation of a step began and ended: perf_counter, which one machine's ranks share
+
+
+def stepper(strategy: Any, seconds: float) -> Callable[[], Span]:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(COUNT, np.float32), aggregation="sum")
+    delta = np.ones(COUNT, np.float32)
+    matrix = np.ones((64, 64), np.float32)
+
+    def replica_step() -> Span:
+        began = time.perf_counter()
+        variable.read_value()
+        while time.perf_counter() < began + COMPUTE_SECONDS:
+            matrix @ matrix
+        time.sleep(seconds - COMPUTE_SECONDS)
+        ended = time.perf_counter()
+        variable.assign_add(delta)
+        return began, ended
+
+    return lambda: strategy.run(replica_step)
+
+
+def told(control: MPI.Intracomm, source: int) -> Any:
+    """The next message; whoever waits for it sleeps."""
+    while not control.iprobe(source=source):
+        time.sleep(0.001)
+    return control.recv(source=source)
+
+
+def fast_alone_and_beside(
+    control: MPI.Intracomm, step: Callable[[], Span], num_rounds: int
+) -> dict[str, Any]:
+    def steps_per_second() -> float:
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        return STEPS / (time.perf_counter() - started)
+
+    samples: dict[str, list[float]] = {"alone": [], "beside": [], "slow": []}
+    steps_per_second()
+    for _ in range(num_rounds):
+        samples["alone"].append(steps_per_second())
+        control.send("go", SLOW)
+        told(control, SLOW)
+        samples["beside"].append(steps_per_second())
+        control.send("stop", SLOW)
+        samples["slow"].append(told(control, SLOW))
+    control.send("end", SLOW)
+    alone, beside, slow = (statistics.median(values) for values in samples.values())
+    return {
+        "max_staleness": "none",
+        "alone, steps per second": alone,
+        "beside the slow one": beside,
+        "beside / alone": beside / alone,
+        "the slow one": slow,
+        "samples": samples,
+    }
+
+
+def slow_when_asked(control: MPI.Intracomm, step: Callable[[], Span]) -> None:
+    while told(control, FAST) == "go":
+        step()
+        control.send("going", FAST)
+        started, steps = time.perf_counter(), 0
+        while not control.iprobe(source=FAST):
+            step()
+            steps += 1
+        told(control, FAST)
+        control.send(steps / (time.perf_counter() - started), FAST)
+
+
+def fast_within_bound(
+    control: MPI.Intracomm, step: Callable[[], Span], max_staleness: int
+) -> dict[str, Any]:
+    spans = [step() for _ in range(SLOW_STEPS)]
+    slow: list[Span] = told(control, SLOW)
+    slow_ends = [ended for _, ended in slow]
+    ahead = [done - bisect.bisect(slow_ends, began) for done, (began, _) in enumerate(spans)]
+    return {
+        "max_staleness": max_staleness,
+        "fast one, steps per second": SLOW_STEPS / (spans[-1][1] - spans[0][0]),
+        "the slow one": SLOW_STEPS / (slow[-1][1] - slow[0][0]),
+        "steps ahead at most": max(ahead),
+        "wrong": max(ahead) > max_staleness,
+        "samples": {"ahead": ahead, "fast": spans, "slow": slow},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-staleness", type=int)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-3-ranks-"
+    )
+    given = parser.parse_args()
+    where = surroundings(all_ranks())
+    control, bound = MPI.COMM_WORLD.Dup(), given.max_staleness
+    strategy = ms.compat.v1.ParameterServerStrategy(num_ps=1, max_staleness=bound)
+    # Only the workers come here.
+    if control.rank == SLOW:
+        step = stepper(strategy, SLOW_SECONDS)
+        if bound is None:
+            slow_when_asked(control, step)
+        else:
+            control.send([step() for _ in range(SLOW_STEPS)], FAST)
+        return
+    step = stepper(strategy, COMPUTE_SECONDS)
+    row = (
+        fast_alone_and_beside(control, step, given.rounds)
+        if bound is None
+        else fast_within_bound(control, step, bound)
+    )
+    print(f"\n{TITLE} · {where['ranks']} ranks · {where['mpi']} · {where['cpu']}")
+    print("\n".join([*table([row]), *oversubscription(where)]), flush=True)
+    if given.json:
+        kind = "" if bound is None else f"-{bound}"
+        write_json(f"{given.json}slow_worker{kind}.json", TITLE, where, [row])
+
+
+if __name__ == "__main__":
+    main()
