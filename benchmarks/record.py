@@ -55,6 +55,15 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
         yield *BENCH, "train", *work, *steps, "--json", f"PREFIXtrain-{model}.json"
 
 
+def programs_with_a_server(quick: bool) -> Iterator[tuple[str, ...]]:
+    """What follows `mpiexec -n 3 python`: a server, a worker, and the chief or another worker."""
+    rounds = ("--rounds", "1") if quick else ()
+    works = ("--works", "sparse", "empty") if quick else ()
+    yield "benchmarks/parameter_server.py", *works, *rounds, "--json", "PREFIX"
+    for bound in ((), ("--max-staleness", "0"), ("--max-staleness", "4")):
+        yield "benchmarks/slow_worker.py", *bound, *rounds, "--json", "PREFIX"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/benchmark", description=__doc__)
     names = {name.lower().replace(" ", ""): name for name in MPI_NAMES}
@@ -65,12 +74,14 @@ def main() -> int:
     given = parser.parse_args()
     launcher = Launcher.named(names[given.mpi])
     given.folder.mkdir(parents=True, exist_ok=True)
-    prefix = f"{given.folder.resolve()}/{given.mpi}-{given.ranks}-ranks-"
+    runs = [(given.ranks, one) for one in programs(given.ranks, given.quick)]
+    runs += [(3, one) for one in programs_with_a_server(given.quick)]
 
     failed = []
-    for arguments in programs(given.ranks, given.quick):
+    for ranks, arguments in runs:
+        prefix = f"{given.folder.resolve()}/{given.mpi}-{ranks}-ranks-"
         program = [part.replace("PREFIX", prefix) for part in arguments]
-        command = launcher.command(given.ranks, [sys.executable, *program])
+        command = launcher.command(ranks, [sys.executable, *program])
         if not succeeds(command, launcher):
             failed.append(" ".join(arguments))
     links = {"": (), "bfloat16-": ("--communication-options", "wire_dtype=bfloat16")}

@@ -80,12 +80,13 @@ def write_json(
 
 
 def _without_files(arguments: Sequence[str]) -> list[str]:
-    """Where results were written says nothing of them."""
+    """Where results were written, and where a peer is installed, says nothing of them."""
+    files = ("--json", "--plot", "--tensorflow")
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument.split("=")[0] not in ("--json", "--plot"):
+        if not skip and argument.split("=")[0] not in files:
             kept.append(argument)
-        skip = argument in ("--json", "--plot")
+        skip = argument in files
     return kept
 
 

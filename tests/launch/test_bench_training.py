@@ -133,6 +133,7 @@ def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
         "train-mlp",
     }
     expected |= {"input_overhead", "input_throughput", "sweep"}
+    expected |= {f"mpich-3-ranks-{name}" for name in ("parameter_server", "slow_worker")}
     assert {f"{name}.json" for name in expected} <= written
     for path in tmp_path.iterdir():
         content = json.loads(path.read_text())
