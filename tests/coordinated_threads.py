@@ -46,8 +46,14 @@ class ThreadsPost:
             self.job[to].inbox.put((self.rank, kind, pickle.dumps(body)))
 
     def attend(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+        end = None if seconds is None else time.monotonic() + seconds
         while not until():
-            message = self.inbox.get()
+            if end is not None and time.monotonic() >= end:
+                return False
+            try:
+                message = self.inbox.get(timeout=0.01 if seconds is None else seconds)
+            except queue.Empty:  # or another thread has read what this one waits for
+                continue
             if message is None or self.dead:
                 continue
             source, kind, body = message
