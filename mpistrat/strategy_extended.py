@@ -133,6 +133,22 @@ class StrategyExtended:
         return self.communicator.rank == 0
 
     @property
+    def takes_part_in_checkpoints(self) -> bool:
+        """Whether this rank writes a part of each checkpoint, or reads it; else another does that for it."""
+        return True
+
+    def unchanging(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, no other rank changes the variables by itself: what is read of several was so at one time."""
+        return contextlib.nullcontext()
+
+    def tell_followers(self, what: str, value: Any) -> None:
+        """Tell those who do not take part in checkpoints how one went."""
+
+    def follow(self, what: str) -> Any:
+        """What the rank that took part has told; waits for it."""
+        raise RuntimeError(f"{self.strategy} has nobody to follow")
+
+    @property
     def should_save_summary(self) -> bool:
         """Whether this rank is the one to write logs: the first."""
         return self.communicator.rank == 0

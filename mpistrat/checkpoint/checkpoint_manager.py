@@ -49,7 +49,8 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._directory = Directory(directory)
         self._keep = keep
-        self._communicator = checkpoint.strategy.extended.communicator
+        self._extended = checkpoint.strategy.extended
+        self._communicator = self._extended.communicator
         self._snapshots = Snapshots()
         self._saving: Saving | None = None
         self._claimed = False
@@ -85,7 +86,7 @@ class CheckpointManager:
         """
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
-        if self._claimed:
+        if self._claimed or not self._extended.takes_part_in_checkpoints:
             return
 
         def open_directory() -> str | None:
@@ -111,14 +112,18 @@ class CheckpointManager:
             step: a number of steps done, the same on all ranks; None is one more than the newest checkpoint's.
             wait: False returns when the state is copied in memory; a thread writes it. The next `save` or `wait` raises
                 what goes wrong there. The program does not end before it is written.
-        Returns: where it is, or will be.
+        Returns: where it is, or will be. With parameter servers the chief, or worker 0, saves, while the servers change
+            nothing; other workers return at once, with the newest that there is.
         """
         began = time.monotonic()
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
+        if not self._extended.takes_part_in_checkpoints:
+            return self.latest_checkpoint or self.directory
         self.wait()
         self.claim()
-        with communicator.raising_together():  # some states are collective
+        # Some states are collective.
+        with communicator.raising_together(), self._extended.unchanging():
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
         del state
@@ -226,6 +231,9 @@ class CheckpointManager:
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
         self.wait()
+        if not self._extended.takes_part_in_checkpoints:
+            self._extended.follow("restored")
+            return
         of_rank_0 = (
             self._on_all_ranks(  # absolute before others, in another working directory, see it
                 lambda: os.path.abspath(path) if self._communicator.rank == 0 else None,
@@ -234,6 +242,7 @@ class CheckpointManager:
         )
         chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
         self._load(self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}"))
+        self._extended.tell_followers("restored", chosen)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -244,6 +253,9 @@ class CheckpointManager:
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
         self.wait()
+        if not self._extended.takes_part_in_checkpoints:
+            path: str | None = self._extended.follow("restored")
+            return path
 
         def look() -> tuple[list[str], list[str]]:
             whole, wrong = self._directory.checkpoints() if communicator.rank == 0 else ([], [])
@@ -266,12 +278,14 @@ class CheckpointManager:
                         f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=2
                     )
                 self._load(stored)
+                self._extended.tell_followers("restored", path)
                 return path
         if wrong:
             raise ValueError(
                 f"no checkpoint in {self.directory} can be read: {'; '.join(wrong)}. To begin anew, remove them, or "
                 "choose another directory"
             )
+        self._extended.tell_followers("restored", None)
         return None
 
     def _read(self, path: str) -> StoredCheckpoint:
@@ -280,7 +294,8 @@ class CheckpointManager:
         return stored
 
     def _load(self, stored: StoredCheckpoint) -> None:
-        with self._communicator.raising_together():  # some loading is collective
+        # Some loading is collective.
+        with self._communicator.raising_together(), self._extended.unchanging():
             self.checkpoint.load_state_dict(stored)
         self._communicator.raise_any(None, "could not restore")
 

@@ -229,6 +229,14 @@ class Client:
             for server in held:
                 self.post.tell(server, "release")
 
+    def publish(self, name: Any, value: Any) -> None:
+        """Let all know that `name` is `value`."""
+        self.post.tell(self.servers[0], "publish", (name, value))
+
+    def await_published(self, name: Any) -> Any:
+        """What another rank publishes under this name; waits for it."""
+        return self.post.ask(self.servers[0], "published", name).wait()
+
     def done(self) -> None:
         """This rank needs the servers no more."""
         for server in self.servers:

@@ -128,6 +128,8 @@ class ParameterServer:
         self._post = post
         self._clients = set(clients)
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
+        self._published: dict[Any, Any] = {}
+        self._awaiting: dict[Any, list[tuple[int, int]]] = {}
         self._holder: int | None = None
         self._held: list[Callable[[], None]] = []
         for kind, respond in (
@@ -142,6 +144,8 @@ class ParameterServer:
             self._respond(kind, respond)
         self._respond("update", self._update, changes=True)
         post.handle("find", self._find)
+        post.handle("publish", self._publish)
+        post.handle("published", self._await)
         post.handle("hold", self._hold)
         post.handle("release", self._release)
         post.handle("forget", lambda _, body: self.tables.forget(*body))
@@ -189,6 +193,18 @@ class ParameterServer:
             self._waiting.setdefault(asked.body, []).append((source, asked.ticket))
         else:
             self._post.answer(source, asked.ticket, self._found(table))
+
+    def _publish(self, source: int, body: tuple[Any, Any]) -> None:
+        name, value = body
+        self._published[name] = value
+        for asker, ticket in self._awaiting.pop(name, []):
+            self._post.answer(asker, ticket, value)
+
+    def _await(self, source: int, asked: Asked) -> None:
+        if asked.body in self._published:
+            self._post.answer(source, asked.ticket, self._published[asked.body])
+        else:
+            self._awaiting.setdefault(asked.body, []).append((source, asked.ticket))
 
     def _pull(self, source: int, body: tuple[int, Placed | None]) -> Carried | None:
         """The array: in memory of the asker's, or in the answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class ServedExtended(StrategyExtended):
         super().__init__(strategy, LocalCommunicator(), devices)
         self.job, self.partitioner = job, partitioner
         self._keys = itertools.count()
+        self._told = itertools.count()
 
     @property
     def makes_variables(self) -> bool:
@@ -68,6 +70,19 @@ class ServedExtended(StrategyExtended):
     @property
     def should_checkpoint(self) -> bool:
         return self.makes_variables
+
+    @property
+    def takes_part_in_checkpoints(self) -> bool:
+        return self.makes_variables
+
+    def unchanging(self) -> contextlib.AbstractContextManager[None]:
+        return self.job.client.alone()
+
+    def tell_followers(self, what: str, value: Any) -> None:
+        self.job.client.publish((what, next(self._told)), value)
+
+    def follow(self, what: str) -> Any:
+        return self.job.client.await_published((what, next(self._told)))
 
     @property
     def should_save_summary(self) -> bool:
