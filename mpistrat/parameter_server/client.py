@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push, not_yet_everywhere
 from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.parcels import Kind, Placed, carried, pack, unpack
 from mpistrat.parameter_server.post import Post, Reply
@@ -69,6 +70,7 @@ class Client:
         self._mappings = Mappings()
         self._tables: dict[int, MappedTable | None] = {}  # by key; None where nothing can be mapped
         self._work = _Work()
+        self._pushes = itertools.count()
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array, with this value."""
@@ -128,6 +130,7 @@ class Client:
         by_server: dict[int, list[tuple[int, Change]]] = {}
         for position, change in enumerate(changes):
             by_server.setdefault(change.address.server, []).append((position, change))
+        push = Push(next(self._pushes), tuple(by_server)) if len(by_server) > 1 else None
         asked: list[tuple[Reply, Region | None, list[int]]] = []
         for server, given in by_server.items():
             operands = [_arrays_of(change.operand) for _, change in given]
@@ -142,7 +145,7 @@ class Client:
                 )
                 for (_, change), operand in zip(given, operands, strict=True)
             ]
-            reply = self.post.ask(server, "update", updates)
+            reply = self.post.ask(server, "update", (updates, push))
             asked.append((reply, region, [position for position, _ in given]))
             self.bytes_pushed += sum(
                 arrays.num_elements(one) * arrays.itemsize(one)
@@ -219,15 +222,17 @@ class Client:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nobody else changes anything: what is read then was so at one time."""
-        held = []
+        held: dict[int, Any] = {}
         try:
             for server in self.servers:  # in this order by everybody: no two hold some of them each
-                self.post.ask(server, "hold").wait()
-                held.append(server)
+                held[server] = self.post.ask(server, HOLD).wait()
+            missing = not_yet_everywhere(held)
+            for reply in [self.post.ask(one, ADMIT, missing[one]) for one in self.servers]:
+                reply.wait()
             yield
         finally:
             for server in held:
-                self.post.tell(server, "release")
+                self.post.tell(server, RELEASE)
 
     def publish(self, name: Any, value: Any) -> None:
         """Let all know that `name` is `value`."""

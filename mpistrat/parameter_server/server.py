@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpistrat.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.clocks import Clock
+from mpistrat.parameter_server.gate import Gate
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
 from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
 from mpistrat.parameter_server.post import Asked, Post
@@ -130,8 +131,7 @@ class ParameterServer:
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
         self._published: dict[Any, Any] = {}
         self._awaiting: dict[Any, list[tuple[int, int]]] = {}
-        self._holder: int | None = None
-        self._held: list[Callable[[], None]] = []
+        self._gate = Gate(post)
         for kind, respond in (
             ("create", self._create),
             ("pull", self._pull),
@@ -142,12 +142,10 @@ class ParameterServer:
             ("load optimizer state", self._load_optimizer_state),
         ):
             self._respond(kind, respond)
-        self._respond("update", self._update, changes=True)
+        post.handle("update", self._update)
         post.handle("find", self._find)
         post.handle("publish", self._publish)
         post.handle("published", self._await)
-        post.handle("hold", self._hold)
-        post.handle("release", self._release)
         post.handle("forget", lambda _, body: self.tables.forget(*body))
         post.handle("done", lambda source, _: self._leave(source))
         post.on_lost(self._lost)
@@ -156,26 +154,23 @@ class ParameterServer:
         """Return when nobody uses the server any more."""
         self._post.attend(lambda: not self._clients)
 
-    def _respond(
-        self, kind: str, respond: Callable[[int, Any], Any], changes: bool = False
-    ) -> None:
-        """Answer requests of `kind` with what `respond` returns; what it raises is the asker's."""
+    def _respond(self, kind: str, respond: Callable[[int, Any], Any]) -> None:
+        """Answer requests of `kind` with what `respond` returns."""
+        self._post.handle(
+            kind,
+            lambda source, asked: self._answer(
+                source, asked.ticket, lambda: respond(source, asked.body)
+            ),
+        )
 
-        def work(source: int, asked: Asked) -> None:
-            try:
-                answer = respond(source, asked.body)
-            except Exception as error:
-                self._post.refuse(source, asked.ticket, _for_others(error))
-            else:
-                self._post.answer(source, asked.ticket, answer)
-
-        def handle(source: int, asked: Asked) -> None:
-            if changes and self._holder not in (None, source):
-                self._held.append(lambda: work(source, asked))
-            else:
-                work(source, asked)
-
-        self._post.handle(kind, handle)
+    def _answer(self, source: int, ticket: int, work: Callable[[], Any]) -> None:
+        """With what `work` returns; what it raises is the asker's."""
+        try:
+            answer = work()
+        except Exception as error:
+            self._post.refuse(source, ticket, _for_others(error))
+        else:
+            self._post.answer(source, ticket, answer)
 
     def _create(self, source: int, new: Created) -> Any:
         table = self.tables.create(new)
@@ -220,8 +215,13 @@ class ParameterServer:
         table = self.tables.table(key)
         return carried(table.rows(unpack(indices, self.tables.mappings)))
 
-    def _update(self, source: int, updates: list[Update]) -> list[Carried | None]:
-        return [self.tables.update(update, source) for update in updates]
+    def _update(self, source: int, asked: Asked) -> None:
+        updates, push = asked.body
+
+        def work() -> list[Carried | None]:
+            return [self.tables.update(update, source) for update in updates]
+
+        self._gate.enter(source, push, lambda: self._answer(source, asked.ticket, work))
 
     def _make_optimizer(self, source: int, body: tuple[int, Any, list[tuple[int, bool]]]) -> None:
         optimizer, recipe, arrays = body
@@ -237,28 +237,13 @@ class ParameterServer:
     def _count(self, source: int, keys: Sequence[int]) -> list[int]:
         return [self.tables.table(key).updates for key in keys]
 
-    def _hold(self, source: int, asked: Asked) -> None:
-        """Until it is released, or lost, only `source` changes anything."""
-        if self._holder not in (None, source):
-            self._held.append(lambda: self._hold(source, asked))
-            return
-        self._holder = source
-        self._post.answer(source, asked.ticket)
-
-    def _release(self, source: int, _: Any) -> None:
-        if self._holder == source:
-            self._holder = None
-            held, self._held = self._held, []
-            for work in held:
-                work()
-
     def _leave(self, rank: int) -> None:
         self._clients.discard(rank)
         self._clock.leave(rank)
 
     def _lost(self, rank: int) -> None:
         self._leave(rank)
-        self._release(rank, None)
+        self._gate.lost(rank)
 
 
 def _for_others(error: Exception) -> Exception:
