@@ -53,6 +53,7 @@ class Mail:
         self._inbox = PipeInbox()
         self._sending = threading.Lock()  # also around calls of MPI
         self._by_pipe: dict[int, PipeOutbox] = {}
+        self._full: dict[int, PipeOutbox] = {}  # by descriptor
         self._deaths: dict[int, int] = {}  # of ranks, by the descriptor that tells
         node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         ranks_of_node = node.allgather(comm.rank) if pipes else [comm.rank]
@@ -97,7 +98,9 @@ class Mail:
                 return
             if pipe is not None:
                 if not pipe.put(pickle.dumps(message, protocol=5)):
+                    self._full[pipe.descriptor] = pipe
                     self._poll.register(pipe.descriptor, select.POLLOUT)
+                    self._by_pipe[self.rank].put(b"")  # a thread that waits already does not see it
             else:
                 assert self._mpi is not None
                 self._mpi.put(to, message)
@@ -148,9 +151,10 @@ class Mail:
         if dead:  # it may have written after the pipe was read, and before it died
             found += [(sender, pickle.loads(data)) for sender, data in self._inbox.read() if data]
         with self._sending:
-            for pipe in self._by_pipe.values():
-                if any(descriptor == pipe.descriptor for descriptor, _ in ready) and pipe.flush():
-                    self._poll.unregister(pipe.descriptor)
+            for descriptor in [one for one, _ in ready if one in self._full]:
+                if self._full[descriptor].flush():
+                    self._poll.unregister(descriptor)
+                    del self._full[descriptor]
             if self._mpi is not None:
                 found += list(self._mpi.read())
                 self._mpi.flush()
