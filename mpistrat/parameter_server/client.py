@@ -107,6 +107,18 @@ class Client:
         self._give_back(region)
         return out
 
+    def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
+        """Several values at the same time, each into an array of its kind, on any device."""
+        asked: list[tuple[Array, Reply]] = []
+        for address, out in wanted:
+            self.bytes_pulled += address.kind.nbytes
+            table = self._mapped(address)
+            if table is None or not table.copy_to(out):
+                body = address.key, None
+                asked.append((out, self.post.ask(address.server, "pull", body)))
+        for out, reply in asked:
+            out[...] = unpack(reply.wait(), self._mappings)
+
     def rows(self, address: Address, indices: Any) -> Array:
         """A copy of some rows, in the order of `indices`: int64, of shape [n], none out of bounds."""
         table = self._mapped(address)

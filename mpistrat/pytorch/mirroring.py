@@ -33,7 +33,12 @@ _Buffer = tuple[str, torch.nn.Module, str]
 
 
 class Mirroring:
-    """What a strategy keeps for PyTorch: which parameters are mirrored, and what is still pending."""
+    """What a strategy keeps for PyTorch: which parameters are mirrored, and what is still pending.
+
+    Attributes: serves: whether the parameters are on servers.
+    """
+
+    serves = False
 
     def __init__(self, strategy: Strategy, gradients: str | None) -> None:
         self._extended = strategy.extended
@@ -71,6 +76,9 @@ class Mirroring:
             parameters += new
         if parameters or slots:
             self._mirror_tensors(parameters, slots)
+
+    def after_run(self) -> None:
+        """A run has ended well."""
 
     def mirror(self, module: Any) -> None:
         """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""

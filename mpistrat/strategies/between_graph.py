@@ -26,6 +26,8 @@ from mpistrat.strategy import Strategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpistrat.pytorch.mirroring import Mirroring
+
 
 class BetweenGraphStrategy(Strategy):
     """Workers that train each by itself, with variables on servers: `mpistrat.compat.v1.ParameterServerStrategy`.
@@ -89,8 +91,32 @@ class BetweenGraphStrategy(Strategy):
             return super().run(fn, args, kwargs, options)
         self._clock.begin()
         result = super().run(fn, args, kwargs, options)
+        if self._mirroring is not None:
+            self._mirroring.after_run()
         self._clock.end()
         return result
+
+    @property
+    def _sees_modules(self) -> bool:
+        return self._clock is not None or super()._sees_modules
+
+    def _torch(self) -> Mirroring:
+        if self._clock is None:
+            return super()._torch()
+        if self._mirroring is None:
+            from mpistrat.pytorch.served_modules import ServedModules
+
+            extended = self._extended
+            assert isinstance(extended, ServedExtended)
+            self._mirroring = ServedModules(
+                self,
+                self._gradients,
+                extended.job.client,
+                lambda name, tensor: extended.place(tensor, name),
+                extended.makes_variables,
+                self._clock,
+            )
+        return self._mirroring
 
     @property
     def steps(self) -> dict[str, int]:

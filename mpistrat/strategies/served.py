@@ -120,6 +120,14 @@ class ServedExtended(StrategyExtended):
         aggregation: VariableAggregation,
         shape: tuple[int, ...] | None,
     ) -> Variable:
+        addresses = self.place(initial_value, name, dtype, shape)
+        how = trainable, synchronization, aggregation
+        return variable_of(self.strategy, self.job, name, addresses, how)
+
+    def place(
+        self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
+    ) -> list[Address]:
+        """Arrays on the servers for what is to have this name: its rows, or all of it. Called by: every worker."""
         by_part = shape is not None and dtype is not None and takes_parts(initial_value)
         if by_part:
             assert shape is not None
@@ -141,8 +149,7 @@ class ServedExtended(StrategyExtended):
             full_name = f"{name}/part_{part}" if sizes else name
             addresses.append(self._placed(full_name, size, value))
             first += rows
-        how = trainable, synchronization, aggregation
-        return variable_of(self.strategy, self.job, name, addresses, how)
+        return addresses
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
         """The rows of each part; [] for a variable that is not split."""

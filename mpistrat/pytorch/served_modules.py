@@ -1,0 +1,146 @@
+"""Torch modules whose parameters and buffers are on servers.
+
+A run begins with what the servers have then; an optimizer's step sends its gradients there (`served_steps`). What a run
+adds to buffers, such as batch norm's statistics, is added on the servers when it ends, as TensorFlow does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mpistrat.parameter_server.client import Address, Change, Client
+from mpistrat.parameter_server.clocks import WorkerClock
+from mpistrat.pytorch import served_steps
+from mpistrat.pytorch.mirroring import Mirroring
+from mpistrat.pytorch.registry import version
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+
+@dataclasses.dataclass(eq=False)
+class ServedTensor:
+    """A parameter or buffer.
+
+    Attributes:
+        addresses: of its parts, which are its rows in order; one of all of it, if it is not split.
+        version: of the tensor when it was last what the servers had.
+    """
+
+    addresses: Sequence[Address]
+    version: int = -1
+
+    def pieces(self, tensor: torch.Tensor) -> list[tuple[Address, torch.Tensor]]:
+        """The rows of `tensor`, of the same shape, by where they belong."""
+        if len(self.addresses) == 1:
+            return [(self.addresses[0], tensor)]
+        rows = [address.kind.shape[0] for address in self.addresses]
+        return list(zip(self.addresses, tensor.split(rows), strict=True))
+
+
+class ServedModules(Mirroring):
+    """What a strategy with servers keeps for PyTorch.
+
+    Args:
+        place: finds a tensor of that name a place on the servers, once on each rank in the same order; the first
+            values are those of the rank that `owns`.
+        owns: whether this rank's values are everybody's where it writes parameters outside optimizers' steps.
+        clock: this worker's; None where nothing is combined over workers.
+    """
+
+    serves = True
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        gradients: str | None,
+        client: Client,
+        place: Callable[[str, torch.Tensor], Sequence[Address]],
+        owns: bool,
+        clock: WorkerClock | None,
+    ) -> None:
+        super().__init__(strategy, gradients)
+        self._client, self._place, self._owns = client, place, owns
+        self._served: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._steps = served_steps.ServedSteps(client, owns, clock, gradients == "mean")
+        # Buffers as they were pulled: what a run adds to them is sent.
+        self._pulled: list[tuple[ServedTensor, torch.Tensor, torch.Tensor]] = []
+        served_steps.install()
+
+    def before_run(self) -> None:
+        """Serve what is new, send what this rank has written if it owns that, and pull everything."""
+        super().before_run()
+        tensors: list[tuple[ServedTensor, torch.Tensor]] = []
+        for parameter in self.registry.parameters():
+            if parameter is not None:
+                tensors.append((self._served[parameter], parameter.detach()))
+        buffers = [
+            (served, buffer.detach())
+            for buffer in (slot.tensor() for slot in self.registry.buffers)
+            if buffer is not None and (served := self._served.get(buffer)) is not None
+        ]
+        tensors += buffers
+        if self._owns:
+            self._assign([one for one in tensors if version(one[1]) != one[0].version])
+        wanted = [piece for served, tensor in tensors for piece in served.pieces(tensor)]
+        self._client.pull_into(wanted)
+        for served, tensor in tensors:
+            served.version = version(tensor)
+        self._pulled = [(served, tensor, tensor.clone()) for served, tensor in buffers]
+
+    def after_run(self) -> None:
+        """Send what the run has added to buffers."""
+        changes = []
+        for served, tensor, before in self._pulled:
+            if tensor.dtype is not torch.bool and tensor.shape == before.shape:
+                added = tensor - before
+                if added.any():
+                    changes += [
+                        Change(address, "assign_add", piece)
+                        for address, piece in served.pieces(added)
+                    ]
+            served.version = version(tensor)
+        self._pulled = []
+        if changes:
+            self._client.change(changes)
+
+    def mirror(self, module: Any) -> None:
+        super().mirror(module)
+        self.before_run()
+
+    def _assign(self, tensors: Sequence[tuple[ServedTensor, torch.Tensor]]) -> None:
+        changes = [
+            Change(address, "assign", piece)
+            for served, tensor in tensors
+            for address, piece in served.pieces(tensor)
+        ]
+        if changes:
+            self._client.change(changes)
+
+    def _mirror_tensors(
+        self,
+        parameters: list[tuple[str, torch.Tensor]],
+        slots: list[tuple[str, torch.nn.Module, str]],
+    ) -> None:
+        super()._mirror_tensors(parameters, slots)
+        for name, parameter in parameters:
+            if self._serve(name, parameter):
+                served_steps.serve(parameter, self._served[parameter].pieces, self._steps)
+        for name, module, key in slots:
+            buffer = module._buffers[key]
+            assert buffer is not None
+            self._serve(name, buffer)
+
+    def _serve(self, name: str, tensor: torch.Tensor) -> bool:
+        """Returns: whether that is new."""
+        if tensor in self._served:
+            return False
+        served = ServedTensor(self._place(name, tensor.detach()))
+        served.version = version(tensor)
+        self._served[tensor] = served
+        return True
