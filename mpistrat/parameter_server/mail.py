@@ -149,7 +149,8 @@ class Mail:
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
         if dead:  # it may have written after the pipe was read, and before it died
-            found += [(sender, pickle.loads(data)) for sender, data in self._inbox.read() if data]
+            late = self._inbox.read(everything=True)
+            found += [(sender, pickle.loads(data)) for sender, data in late if data]
         with self._sending:
             for descriptor in [one for one, _ in ready if one in self._full]:
                 if self._full[descriptor].flush():

@@ -12,8 +12,8 @@ import fcntl
 import os
 import select
 import struct
+import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 # Of a piece: who writes, how many bytes follow, and whether they are the message's last.
@@ -46,15 +46,28 @@ class PipeInbox:
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
         # Kept open: the others open it through this process.
         self.address = PipeAddress(os.getpid(), writer, os.fstat(writer).st_ino)
+        for end in (self.descriptor, writer):
+            weakref.finalize(self, os.close, end).atexit = False
         self._rest = b""
         self._begun: dict[int, bytearray] = {}  # by writer
 
-    def read(self) -> Iterator[tuple[int, bytes | bytearray]]:
-        """The messages that have come, with who wrote them; those of one writer in its order."""
-        try:
-            data = self._rest + os.read(self.descriptor, _AT_ONCE)
-        except BlockingIOError:
-            return
+    def read(self, *, everything: bool = False) -> list[tuple[int, bytes | bytearray]]:
+        """The messages that have come, with who wrote them; those of one writer in its order.
+
+        Args: everything: until there is no more; else some, as there may always be more.
+        """
+        found: list[tuple[int, bytes | bytearray]] = []
+        while True:
+            try:
+                data = self._rest + os.read(self.descriptor, _AT_ONCE)
+            except BlockingIOError:
+                return found
+            self._rest = data[self._take(data, found) :]
+            if not everything:
+                return found
+
+    def _take(self, data: bytes, found: list[tuple[int, bytes | bytearray]]) -> int:
+        """Add the messages that `data` completes; returns where the first piece begins that is not whole."""
         start = 0
         while len(data) - start >= _HEADER.size:
             writer, length, last = _HEADER.unpack_from(data, start)
@@ -63,13 +76,13 @@ class PipeInbox:
                 break
             start = end
             if last and writer not in self._begun:
-                yield writer, data[begin:end]
+                found.append((writer, data[begin:end]))
                 continue
             begun = self._begun.setdefault(writer, bytearray())
             begun += memoryview(data)[begin:end]
             if last:
-                yield writer, self._begun.pop(writer)
-        self._rest = data[start:]
+                found.append((writer, self._begun.pop(writer)))
+        return start
 
 
 class PipeOutbox:
@@ -84,6 +97,7 @@ class PipeOutbox:
         if os.fstat(self.descriptor).st_ino != address.inode:
             os.close(self.descriptor)
             raise OSError(f"process {address.pid} is another one here")
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
         self._writer = writer
         self._unwritten: deque[bytes] = deque()
 

@@ -12,6 +12,7 @@ import numpy as np
 from mpistrat.communicators.shared_memory import anonymous_file, mapped
 
 _LINE = 64  # bytes of a cache line
+_PAGE = 4096
 _SLAB = 1 << 22  # what is smaller shares a file
 
 
@@ -89,9 +90,8 @@ class Buffers:
 
     def take(self, nbytes: int) -> Region:
         """A region of at least `nbytes`; give it back."""
-        size = max(4096, 1 << (nbytes - 1).bit_length()) if nbytes else 4096
-        if size > _SLAB:  # larger ones waste too much
-            size = -(-nbytes // _SLAB) * _SLAB
+        # Few sizes, so that what is kept is at most twice the largest. Pages that are not written take no memory.
+        size = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes else _PAGE
         with self._lock:
             free = self._free.get(size)
             return free.pop() if free else self._segments.make(size)

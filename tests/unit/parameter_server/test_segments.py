@@ -1,0 +1,128 @@
+"""Memory that others map: where it lies, when it is used again, and that it goes."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mpistrat.parameter_server.segments import Buffers, Mappings, Place, Region, Segments
+
+LARGE = 5 << 20
+
+# Adds 1 to the bytes at a place.
+ADDER = """
+import sys
+from mpistrat.parameter_server.segments import Mappings, Place
+
+Mappings().at(Place(*map(int, sys.argv[1:])))[...] += 1
+"""
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_bytes() -> int:
+    """Of this process, of files in memory."""
+    total = 0
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            if "memfd:mpistrat" in line:
+                begin, end = line.split()[0].split("-")
+                total += int(end, 16) - int(begin, 16)
+    return total
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 100_000, LARGE])
+def test_another_process_writes_there(nbytes: int) -> None:
+    segments = Segments()
+    before, region, after = segments.make(64), segments.make(nbytes), segments.make(64)
+    region.memory[:] = 41
+    command = [sys.executable, "-c", ADDER, *map(str, region.place)]
+    subprocess.run(command, check=True, timeout=60)
+    assert (region.memory == 42).all()
+    assert not before.memory.any()
+    assert not after.memory.any()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1 << 19, (1 << 20) - 1, 1 << 20, LARGE])
+def test_regions_are_zeros_of_their_own_on_lines_of_their_own(nbytes: int) -> None:
+    segments = Segments()
+    regions = [segments.make(nbytes) for _ in range(12)]
+    for number, region in enumerate(regions):
+        assert len(region.memory) == nbytes == region.place.nbytes
+        assert not region.memory.any()
+        assert region.memory.ctypes.data % 64 == 0 or not nbytes
+        region.memory[:] = number
+    mappings = Mappings()
+    for number, region in enumerate(regions):
+        assert (region.memory == number).all()
+        assert (mappings.at(region.place) == number).all()
+
+
+def test_small_ones_share_a_file() -> None:
+    segments = Segments()
+    places = [segments.make(1000).place for _ in range(50)]
+    assert len({place.inode for place in places}) == 1
+
+
+def test_memory_and_descriptors_go_with_the_last_use() -> None:
+    gc.collect()
+    descriptors_before, bytes_before = descriptors(), mapped_bytes()
+    segments, mappings = Segments(), Mappings()
+    region: Region | None = segments.make(LARGE)
+    small = segments.make(10).memory
+    assert region is not None
+    view = mappings.at(region.place)[10:20]
+    assert descriptors() == descriptors_before + 2
+    del segments
+    region = None
+    gc.collect()
+    assert descriptors() == descriptors_before + 1  # of the small one
+    view[:] = 3
+    assert view.tolist() == [3] * 10
+    mappings.forget(os.getpid())
+    del view, small
+    gc.collect()
+    assert descriptors() == descriptors_before
+    assert mapped_bytes() == bytes_before
+
+
+def test_a_descriptor_that_is_another_file_by_now() -> None:
+    region = Segments().make(LARGE)
+    place = region.place._replace(inode=region.place.inode + 1)
+    with pytest.raises(OSError, match="is another file here"):
+        Mappings().at(place)
+    with pytest.raises(OSError, match="No such file"):
+        Mappings().at(Place(os.getpid(), 1 << 20, 1, LARGE, 0, LARGE))
+
+
+def test_buffers_are_used_again() -> None:
+    buffers = Buffers()
+    first = buffers.take(5000)
+    second = buffers.take(5000)
+    assert first.place != second.place
+    buffers.give_back(first)
+    assert buffers.take(8000) is first  # of one size class
+    assert buffers.take(5000) is not second
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 1 << 22, (1 << 22) + 1, LARGE])
+def test_buffers_are_large_enough(nbytes: int) -> None:
+    region = Buffers().take(nbytes)
+    assert len(region.memory) >= nbytes
+    region.memory[:nbytes] = 1
+
+
+def test_sizes_that_vary_keep_no_memory_each() -> None:
+    rng = np.random.default_rng(1)
+    gc.collect()
+    before = mapped_bytes()
+    buffers = Buffers()
+    largest = 64 << 20
+    for nbytes in rng.integers(1, largest, 300):
+        buffers.give_back(buffers.take(int(nbytes)))
+    assert mapped_bytes() - before <= 3 * largest
