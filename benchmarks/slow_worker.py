@@ -42,7 +42,7 @@ Span = tuple[
 
 def stepper(strategy: Any, seconds: float) -> Callable[[], Span]:
     with strategy.scope():
-        variable = ms.Variable(np.zeros(COUNT, np.float32), aggregation="sum")
+        variable = ms.Variable(np.zeros(COUNT, np.float32), aggregation=ms.VariableAggregation.SUM)
     delta = np.ones(COUNT, np.float32)
     matrix = np.ones((64, 64), np.float32)
 
