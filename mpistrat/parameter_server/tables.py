@@ -55,9 +55,9 @@ class Table:
         before_others_see()
         try:
             yield self.array
+            words[_UPDATES] += updates
         finally:
             before_others_see()
-            words[_UPDATES] += updates
             words[_TURN] += 1
 
     def update(self, method: str, operand: Any) -> None:

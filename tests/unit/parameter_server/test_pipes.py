@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from mpistrat.parameter_server.pipes import PipeAddress, PipeInbox, PipeOutbox
+from open_files import descriptors
 
 PIECE = select.PIPE_BUF - 8
 
@@ -64,10 +65,6 @@ def messages(inbox: PipeInbox, count: int, pause: float = 0) -> list[tuple[int, 
         found += [(number, bytes(data)) for number, data in inbox.read()]
         time.sleep(pause)
     return found
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_messages_of_every_size() -> None:
@@ -160,19 +157,20 @@ def test_a_reader_that_has_died_is_no_error() -> None:
 def test_another_process_under_the_number() -> None:
     inbox = PipeInbox()
     address = inbox.address
-    before = descriptors()
+    before = descriptors("pipe:")
     with pytest.raises(OSError, match="is another one here"):
         PipeOutbox(PipeAddress(address.pid, address.descriptor, address.inode + 1), 0)
     with pytest.raises(OSError, match="No such file"):
         PipeOutbox(PipeAddress(address.pid, 1 << 20, address.inode), 0)
-    assert descriptors() == before
+    assert descriptors("pipe:") == before
 
 
 def test_descriptors_are_closed() -> None:
-    before = descriptors()
+    gc.collect()
+    before = descriptors("pipe:")
     inbox = PipeInbox()
     outbox = PipeOutbox(inbox.address, 0)
-    assert descriptors() == before + 3
+    assert descriptors("pipe:") == before + 3
     del inbox, outbox
     gc.collect()
-    assert descriptors() == before
+    assert descriptors("pipe:") == before

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from mpistrat.parameter_server.segments import Buffers, Mappings, Place, Region, Segments
+from open_files import descriptors, mapped_bytes
 
 LARGE = 5 << 20
+MEMORY = "memfd:mpistrat"
 
 # Adds 1 to the bytes at a place.
 ADDER = """
@@ -19,21 +21,6 @@ from mpistrat.parameter_server.segments import Mappings, Place
 
 Mappings().at(Place(*map(int, sys.argv[1:])))[...] += 1
 """
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mapped_bytes() -> int:
-    """Of this process, of files in memory."""
-    total = 0
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            if "memfd:mpistrat" in line:
-                begin, end = line.split()[0].split("-")
-                total += int(end, 16) - int(begin, 16)
-    return total
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 100_000, LARGE])
@@ -71,24 +58,24 @@ def test_small_ones_share_a_file() -> None:
 
 def test_memory_and_descriptors_go_with_the_last_use() -> None:
     gc.collect()
-    descriptors_before, bytes_before = descriptors(), mapped_bytes()
+    descriptors_before, bytes_before = descriptors(MEMORY), mapped_bytes(MEMORY)
     segments, mappings = Segments(), Mappings()
     region: Region | None = segments.make(LARGE)
     small = segments.make(10).memory
     assert region is not None
     view = mappings.at(region.place)[10:20]
-    assert descriptors() == descriptors_before + 2
+    assert descriptors(MEMORY) == descriptors_before + 2
     del segments
     region = None
     gc.collect()
-    assert descriptors() == descriptors_before + 1  # of the small one
+    assert descriptors(MEMORY) == descriptors_before + 1  # of the small one
     view[:] = 3
     assert view.tolist() == [3] * 10
     mappings.forget(os.getpid())
     del view, small
     gc.collect()
-    assert descriptors() == descriptors_before
-    assert mapped_bytes() == bytes_before
+    assert descriptors(MEMORY) == descriptors_before
+    assert mapped_bytes(MEMORY) == bytes_before
 
 
 def test_a_descriptor_that_is_another_file_by_now() -> None:
@@ -120,9 +107,9 @@ def test_buffers_are_large_enough(nbytes: int) -> None:
 def test_sizes_that_vary_keep_no_memory_each() -> None:
     rng = np.random.default_rng(1)
     gc.collect()
-    before = mapped_bytes()
+    before = mapped_bytes(MEMORY)
     buffers = Buffers()
     largest = 64 << 20
     for nbytes in rng.integers(1, largest, 300):
         buffers.give_back(buffers.take(int(nbytes)))
-    assert mapped_bytes() - before <= 3 * largest
+    assert mapped_bytes(MEMORY) - before <= 3 * largest
