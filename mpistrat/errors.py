@@ -55,7 +55,12 @@ class TooFewReplicasError(UnavailableError):
 
 
 class ClosureInputError(RuntimeError):
-    """A worker could not make what a scheduled function needs of it, such as its dataset; `__cause__` has the error."""
+    """A worker could not make what a scheduled function needs of it, such as its dataset.
+
+    Attributes: original: why.
+    """
+
+    original: Exception | None = None
 
 
 class CollectiveMismatchError(RuntimeError):

@@ -99,10 +99,9 @@ class ClosureQueue:
     def put_back(self, closures: Sequence[Closure]) -> None:
         """Closures that were under way and have not ended: the next ones again, as if they had never been taken."""
         with self.changed:
+            closures = [one for one in closures if one in self._under_way]  # not given up
             self._under_way.difference_update(closures)
-            if self._closed is not None:
-                self._give_up(closures, lambda _: self._closed)
-            elif self._error is not None:
+            if self._error is not None:
                 self._cancel(closures)
             else:
                 self._waiting.extendleft(reversed(closures))
@@ -112,7 +111,9 @@ class ClosureQueue:
         """Closures that were under way, and what they returned or raised."""
         with self.changed:
             for closure, packed, error in outcomes:
-                self._under_way.discard(closure)
+                if closure not in self._under_way:  # given up
+                    continue
+                self._under_way.remove(closure)
                 self._end(closure, packed, error)
                 if error is not None and self._error is None and not closure.asked_alone:
                     self._error = error
@@ -145,12 +146,13 @@ class ClosureQueue:
             return self._is_empty()
 
     def close(self, error: Exception) -> None:
-        """Nobody will take closures any more: those that wait have failed, and so will those to come."""
+        """Nobody takes closures any more, or tells of those under way: all have failed, and so will those to come."""
         with self.changed:
             self._closed = error
-            if self._waiting and self._error is None:
+            if self._error is None and not self._is_empty():
                 self._error = error
-            self._give_up(self._waiting, lambda _: error)
+            self._give_up([*self._under_way, *self._waiting], lambda _: error)
+            self._under_way.clear()
             self._waiting.clear()
             self.changed.notify_all()
 

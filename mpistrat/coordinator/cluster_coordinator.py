@@ -15,6 +15,7 @@ from mpistrat.coordinator.per_worker import DatasetOfWorker, PerWorkerDataset
 from mpistrat.coordinator.pickling import References, explain, loads
 from mpistrat.coordinator.recipes import RecipeBook
 from mpistrat.coordinator.remote_value import RemoteValue
+from mpistrat.errors import ClosureInputError, UnavailableError
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.post import Post
@@ -165,8 +166,18 @@ class ClusterCoordinator:
         except Exception as error:
             raise self._explained(source, "the dataset function", error) from error
         dataset = PerWorkerDataset(recipe, self._book, self._call)
-        self._call(_nothing, dataset)
+        try:
+            self._call(_nothing, dataset)
+        except ClosureInputError as error:
+            if error.original is None:
+                raise
+            raise error.original from error.__cause__
         return dataset
+
+    def end(self) -> None:
+        """Nothing is scheduled any more, and what has not ended has failed. Called by: the strategy, as it ends."""
+        self._dispatcher.end()
+        self._queue.close(UnavailableError("the strategy was shut down: its workers have left"))
 
     def _call(self, fn: Callable[..., Any], argument: Any) -> Any:
         """`fn(argument)`, by the next worker that is free; its error is not one of what was scheduled."""

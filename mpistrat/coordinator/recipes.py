@@ -120,7 +120,9 @@ class Kitchen:
             try:
                 self._made[inner] = make()
             except Exception as error:
-                raise ClosureInputError(
+                failed = ClosureInputError(
                     f"a worker could not make what a closure needs of it: {type(error).__name__}: {error}"
-                ) from error
+                )
+                failed.original = error
+                raise failed from error
         return self._made[inner]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
 from mpistrat.coordinator.worker import Worker
+from mpistrat.input.input_context import InputContext
 from mpistrat.options import InputOptions
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
@@ -128,9 +130,12 @@ class ParameterServerStrategy(Strategy):
         self, dataset_fn: Any, options: InputOptions | None = None
     ) -> UnbuiltDataset:
         """For `ClusterCoordinator.create_per_worker_dataset`: each worker calls `dataset_fn(InputContext())`."""
-        return UnbuiltDataset(dataset_fn)
+        return UnbuiltDataset(functools.partial(dataset_fn, InputContext()))
 
     def shutdown(self) -> None:
         """Let workers and servers leave. Called by: the chief, which can use neither after it."""
         assert isinstance(self._extended, _CoordinatedExtended)
+        cluster = self._extended.cluster
+        if cluster is not None and cluster.coordinator is not None:
+            cluster.coordinator.end()
         self._extended.job.done()

@@ -12,6 +12,7 @@ from conformance import (
     encoding,
     replay_autoshard,
     replay_contexts,
+    replay_coordinator,
     replay_cross_device_ops,
     replay_custom_ops,
     replay_datasets_from_function,
@@ -73,6 +74,7 @@ HANDLERS: dict[str, dict[str, Handler]] = {
     "preemption": replay_preemption.HANDLERS,
     "partitioners": replay_sharded_variable.PARTITIONERS,
     "sharded_variable": replay_sharded_variable.HANDLERS,
+    "coordinator": replay_coordinator.HANDLERS,
     "multi_worker": {
         **replay_multi_worker.HANDLERS,
         **replay_distribute_dataset.OF_WORKERS,
@@ -83,10 +85,11 @@ HANDLERS: dict[str, dict[str, Handler]] = {
 
 # What other parts of the project replay, once they are there.
 LATER_AREAS = {
-    "coordinator": "parameter serving",
     "tpu_topology": "TPU",
 }
+_DEATHS = "under MPI no rank comes back; tests/launch kills ranks"
 LATER_OPS = {
+    **{("coordinator", op): _DEATHS for op in replay_coordinator.OF_DEATHS},
     ("resolvers", "kubernetes_resolver"): "cloud resolvers",
     ("resolvers", "gce_resolver"): "cloud resolvers",
     ("resolvers", "gce_set_task_type"): "cloud resolvers",

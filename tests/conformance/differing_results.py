@@ -187,3 +187,17 @@ def _divided(total: np.ndarray, count: int) -> np.ndarray:
 
 def _encode(array: np.ndarray) -> dict[str, Any]:
     return {"dtype": str(array.dtype), "shape": list(array.shape), "data": array.tolist()}
+
+
+def devices_of_ranks(case: Case) -> Any:
+    """The worker's own, and the servers."""
+    servers = range(case["program"]["ps"])
+    return {
+        **case["expect"],
+        "worker_devices": ["cpu:0"],
+        "parameter_devices": [f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in servers],
+    }
+
+
+def unsplit_is_a_plain_variable(case: Case) -> Any:
+    return {**case["expect"], "len1_type": "Variable"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from conformance.replay_coordinator import RANKS, SERVED
+
 Case = dict[str, Any]
 
 
@@ -69,6 +71,8 @@ def fits(case: Case, size: int) -> bool:
     program = case["program"]
     if case["area"] == "multi_worker":
         return program["workers"] == size
+    if case["area"] == "coordinator" and case["replicas"]:
+        return size == RANKS
     if size == 1:
         return True
     if case["replicas"] == 0 or case["replicas"] % size:
@@ -97,6 +101,8 @@ def on_rank(case: Case, expect: Any, rank: int, size: int) -> Any:
     """What rank `rank` of `size` must see of `expect`: its own replicas' entries."""
     if case["area"] == "multi_worker":
         return expect["per_worker"][rank]
+    if case["area"] == "coordinator" and rank > 0:
+        return SERVED
     if size == 1:
         return expect
     n, k = case["replicas"], case["replicas"] // size
