@@ -11,7 +11,7 @@ from mpistrat import nest
 from mpistrat.context import check_call
 from mpistrat.coordinator.closures import Closure, ClosureQueue
 from mpistrat.coordinator.dispatcher import Dispatcher
-from mpistrat.coordinator.per_worker import DatasetOfWorker, PerWorkerDataset
+from mpistrat.coordinator.per_worker import DatasetOfWorker, PerWorkerDataset, PerWorkerValues
 from mpistrat.coordinator.pickling import References, explain, loads
 from mpistrat.coordinator.recipes import RecipeBook
 from mpistrat.coordinator.remote_value import RemoteValue
@@ -118,10 +118,13 @@ class ClusterCoordinator:
         """
         args = () if args is None else args
         check_call("schedule", fn, args, kwargs)
-        if any(isinstance(one, RemoteValue) for one in nest.leaves([args, kwargs])):
-            raise ValueError(
-                "a RemoteValue cannot be an argument of a scheduled function: fetch() it, and pass the value"
-            )
+        for one in nest.leaves([args, kwargs]):
+            if isinstance(one, RemoteValue):
+                raise ValueError(
+                    "a RemoteValue cannot be an argument of a scheduled function: fetch() it, and pass the value"
+                )
+            if isinstance(one, PerWorkerValues):
+                one.recipe(self._book)  # for its errors
         return self._put(fn, tuple(args), dict(kwargs or {}))
 
     def join(self) -> None:
