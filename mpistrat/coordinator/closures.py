@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class ClosureQueue:
         self._under_way: set[Closure] = set()
         self._error: BaseException | None = None
         self._cancelling = False
+        self._pauses = 0
         self._closed: Exception | None = None
         self._next = 1
         self._over: list[int] = []  # ids that nobody was told of
@@ -85,9 +87,9 @@ class ClosureQueue:
         return len(self._waiting)
 
     def take(self, most: int) -> list[Closure]:
-        """The next ones, which are under way from now on; none while others are being cancelled."""
+        """The next ones, which are under way from now on; none in a pause, and while others are being cancelled."""
         with self.changed:
-            if self._cancelling:
+            if self._cancelling or self._pauses:
                 return []
             was_full = len(self._waiting) >= self._most
             taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
@@ -95,6 +97,18 @@ class ClosureQueue:
             if was_full and taken:
                 self.changed.notify_all()
             return taken
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no closure is under way: those that are have ended before."""
+        with self.changed:
+            self._pauses += 1
+            self.changed.wait_for(lambda: not self._under_way)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._pauses -= 1
 
     def put_back(self, closures: Sequence[Closure]) -> None:
         """Closures that were under way and have not ended: the next ones again, as if they had never been taken."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -137,6 +138,13 @@ class ClusterCoordinator:
     def done(self) -> bool:
         """Whether all that was scheduled has ended. Raises: as `join`."""
         return self._queue.done()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no function is being executed: those that are end before, and others begin after it."""
+        with self._queue.paused():
+            yield
+        self._dispatcher.hand_out()
 
     def fetch(self, val: Any) -> Any:
         """`val`, a nest, with results in place of its RemoteValues, and NumPy arrays in place of tensors in them.

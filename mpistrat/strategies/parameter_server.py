@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver
@@ -32,6 +33,16 @@ class _CoordinatedExtended(ServedExtended):
     """
 
     cluster: Cluster | None = None
+
+    @contextlib.contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """Between functions of the coordinator: none is half executed."""
+        coordinator = None if self.cluster is None else self.cluster.coordinator
+        with (
+            contextlib.nullcontext() if coordinator is None else coordinator.paused(),
+            super().unchanging(),
+        ):
+            yield
 
     def _new_variable(
         self,
