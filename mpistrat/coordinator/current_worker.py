@@ -24,11 +24,6 @@ def executing(worker: int) -> Iterator[None]:
         _per_thread.worker = None
 
 
-def in_closure() -> bool:
-    """Whether this thread runs what a coordinator has scheduled."""
-    return _per_thread.worker is not None
-
-
 def experimental_get_current_worker_index() -> int:
     """The number, from 0, of the worker that runs this. Raises: RuntimeError outside scheduled functions."""
     if _per_thread.worker is None:
@@ -37,15 +32,3 @@ def experimental_get_current_worker_index() -> int:
             "to a worker, and outside a dataset function of create_per_worker_dataset"
         )
     return _per_thread.worker
-
-
-def refuse_variable(name: str | None) -> None:
-    """ValueError if a variable, of this name, is being made where only a worker would have it.
-
-    Called by: strategies, before they make one.
-    """
-    if in_closure():
-        raise ValueError(
-            f"a function that a worker executes makes a variable{f', {name!r}' if name else ''}: it would be made anew "
-            "each time. Make it on the chief, in strategy.scope(), before the function or the dataset is scheduled"
-        )

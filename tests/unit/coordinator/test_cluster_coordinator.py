@@ -15,7 +15,6 @@ from mpistrat.coordinator import (
     RemoteValue,
     experimental_get_current_worker_index,
 )
-from mpistrat.coordinator.current_worker import refuse_variable
 from mpistrat.coordinator.failures import WorkerTraceback
 from mpistrat.errors import CancelledError, UnavailableError
 
@@ -286,12 +285,6 @@ def test_worker_index_is_known_in_closures_only(start: Start) -> None:
         for _ in range(20)
     ]
     assert set(threads.coordinator.fetch(values)) <= {0, 1}
-
-
-def test_variables_are_refused_in_closures(start: Start) -> None:
-    refuse_variable("outside")
-    with pytest.raises(ValueError, match="makes a variable, 'v'"):
-        start(1).coordinator.schedule(lambda: refuse_variable("v")).get()
 
 
 def test_the_coordinator_is_not_on_workers(start: Start) -> None:

@@ -10,7 +10,6 @@ import pytest
 from coordinated_threads import Threads, eventually
 from mpistrat.coordinator import PerWorkerValues, experimental_get_current_worker_index
 from mpistrat.coordinator.cluster_coordinator import UnbuiltDataset
-from mpistrat.coordinator.current_worker import refuse_variable
 from mpistrat.errors import ClosureInputError, OutOfRangeError, UnavailableError
 from mpistrat.input import ArraySpec
 
@@ -84,8 +83,6 @@ def test_a_dataset_function_that_fails_says_so_at_once(start: Start) -> None:
 
     with pytest.raises(FileNotFoundError, match="no such file"):
         coordinator.create_per_worker_dataset(broken)
-    with pytest.raises(ValueError, match="makes a variable"):
-        coordinator.create_per_worker_dataset(lambda: refuse_variable(None))
     coordinator.join()
 
 

@@ -1,0 +1,89 @@
+"""ClusterCoordinator over MPI: rank 0 is the chief, the last rank has the variables, those between are workers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.coordinator import ClusterCoordinator
+
+pytestmark = pytest.mark.mpi(min_size=3)
+WORKERS = MPI.COMM_WORLD.size - 2
+
+
+def on_chief(program: Callable[[Any, ClusterCoordinator], None]) -> None:
+    try:
+        strategy = ms.ParameterServerStrategy(num_ps=1)
+    except SystemExit:
+        return
+    try:
+        program(strategy, ClusterCoordinator(strategy))
+    finally:
+        strategy.shutdown()
+
+
+def test_every_closure_is_counted_once() -> None:
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        with strategy.scope():
+            count = ms.Variable(0)
+        for _ in range(500):
+            coordinator.schedule(lambda: count.assign_add(1))
+        coordinator.join()
+        assert int(count) == 500
+
+    on_chief(program)
+
+
+def test_large_arguments_and_results() -> None:
+    """Of more bytes than a pipe holds, while nobody else sends anything."""
+
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        values = [
+            coordinator.schedule(lambda x: x + 1, args=(np.full(1_000_000, i, "float32"),))
+            for i in range(2 * WORKERS)
+        ]
+        for i, value in enumerate(values):
+            got = value.fetch()
+            assert got.shape == (1_000_000,)
+            assert np.all(got == i + 1)
+
+    on_chief(program)
+
+
+def test_variables_travel_by_reference() -> None:
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        with strategy.scope():
+            variable = ms.Variable(np.zeros(3, "float32"))
+
+        def step(given: Any) -> Any:
+            given.assign_add([1.0, 2.0, 3.0])
+            return given, strategy is ms.get_strategy()
+
+        returned, in_scope = coordinator.schedule(step, args=(variable,)).get()
+        assert in_scope
+        assert returned.numpy().tolist() == variable.numpy().tolist() == [1, 2, 3]
+
+    on_chief(program)
+
+
+def test_variables_are_not_made_in_closures() -> None:
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        with pytest.raises(ValueError, match=r"made on worker \d .*inside a scheduled function"):
+            coordinator.schedule(lambda: ms.Variable(1.0) and None).get()
+        with pytest.raises(ValueError, match="scheduled function"):
+            coordinator.join()
+        assert coordinator.schedule(lambda: 5).get() == 5
+
+    on_chief(program)
+
+
+def test_scheduling_after_the_end() -> None:
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        strategy.shutdown()
+        with pytest.raises(ms.errors.UnavailableError, match="shut down"):
+            coordinator.schedule(lambda: 1)
+
+    on_chief(program)
