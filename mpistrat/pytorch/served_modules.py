@@ -6,7 +6,6 @@ adds to buffers, such as batch norm's statistics, is added on the servers when i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.parameter_server.clocks import WorkerClock
-from mpistrat.pytorch import served_steps
+from mpistrat.pytorch import served_rows, served_steps
 from mpistrat.pytorch.mirroring import Mirroring
 from mpistrat.pytorch.registry import version
+from mpistrat.pytorch.served_tensor import ServedTensor
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
-
-
-@dataclasses.dataclass(eq=False)
-class ServedTensor:
-    """A parameter or buffer.
-
-    Attributes:
-        addresses: of its parts, which are its rows in order; one of all of it, if it is not split.
-        version: of the tensor when it was last what the servers had.
-    """
-
-    addresses: Sequence[Address]
-    version: int = -1
-
-    def pieces(self, tensor: torch.Tensor) -> list[tuple[Address, torch.Tensor]]:
-        """The rows of `tensor`, of the same shape, by where they belong."""
-        if len(self.addresses) == 1:
-            return [(self.addresses[0], tensor)]
-        rows = [address.kind.shape[0] for address in self.addresses]
-        return list(zip(self.addresses, tensor.split(rows), strict=True))
 
 
 class ServedModules(Mirroring):
@@ -77,7 +57,7 @@ class ServedModules(Mirroring):
         super().before_run()
         tensors: list[tuple[ServedTensor, torch.Tensor]] = []
         for parameter in self.registry.parameters():
-            if parameter is not None:
+            if parameter is not None and not isinstance(parameter, served_rows.ServedRows):
                 tensors.append((self._served[parameter], parameter.detach()))
         buffers = [
             (served, buffer.detach())
@@ -130,11 +110,30 @@ class ServedModules(Mirroring):
         super()._mirror_tensors(parameters, slots)
         for name, parameter in parameters:
             if self._serve(name, parameter):
-                served_steps.serve(parameter, self._served[parameter].pieces, self._steps)
+                served_steps.serve(parameter, self._served[parameter], self._steps)
+                if self._looked_up(parameter):
+                    served = self._served[parameter]
+                    served_rows.leave_on_servers(parameter, served, self._client, self._owns)
         for name, module, key in slots:
             buffer = module._buffers[key]
             assert buffer is not None
             self._serve(name, buffer)
+
+    def _looked_up(self, parameter: torch.Tensor) -> bool:
+        """Whether it is an embedding's alone, which wants sparse gradients, or is split."""
+        users = [
+            module
+            for root in self._recorder.roots()
+            for module in root.modules()
+            if any(one is parameter for one in module._parameters.values())
+        ]
+        split = self._served[parameter].split
+        return (
+            bool(users)
+            and self._extended.num_local_replicas == 1
+            and all(served_rows.looks_up(user) for user in users)
+            and (split or any(user.sparse for user in users))
+        )
 
     def _serve(self, name: str, tensor: torch.Tensor) -> bool:
         """Returns: whether that is new."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.context import current_mode
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client import Address, Change, Client
+from mpistrat.parameter_server.client import Change, Client
 from mpistrat.parameter_server.clocks import WorkerClock
 from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.server_optimizers import (
@@ -30,12 +29,10 @@ from mpistrat.parameter_server.server_optimizers import (
     split_state,
 )
 from mpistrat.pytorch import optimizers
-
-# Splits a tensor of a parameter's shape into the parts that the servers have.
-Pieces = Callable[[torch.Tensor], Sequence[tuple[Address, torch.Tensor]]]
+from mpistrat.pytorch.served_tensor import ServedTensor
 
 _installed = False
-_served: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (Pieces, ServedSteps)
+_served: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (ServedTensor, ServedSteps)
 
 
 def install() -> None:
@@ -47,9 +44,9 @@ def install() -> None:
         register_optimizer_step_pre_hook(_before_step)
 
 
-def serve(parameter: torch.Tensor, pieces: Pieces, steps: ServedSteps) -> None:
+def serve(parameter: torch.Tensor, served: ServedTensor, steps: ServedSteps) -> None:
     """From now on steps of `parameter` are the servers'."""
-    _served[parameter] = pieces, steps
+    _served[parameter] = served, steps
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -126,21 +123,16 @@ class ServedSteps:
 def _changes(parameter: torch.Tensor, step: Step) -> list[Change]:
     gradient = parameter.grad
     assert gradient is not None
-    pieces = _served[parameter][0]
+    served: ServedTensor = _served[parameter][0]
     if not gradient.is_sparse:
-        return [Change(address, step, piece) for address, piece in pieces(gradient.detach())]
+        return [Change(address, step, part) for address, part in served.pieces(gradient.detach())]
     gradient = gradient.detach().coalesce()
     indices, values = gradient.indices()[0], gradient.values()
-    changes = []
-    first = 0
-    # Indices ascend. Parts without any get a step, too: all count the same steps.
-    for address, _ in pieces(parameter.detach()):
-        end = first + address.kind.shape[0]
-        begin, stop = torch.searchsorted(indices, torch.tensor([first, end], device=indices.device))
-        slices = IndexedSlices(values[begin:stop], indices[begin:stop] - first)
-        changes.append(Change(address, step, slices))
-        first = end
-    return changes
+    # Parts without any of the rows get a step, too: all count the same steps.
+    return [
+        Change(address, step, IndexedSlices(values[part], indices[part] - first))
+        for address, first, part in served.by_part(indices)
+    ]
 
 
 class ServedOptimizers:
@@ -160,12 +152,12 @@ class ServedOptimizers:
             new = [p for p in group["params"] if p in _served and p not in self._made]
             if not new:
                 continue
-            places = [(p, [address for address, _ in _pieces(p)]) for p in new]
             recipe = OptimizerRecipe.of(optimizer, group)
-            arrays = [(one, len(addresses) > 1) for _, addresses in places for one in addresses]
+            served: list[ServedTensor] = [_served[p][0] for p in new]
+            arrays = [(address, one.split) for one in served for address in one.addresses]
             self._client.make_optimizer(self.number, recipe, arrays)
-            for parameter, addresses in places:
-                self._made[parameter] = addresses
+            for parameter, one in zip(new, served, strict=True):
+                self._made[parameter] = one
         if optimizer.state:
             for parameter, state in list(optimizer.state.items()):
                 if parameter in self._made:
@@ -178,22 +170,22 @@ class ServedOptimizers:
             name: view_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         }
-        addresses = self._made[parameter]
-        parts = [given]
-        if len(addresses) > 1:
-            parts = split_state(given, [one.kind.shape[0] for one in addresses])
-        for address, part in zip(addresses, parts, strict=True):
+        served: ServedTensor = self._made[parameter]
+        parts = split_state(given, served.rows) if served.split else [given]
+        for address, part in zip(served.addresses, parts, strict=True):
             self._client.load_optimizer_state(self.number, address, part)
 
     def fetch(self, optimizer: Optimizer) -> None:
         """Put the servers' state into the optimizer's."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                addresses = self._made.get(parameter)
-                if addresses is None or parameter in optimizer.state:
+                served: ServedTensor | None = self._made.get(parameter)
+                if served is None or parameter in optimizer.state:
                     continue
-                states = [self._client.optimizer_state(self.number, one) for one in addresses]
-                state = join_states(states) if len(states) > 1 else states[0]
+                states = [
+                    self._client.optimizer_state(self.number, one) for one in served.addresses
+                ]
+                state = join_states(states) if served.split else states[0]
                 if state:
                     layout = view_of(torch.empty(0, dtype=parameter.dtype)).dtype
                     optimizer.state[parameter] = {
@@ -204,10 +196,6 @@ class ServedOptimizers:
         """The servers have it."""
         for parameter in self._made:
             optimizer.state.pop(parameter, None)
-
-
-def _pieces(parameter: torch.Tensor) -> Sequence[tuple[Address, torch.Tensor]]:
-    return _served[parameter][0](parameter.detach())
 
 
 def _as_torch(value: Any, parameter: torch.Tensor, layout: np.dtype[Any]) -> Any:
