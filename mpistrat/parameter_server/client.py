@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
@@ -142,7 +142,7 @@ class Client:
         by_server: dict[int, list[tuple[int, Change]]] = {}
         for position, change in enumerate(changes):
             by_server.setdefault(change.address.server, []).append((position, change))
-        push = Push(next(self._pushes), tuple(by_server)) if len(by_server) > 1 else None
+        push = self.next_push(by_server)
         asked: list[tuple[Reply, Region | None, list[int]]] = []
         for server, given in by_server.items():
             operands = [_arrays_of(change.operand) for _, change in given]
@@ -208,6 +208,11 @@ class Client:
     def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
         self.post.ask(address.server, "load optimizer state", body).wait()
+
+    def next_push(self, servers: Iterable[int]) -> Push | None:
+        """What goes to these servers now."""
+        to = tuple(servers)
+        return Push(next(self._pushes), to) if len(to) > 1 else None
 
     @contextlib.contextmanager
     def within(self, work: int) -> Iterator[None]:

@@ -8,12 +8,16 @@ before all have ended the one before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import StallError
 from mpistrat.parameter_server.post import Asked, Post
 
-# A notice: so many steps are ended. Requests: whether the next may begin; how many steps each has ended.
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.client import Client
+
+# A notice: so many steps are ended, and the `Push` that this is. Requests: whether the next may begin; how many steps
+# each has ended.
 ENDED, MAY_BEGIN, STEPS = "steps ended", "may begin", "steps"
 
 
@@ -32,7 +36,6 @@ class Clock:
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
         self._waiting: list[tuple[int, Asked]] = []
-        post.handle(ENDED, self._ended)
         post.handle(MAY_BEGIN, self._may_begin)
         post.handle(STEPS, lambda source, asked: post.answer(source, asked.ticket, self._steps))
 
@@ -45,7 +48,7 @@ class Clock:
         self._working.discard(rank)
         self._look()
 
-    def _ended(self, rank: int, steps: int) -> None:
+    def ended(self, rank: int, steps: int) -> None:
         self._steps[rank] = steps
         self._look()
 
@@ -70,16 +73,16 @@ class WorkerClock:
     """A worker's steps.
 
     Args:
-        servers: their ranks. The first one's clock is looked at; with 0 steps that of each, for each applies what the
+        client: to the servers. The first one's clock is looked at; with 0 steps that of each, for each applies what the
             workers sent to it when all have ended a step.
         max_staleness: how many steps ahead of the slowest worker a step may begin; None is any number.
     Attributes:
         steps: how many this worker has ended.
     """
 
-    def __init__(self, post: Post, servers: Sequence[int], max_staleness: int | None) -> None:
-        self._post, self._max_staleness = post, max_staleness
-        self._servers = servers if max_staleness == 0 else servers[:1]
+    def __init__(self, client: Client, max_staleness: int | None) -> None:
+        self._client, self._post, self._max_staleness = client, client.post, max_staleness
+        self._servers = client.servers if max_staleness == 0 else client.servers[:1]
         self.steps = 0
         self._slowest = 0  # as far as is known here
 
@@ -105,8 +108,9 @@ class WorkerClock:
 
     def end(self) -> None:
         self.steps += 1
+        push = self._client.next_push(self._servers)
         for server in self._servers:
-            self._post.tell(server, ENDED, self.steps)
+            self._post.tell(server, ENDED, (self.steps, push))
 
     def all_steps(self) -> dict[int, int]:
         """How many steps each worker has ended, by rank."""

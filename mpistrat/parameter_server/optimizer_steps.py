@@ -58,16 +58,22 @@ class OptimizerSteps:
                 )
 
     def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
-        """Args: gradient: an array, or `IndexedSlices`, in memory that may change after this."""
+        """
+        Args: gradient: an array, or `IndexedSlices`, in memory that may change after this.
+        Raises: ValueError, TypeError, IndexError: the gradient does not fit.
+        """
         optimizer = self._of(step.optimizer, key)
+        gradient = _on_host(gradient)
         if step.round is None:
-            self._take(optimizer, table, _on_host(gradient), step.hyperparameters)
+            self._take(optimizer, table, gradient, step.hyperparameters)
             return
+        optimizer.check(gradient)  # now: it is this worker's error
         of_round = self._pending.setdefault(step.round, {})
         for time in itertools.count():  # a worker may take several steps in one of the strategy's
             pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, step, {}))
             if worker not in pending.gradients:
-                pending.gradients[worker] = _copied(_on_host(gradient))
+                _check_alike(gradient, pending)
+                pending.gradients[worker] = _copied(gradient)
                 return
 
     def end_rounds(self, before: int) -> None:
@@ -105,6 +111,15 @@ class _Pending(NamedTuple):
     table: Table
     step: Step
     gradients: dict[int, Any]  # by worker
+
+
+def _check_alike(gradient: Any, pending: _Pending) -> None:
+    for worker, other in pending.gradients.items():
+        if isinstance(gradient, IndexedSlices) != isinstance(other, IndexedSlices):
+            raise TypeError(
+                f"the gradient of {pending.table.name!r} is one of some rows on one worker, and of the whole on "
+                f"another (rank {worker}): to be combined, all need to be alike"
+            )
 
 
 def _on_host(gradient: Any) -> Any:

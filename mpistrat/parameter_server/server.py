@@ -6,14 +6,15 @@ that did it has died, repeats their numbers, too.
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from mpistrat.errors import FailedPreconditionError, NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.clocks import Clock
-from mpistrat.parameter_server.gate import Gate
+from mpistrat.parameter_server.clocks import ENDED, Clock
+from mpistrat.parameter_server.gate import Gate, Push
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
 from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
 from mpistrat.parameter_server.post import Asked, Post
@@ -64,8 +65,8 @@ class Tables:
         self.optimizers = OptimizerSteps()
         self.mappings = Mappings()
         self._segments = Segments()
-        # By piece of work, then array: the answers to its updates.
-        self._applied: dict[int, dict[int, list[Carried | None]]] = {}
+        # By piece of work, then array: the answers to its updates, or why they could not be made.
+        self._applied: dict[int, dict[int, list[Carried | Exception | None]]] = {}
         self._over_before = 0  # pieces of work
 
     def create(self, new: Created) -> Table:
@@ -95,8 +96,14 @@ class Tables:
             )
         applied = self._applied.setdefault(update.work, {}).setdefault(update.key, [])
         if update.number == len(applied):
-            applied.append(self._apply(table, update, worker))
-        return applied[update.number]
+            try:
+                applied.append(self._apply(table, update, worker))
+            except Exception as error:
+                applied.append(error)
+        found = applied[update.number]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _apply(self, table: Table, update: Update, worker: int) -> Carried | None:
         operand: Any = [unpack(one, self.mappings) for one in update.operand]
@@ -147,6 +154,7 @@ class ParameterServer:
         post.handle("publish", self._publish)
         post.handle("published", self._await)
         post.handle("forget", lambda _, body: self.tables.forget(*body))
+        post.handle(ENDED, self._ended)
         post.handle("done", lambda source, _: self._leave(source))
         post.on_lost(self._lost)
 
@@ -206,7 +214,7 @@ class ParameterServer:
         key, place = body
         table = self.tables.table(key)
         if place is None:
-            return carried(table.array)
+            return carried(table.array).copied()  # MPI may read it later, when it has changed
         unpack(place, self.tables.mappings)[...] = table.array
         return None
 
@@ -229,7 +237,8 @@ class ParameterServer:
         self.tables.optimizers.make(optimizer, recipe, tables)
 
     def _optimizer_state(self, source: int, body: tuple[int, int]) -> Any:
-        return self.tables.optimizers.state(*body)
+        state = self.tables.optimizers.state(*body)
+        return {name: copy.copy(value) for name, value in state.items()}  # as in `_pull`
 
     def _load_optimizer_state(self, source: int, body: tuple[int, int, Any]) -> None:
         self.tables.optimizers.load_state(*body)
@@ -237,18 +246,23 @@ class ParameterServer:
     def _count(self, source: int, keys: Sequence[int]) -> list[int]:
         return [self.tables.table(key).updates for key in keys]
 
+    def _ended(self, source: int, body: tuple[int, Push | None]) -> None:
+        """With the last worker's step, arrays change, where the gradients of all are combined."""
+        steps, push = body
+        self._gate.enter(source, push, lambda: self._clock.ended(source, steps))
+
     def _leave(self, rank: int) -> None:
         self._clients.discard(rank)
-        self._clock.leave(rank)
+        self._gate.enter(rank, None, lambda: self._clock.leave(rank))
 
     def _lost(self, rank: int) -> None:
-        self._leave(rank)
         self._gate.lost(rank)
+        self._leave(rank)
 
 
 def _for_others(error: Exception) -> Exception:
     """`error`, as another process can have it."""
-    known = (InvalidArgumentError, NotFoundError, FailedPreconditionError, IndexError, TypeError)
+    known = (ValueError, NotFoundError, FailedPreconditionError, IndexError, TypeError)
     if isinstance(error, known) and len(error.args) == 1:
         return type(error)(*error.args)
     told = "".join(traceback.format_exception(type(error), error, error.__traceback__))

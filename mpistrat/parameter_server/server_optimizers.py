@@ -146,6 +146,7 @@ class ServedOptimizer:
             hyperparameters: those of the worker's param group now.
         Raises: ValueError, TypeError, IndexError: the gradient does not fit; nothing is changed.
         """
+        self.check(gradient)
         for name, value in hyperparameters.items():
             if name not in _HOW:
                 self._group[name] = value
@@ -155,16 +156,35 @@ class ServedOptimizer:
         if isinstance(gradient, IndexedSlices):
             self._step_rows(gradient)
         else:
-            tensor = self._tensor(gradient, "the gradient")
-            if tensor.shape != self._whole.shape:
-                raise ValueError(
-                    f"a gradient of shape {list(tensor.shape)} for an array of shape {list(self._whole.shape)}"
-                )
-            self._state = self._take(self._whole, tensor, self._state)
+            self._state = self._take(self._whole, self._tensor(gradient), self._state)
 
-    def _step_rows(self, slices: IndexedSlices) -> None:
+    def check(self, gradient: np.ndarray | IndexedSlices) -> None:
+        """Raises: what `step` would."""
+        shape = tuple(self._whole.shape)
+        by_row = isinstance(gradient, IndexedSlices)
+        values = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+        if values.dtype != self._layout:
+            what = "the gradient's rows are" if by_row else "the gradient is"
+            raise TypeError(f"{what} {values.dtype}, the array {dtype_name(self._whole)}")
+        if not isinstance(gradient, IndexedSlices):
+            if values.shape != shape:
+                raise ValueError(
+                    f"a gradient of shape {list(values.shape)} for an array of shape {list(shape)}"
+                )
+            if issubclass(self._cls, torch.optim.SparseAdam):
+                raise TypeError("SparseAdam takes gradients of some rows, got one of the whole")
+            return
         if self._why_no_rows:
             raise TypeError(f"a gradient of some rows cannot be applied: {self._why_no_rows}")
+        if not shape or values.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"rows of shape {list(values.shape[1:])} for an array of shape {list(shape)}"
+            )
+        outside = gradient.indices[(gradient.indices < 0) | (gradient.indices >= shape[0])]
+        if len(outside):
+            raise IndexError(f"row {outside[0]} of an array of {shape[0]} rows")
+
+    def _step_rows(self, slices: IndexedSlices) -> None:
         index, gradient = self._summed(slices)
         rows = self._whole.index_select(0, index)
         state = {
@@ -188,16 +208,9 @@ class ServedOptimizer:
 
     def _summed(self, slices: IndexedSlices) -> tuple[torch.Tensor, torch.Tensor]:
         """Each index once, in ascending order, and the sums of their rows."""
-        values = self._tensor(slices.values, "the gradient's rows")
-        if self._whole.ndim == 0 or values.shape[1:] != self._whole.shape[1:]:
-            raise ValueError(
-                f"rows of shape {list(values.shape[1:])} for an array of shape {list(self._whole.shape)}"
-            )
+        values = self._tensor(slices.values)
         index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
         index, inverse = torch.unique(index, return_inverse=True)
-        if len(index) and not (int(index[0]) >= 0 and int(index[-1]) < len(self._whole)):
-            wrong = int(index[0]) if index[0] < 0 else int(index[-1])
-            raise IndexError(f"row {wrong} of an array of {len(self._whole)} rows")
         sums = values.new_zeros((len(index), *values.shape[1:]))
         return index, sums.index_add_(0, inverse, values)
 
@@ -239,10 +252,8 @@ class ServedOptimizer:
     def _is_by_row(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.shape == self._whole.shape
 
-    def _tensor(self, array: np.ndarray, what: str) -> torch.Tensor:
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """The memory of `array`; a copy if it is read-only, which torch does not know, or not C-contiguous."""
-        if array.dtype != self._layout:
-            raise TypeError(f"{what} is {array.dtype}, the array {dtype_name(self._whole)}")
         if not (array.flags.writeable and array.flags.c_contiguous):
             array = array.copy()
         return torch.from_numpy(array).view(self._dtype)

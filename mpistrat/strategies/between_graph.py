@@ -78,7 +78,7 @@ class BetweenGraphStrategy(Strategy):
             job.serve()
             raise SystemExit(0)
         self._extended = ServedExtended(self, job, devices, variable_partitioner)
-        self._clock = WorkerClock(job.post, job.servers, max_staleness)
+        self._clock = WorkerClock(job.client, max_staleness)
 
     def run(
         self,

@@ -1,0 +1,194 @@
+"""What a server does with what comes: once each, in order, and whatever nonsense comes, it lives."""
+
+import numpy as np
+import pytest
+
+from mpistrat import errors
+from mpistrat.parameter_server.clocks import ENDED, MAY_BEGIN
+from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
+from mpistrat.parameter_server.parcels import Kind, carried, unpack
+from mpistrat.parameter_server.segments import Mappings
+from mpistrat.parameter_server.server import Created, ParameterServer, Update
+from noted_post import NotedPost
+
+KEY = 3
+
+
+@pytest.fixture
+def post() -> NotedPost:
+    post = NotedPost()
+    post.server = ParameterServer(post, clients=[1, 2], workers=[1, 2])
+    create(post, KEY, np.zeros(3))
+    return post
+
+
+def create(post, key, array):
+    return post.asked(1, "create", Created(key, f"v{key}", Kind.of(array), carried(array)))
+
+
+def value(post, key=KEY):
+    return unpack(post.answer_to(post.asked(2, "pull", (key, None))), Mappings())
+
+
+def add(number, key=KEY, work=None, n=0):
+    return Update(key, "assign_add", [carried(np.full(3, float(number)))], work, n)
+
+
+def update(post, source, *updates, push=None):
+    return post.asked(source, "update", (list(updates), push))
+
+
+def test_updates_answer_with_small_values(post) -> None:
+    (answer,) = post.answer_to(update(post, 1, add(2)))
+    assert unpack(answer, Mappings()).tolist() == [2, 2, 2]
+    create(post, 4, np.zeros(10_000))
+    big = Update(4, "assign_add", [carried(np.ones(10_000))])
+    assert post.answer_to(update(post, 1, big)) == [None]
+    assert value(post, 4).tolist() == [1.0] * 10_000
+
+
+def test_a_value_that_was_pulled_stays_what_it_was(post) -> None:
+    before = post.answer_to(post.asked(1, "pull", (KEY, None)))
+    update(post, 1, add(1))
+    assert unpack(before, Mappings()).tolist() == [0, 0, 0]
+
+
+def test_numbered_updates_are_made_once(post) -> None:
+    first = post.answer_to(update(post, 1, add(1, work=7, n=0)))
+    second = post.answer_to(update(post, 1, add(10, work=7, n=1)))
+    again = [post.answer_to(update(post, 2, add(1, work=7, n=n))) for n in (0, 1)]
+    for one, other in zip([first, second], again, strict=True):
+        assert np.array_equal(one[0].data, other[0].data)  # what came of it then
+    update(post, 2, add(100, work=8, n=0))
+    assert value(post).tolist() == [111] * 3
+    post.told(1, "forget", ([7], 6))
+    post.told(1, "forget", ([], 8))
+    with pytest.raises(
+        errors.FailedPreconditionError, match="the work that it belongs to was over"
+    ):
+        post.answer_to(update(post, 2, add(1, work=7, n=2)))
+    assert value(post).tolist() == [111] * 3
+
+
+def test_a_numbered_update_that_failed_fails_again_and_the_next_one_is_made(post) -> None:
+    bad = Update(KEY, "assign_add", [carried(np.ones(4))], 7, 0)
+    for source in (1, 2):
+        with pytest.raises(ValueError, match="broadcast"):
+            post.answer_to(update(post, source, bad))
+        post.answer_to(update(post, source, add(1, work=7, n=1)))
+    assert value(post).tolist() == [1, 1, 1]
+
+
+def test_nonsense_is_refused(post) -> None:
+    for error, kind, body in (
+        (errors.NotFoundError, "pull", (99, None)),
+        (errors.NotFoundError, "update", ([add(1, key=99)], None)),
+        (errors.NotFoundError, "count", [99]),
+        (errors.NotFoundError, "optimizer state", (1, KEY)),
+        (errors.NotFoundError, "make optimizer", (1, None, [(99, False)])),
+        (IndexError, "rows", (KEY, carried(np.array([3])))),
+        (RuntimeError, "make optimizer", (1, None, [(KEY, False)])),
+        (TypeError, "pull", None),
+    ):
+        with pytest.raises(error):
+            post.answer_to(post.asked(1, kind, body))
+    assert value(post).tolist() == [0, 0, 0]
+
+
+def test_an_array_is_found_once_it_is_there(post) -> None:
+    tickets = [post.asked(rank, "find", 8) for rank in (1, 2)]
+    assert not {*tickets} & {*dict(post.answers)}
+    create(post, 8, np.zeros((2, 5), np.float32))
+    for ticket in (*tickets, post.asked(2, "find", 8)):
+        name, kind, _ = post.answer_to(ticket)
+        assert (name, kind) == ("v8", Kind((2, 5), "float32", False))
+
+
+def test_it_serves_until_all_clients_have_left(post) -> None:
+    left = []
+    post.attend = lambda until: left.append(until())
+    post.server.serve()
+    post.told(1, "done")
+    post.server.serve()
+    post.lose(2)
+    post.server.serve()
+    assert left == [False, False, True]
+
+
+def test_while_one_is_alone_others_wait(post) -> None:
+    hold = post.asked(1, HOLD)
+    assert post.answer_to(hold) == {}
+    theirs, own = update(post, 2, add(1)), update(post, 1, add(10))
+    assert theirs not in dict(post.answers)
+    assert own in dict(post.answers)
+    assert value(post).tolist() == [10] * 3
+    post.told(2, RELEASE)  # it is not the one
+    assert value(post).tolist() == [10] * 3
+    post.told(1, RELEASE)
+    assert value(post).tolist() == [11] * 3
+    assert theirs in dict(post.answers)
+
+
+def test_the_next_one_that_is_alone_is_alone(post) -> None:
+    post.asked(1, HOLD)
+    second = post.asked(2, HOLD)
+    update(post, 2, add(1))
+    update(post, 3, add(10))
+    assert second not in dict(post.answers)
+    post.told(1, RELEASE)
+    assert second in dict(post.answers)
+    assert value(post).tolist() == [11] * 3
+    update(post, 3, add(100))
+    assert value(post).tolist() == [11] * 3
+    post.told(2, RELEASE)
+    assert value(post).tolist() == [111] * 3
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_who_dies_alone_or_waiting_to_be_holds_nothing(post, waiting: bool) -> None:
+    post.asked(1, HOLD)
+    if waiting:
+        post.asked(2, HOLD)
+        post.lose(2)
+        post.told(1, RELEASE)
+    else:
+        post.lose(1)
+    update(post, 3, add(1))
+    assert value(post).tolist() == [1] * 3
+
+
+def test_a_push_that_went_elsewhere_too_is_let_through_when_asked(post) -> None:
+    post.asked(1, HOLD)
+    push = Push(5, (0, 9))
+    here = update(post, 2, add(1), push=push)
+    other = update(post, 2, add(10))
+    admit = post.asked(1, ADMIT, {(2, 5)})
+    assert here in dict(post.answers)
+    assert admit in dict(post.answers)
+    assert other not in dict(post.answers)
+    assert value(post).tolist() == [1] * 3
+
+
+def test_rounds_do_not_end_while_one_is_alone(post) -> None:
+    ended = []
+    post.server._clock._tell_ended = ended.append
+    post.asked(1, HOLD)
+    post.told(1, ENDED, (1, None))
+    post.told(2, ENDED, (1, None))
+    may_begin = post.asked(2, MAY_BEGIN, 1)
+    assert 1 not in ended
+    assert may_begin not in dict(post.answers)
+    post.told(1, RELEASE)
+    assert ended[-1] == 1
+    assert post.answer_to(may_begin) == 1
+
+
+def test_workers_that_leave_end_no_round_while_one_is_alone(post) -> None:
+    ended = []
+    post.server._clock._tell_ended = ended.append
+    post.told(1, ENDED, (1, None))
+    post.asked(1, HOLD)
+    post.lose(2)
+    assert 1 not in ended
+    post.told(1, RELEASE)
+    assert ended[-1] == 1
