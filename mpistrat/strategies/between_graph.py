@@ -126,3 +126,12 @@ class BetweenGraphStrategy(Strategy):
         assert isinstance(self._extended, ServedExtended)
         name_of = self._extended.job.name_of
         return {name_of(rank): steps for rank, steps in self._clock.all_steps().items()}
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """How many bytes of variables this worker has {"pulled": from servers, "pushed": to them} so far."""
+        if self._clock is None:
+            return {"pulled": 0, "pushed": 0}
+        assert isinstance(self._extended, ServedExtended)
+        client = self._extended.job.client
+        return {"pulled": client.bytes_pulled, "pushed": client.bytes_pushed}
