@@ -91,6 +91,12 @@ class _Group:
         """Whether one of the ranks has failed, and the others have gone on without this group."""
         return has_lost_a_rank(self._comm)
 
+    def is_over(self) -> bool:
+        """Whether nobody is to be waited for; called until it is true, after `leave` or `end`."""
+        with _but_for_losses():
+            return self.lost or self.all_left()
+        return True
+
     def look(self, who: str) -> None:
         """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
         now = time.monotonic()
@@ -247,12 +253,13 @@ class _Watch:
             self._thread.join()
             self.record.words[STATE] = LEAVING
             waiting = [group for group in self._groups if not group.lost]
-            for group in waiting:
-                group.leave(self._who, end)
+            with _but_for_losses():
+                for group in waiting:
+                    group.leave(self._who, end)
             pause = 0.001
             words = self.record.words
             since = time.monotonic()
-            while waiting := [group for group in waiting if not group.all_left()]:
+            while waiting := [group for group in waiting if not group.is_over()]:
                 # Others that caught a StallError may still be saving what they have.
                 patience = words[LIMIT] / 1e9 if words[ABORT] == RAISE else 0.0
                 if words[ABORT] and time.monotonic() - since > patience:
@@ -264,6 +271,8 @@ class _Watch:
             for action in _last_actions:
                 action()
             self.record.words[STATE] = LEFT
+            if _finalizes and any(group.lost for group in self._groups):
+                os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
             end_job(f"ending the job: {self._who} was interrupted", 130)
         except MPI.Exception as error:
@@ -312,14 +321,34 @@ def expect_losses(expected: bool) -> None:
         _watch.record.words[EXPENDABLE] = expected
 
 
+def go_on_without_the_lost(has_lost: Callable[[], bool]) -> None:
+    """From now on, the death of a rank does not end this program, not even while it waits for all at its end.
+
+    Args: has_lost: whether a rank has died; MPI may hear of it later. Called by any thread.
+    """
+    global _has_lost
+    _has_lost = has_lost
+
+
+@contextlib.contextmanager
+def _but_for_losses() -> Iterator[None]:
+    try:
+        yield
+    except MPI.Exception as error:
+        if _has_lost is None or not tells_of_loss(error):
+            raise
+
+
 def has_lost_a_rank(comm: MPI.Intracomm) -> bool:
     """Whether one of the ranks of `comm` has failed, and the others have gone on without it."""
     family = family_of(comm)
     if family is not None:
         return family.has_lost()
-    if _finalizes:
+    if _has_lost is not None and _has_lost():
+        return True
+    if _finalizes and _has_lost is None:
         return False
-    failed = comm.Get_failed()  # of a communicator made before run_elastic
+    failed = comm.Get_failed()  # of a communicator made before
     try:
         return failed.Get_size() > 0
     finally:
@@ -361,6 +390,7 @@ def also(flushed: Any, last: Callable[[], None]) -> None:
 
 _watch: _Watch | None = None
 _leaves_together = False
+_has_lost: Callable[[], bool] | None = None
 _finalizes = True
 _flushed: list[Any] = []
 _last_actions: list[Callable[[], None]] = []

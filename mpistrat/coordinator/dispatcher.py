@@ -26,7 +26,8 @@ class Dispatcher:
     """Hands closures of `queue` to workers as they become free.
 
     A worker that has short ones gets several at a time, and the next before it has ended those. Closures of a worker
-    that dies go to the others. A thread reads what comes for as long as the process lives.
+    that dies go to the others; when a server dies, there is nothing to go on with. A thread reads what comes for as
+    long as the process lives.
 
     Args:
         workers: their ranks, by worker index.
@@ -44,6 +45,7 @@ class Dispatcher:
         self._post, self._queue, self._book, self._over = post, queue, book, over
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
+        self._all_workers = frozenset(workers)
         self._ended = False
         post.handle(OUTCOMES, self._take_outcomes)
         post.handle(RETURNED, self._take_back)
@@ -120,6 +122,9 @@ class Dispatcher:
             self.hand_out()
 
     def _lose(self, rank: int) -> None:
+        if rank not in self._all_workers:
+            self._queue.close(self._post.gone(rank))
+            return
         with self._lock:
             worker = self._workers.pop(rank, None)
             if worker is None:

@@ -70,6 +70,7 @@ SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have fini
 SECONDS_FOR_OTHER_NODES = 3.0
 SECONDS_TO_END_THE_JOB = 2.0
 SECONDS_TO_END_BY_ITSELF = 10.0  # a rank that says that it ends the job
+SECONDS_FOR_THE_LAUNCHER = 1.0  # to kill the others, when a rank has ended the job
 SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
 SECONDS_TO_REPORT = 15.0
 SECONDS_TO_START = 60.0
@@ -314,6 +315,11 @@ class Observer:
         now = time.monotonic()
         if not self._ending_since and any(record.words[STATE] == ENDING for record in records):
             self._ending_since = now
+        if self._ending_since and now - self._ending_since > SECONDS_FOR_THE_LAUNCHER:
+            # Under fault tolerant MPI, MPI_Abort ends one rank only.
+            for record in records:
+                if not record.words[ABORT] and record.words[STATE] != ENDING:
+                    record.words[CODE], record.words[ABORT] = 1, END
         too_long = self._ending_since and now - self._ending_since > SECONDS_TO_END_BY_ITSELF
         raised = any(record.words[ABORT] == RAISE for record in records)
         heard = not self._reported or raised or now - self._reported < SECONDS_TO_END_THE_JOB

@@ -69,12 +69,18 @@ class Client:
         self._results = RecycledBuffers()
         self._mappings = Mappings()
         self._tables: dict[int, MappedTable | None] = {}  # by key; None where nothing can be mapped
+        self._used: dict[int, Address] = {}  # by key
         self._work = _Work()
         self._pushes = itertools.count()
+
+    def used_of(self, server: int) -> list[str]:
+        """Names of the arrays there that were used from here."""
+        return [one.name for one in self._used.values() if one.server == server]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array, with this value."""
         server = address.server
+        self._used[address.key] = address
         packed, region = pack([value], self._shared_with(server))
         new = Created(address.key, address.name, address.kind, packed[0])
         self.post.ask(server, "create", new).wait()
@@ -84,7 +90,8 @@ class Client:
     def find(self, server: int, key: int) -> Address:
         """An array that another rank makes; waits until it has."""
         name, kind, _ = self.post.ask(server, "find", key).wait()
-        return Address(server, key, name, kind)
+        self._used[key] = Address(server, key, name, kind)
+        return self._used[key]
 
     def pull(self, address: Address, out: Array | None = None) -> Array:
         """The value, on the host; in `out` where one is given."""
@@ -141,6 +148,7 @@ class Client:
         """Begin to make changes. Returns: what waits until they are made, which must be called; as `change`."""
         by_server: dict[int, list[tuple[int, Change]]] = {}
         for position, change in enumerate(changes):
+            self._used[change.address.key] = change.address
             by_server.setdefault(change.address.server, []).append((position, change))
         push = self.next_push(by_server)
         asked: list[tuple[Reply, Region | None, list[int]]] = []
@@ -265,7 +273,10 @@ class Client:
             self.post.tell(server, "done")
 
     def _mapped(self, address: Address) -> MappedTable | None:
+        if self.post.mail.has_died(address.server):  # its memory would still be there
+            raise self.post.gone(address.server)
         if address.key not in self._tables:
+            self._used[address.key] = address
             table = None
             if self.post.mail.shares_memory_with(address.server):
                 _, kind, place = self.post.ask(address.server, "find", address.key).wait()

@@ -6,15 +6,19 @@ mpi4py is imported by this file, and this file on first use: `import mpistrat` s
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
+from collections.abc import Sequence
 
 from mpi4py import MPI
 
+from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
 from mpistrat.cluster_resolver.job_roles import JobRoles
 from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.stall_limit import stall_seconds
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import job_end
+from mpistrat.notices import tell
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.mail import Mail
 from mpistrat.parameter_server.post import Post
@@ -22,6 +26,10 @@ from mpistrat.parameter_server.server import ParameterServer
 
 # A notice to workers that run closures: the chief has no more.
 END = "end"
+# Notices: a rank has come to `begin`; all have.
+_HERE, _BEGIN = "here", "begin"
+_SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends: all the others would say the same
+_SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
 
 
 class ServerJob:
@@ -30,6 +38,7 @@ class ServerJob:
     Args:
         comm: the ranks of `roles`.
     Attributes:
+        outlives_ranks: whether it goes on when one has died: all but a chief can.
         roles: who has which task.
         post: to all the ranks.
         client: to the servers; also on these.
@@ -40,14 +49,29 @@ class ServerJob:
         self.roles = roles
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
-        mail = Mail(duplicate, pipes=shared_bytes() > 0)
+        self.outlives_ranks = (
+            comm.Get_size() > 1
+            and not why_not_fault_tolerant(MPI.Get_library_version())
+            and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        )
+        mail = Mail(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
         self.post = Post(mail, self.name_of, stall_seconds())
+        self.post.what_died = self._what_died
         self.servers = roles.ranks["ps"]
         self.client = Client(self.post, self.servers)
         self.ended = False
         self._done = False
+        self.post.on_lost(self._lost)  # before the server's
+        self._server = (
+            ParameterServer(self.post, self.clients, self.trainers, self.trainers[0])
+            if roles.rank in self.servers
+            else None
+        )
+        self._here, self._begun = 0, False
+        self._coordinator: int | None = None  # the rank that has others run functions
         self.post.handle(END, lambda source, body: self._end())
-        self.post.on_lost(self._lost)
+        self.post.handle(_HERE, self._comes)
+        self.post.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
         # Runs before the ranks wait for each other at their ends: handlers run last in, first out.
         atexit.register(_done, weakref.ref(self))
 
@@ -73,9 +97,24 @@ class ServerJob:
                 return f"{task_type} {ranks.index(rank)} (rank {rank})"
         return f"rank {rank}"
 
+    def begin(self, coordinates: bool) -> None:
+        """From now on, if MPI is fault tolerant, the death of a rank is not that of the job. Collective.
+
+        Returns when all ranks are here: before, some may wait for others in MPI, which nobody would tell of a death.
+
+        Args: coordinates: whether this rank has others run functions.
+        """
+        if not self.outlives_ranks:
+            return
+        self.post.tell(self.servers[0], _HERE, coordinates)
+        self.post.attend(lambda: self._begun)
+        job_end.go_on_without_the_lost(self.post.mail.has_lost)
+        job_end.expect_losses(not coordinates)
+
     def serve(self) -> None:
         """The work of a server: return when all that use it are done."""
-        ParameterServer(self.post, self.clients, self.trainers).serve()
+        assert self._server is not None
+        self._server.serve()
         self._done = True
 
     def done(self) -> None:
@@ -88,21 +127,88 @@ class ServerJob:
                 self.post.tell(worker, END)
         if self.post.rank not in self.servers:
             self.client.done()
+        if self.post.rank == self._coordinator and self.post.mail.lost:
+            # Nobody waits for the others at the end then; mpirun would kill them if this rank fails.
+            everybody = self.post.size - 1
+            self.post.attend(lambda: len(self.post.mail.lost) == everybody, _SECONDS_FOR_THE_OTHERS)
 
     def _end(self) -> None:
         self.ended = True
 
+    def _comes(self, rank: int, coordinates: bool) -> None:
+        self._here += 1
+        self._coordinator = rank if coordinates else self._coordinator
+        if self._here == self.post.size:
+            for one in range(self.post.size):
+                self.post.tell(one, _BEGIN, self._coordinator)
+
+    def _may_begin(self, coordinator: int | None) -> None:
+        self._begun, self._coordinator = True, coordinator
+
+    def _what_died(self, rank: int) -> str:
+        died = f"{self.name_of(rank)} has died"
+        if rank not in self.servers:
+            return died
+        names = self.client.used_of(rank)
+        return (
+            f"{died}, and with it {', '.join(map(repr, names)) or 'what it kept'}: the job must be started again, from "
+            "its last checkpoint"
+        )
+
     def _lost(self, rank: int) -> None:
-        """Without fault tolerant MPI, launchers end the job as soon as they see it; some never do."""
+        """A rank has died, or has left without a word."""
+        if self._done or (self._server is not None and not self._needed(rank)):
+            return
+        if not self.outlives_ranks:
+            self._lost_for_good(rank)
+            return
+        job_end.end_without_finalize()
+        lost, coordinator = self.post.mail.lost, self._coordinator
+        if rank == coordinator and not self.ended:
+            self._end_job(f"{self.name_of(rank)} has died, which tells the others what to do")
+        if coordinator in lost:
+            return
+        teller = coordinator
+        if teller is None:
+            teller = next((one for one in self.servers if one not in lost), None)
+        if self.post.rank != teller:
+            return
+        others = [one for one in self.clients if one not in lost and one != coordinator]
+        if rank not in self.servers and not others and coordinator is None:
+            self._end_job(f"{self.name_of(rank)}, the last worker, has died")
+        tell(self._what_died(rank) if rank in self.servers else self._who_goes_on(rank, others))
+
+    def _needed(self, rank: int) -> bool:
+        """Whether this server is to tell of the rank: it is in use, and others did not come to their ends."""
+        assert self._server is not None
+        in_use = self._server.clients
+        return rank in in_use or (rank in self.servers and bool(in_use))
+
+    def _who_goes_on(self, lost: int, others: Sequence[int]) -> str:
+        number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
+        if self._coordinator is None:
+            return f"{self.name_of(lost)} has died; the job goes on with {number}"
+        if not others:
+            return f"{self.name_of(lost)} has died, and no worker is left"
+        return f"{self.name_of(lost)} has died; {number} will execute what it had begun"
+
+    def _lost_for_good(self, rank: int) -> None:
+        """Launchers end the job as soon as they see it; some never do."""
         needed = {*self.servers, *self.roles.ranks.get("chief", ())}
         if self.post.rank in self.servers:
             needed.update(self.clients)
-        if rank in needed and not self._done:
-            job_end.end_job(
-                f"ending the job: {self.name_of(rank)} has died, or has left without a word, and "
-                f"{self.name_of(self.post.rank)} needs it",
-                1,
+        if rank in needed:
+            self._end_job(
+                f"{self.name_of(rank)} has died, or has left without a word, and {self.name_of(self.post.rank)} needs "
+                "it"
             )
+
+    def _end_job(self, why: str) -> None:
+        alive = [one for one in range(self.post.size) if one not in self.post.mail.lost]
+        first = next((one for one in self.servers if one in alive), alive[0])
+        if self.post.rank != first:
+            time.sleep(_SECONDS_FOR_THE_FIRST)
+        job_end.end_job(f"ending the job: {why}", 1)
 
 
 def _done(job: weakref.ref[ServerJob]) -> None:

@@ -8,6 +8,7 @@ import pickle
 import select
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mpistrat.parameter_server.pipes import PipeInbox, PipeOutbox
@@ -22,7 +23,7 @@ _PAUSE = 1 / 32
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
 _SECONDS_BETWEEN_LOOKS = 0.01  # for ranks of other nodes that have died
 
-LOST: Final = "lost"  # comes, as a message of a rank that has died, after all that it has sent
+LOST: Final = "lost"  # comes, as a message of a rank that has died, as its last
 
 
 class Mail:
@@ -55,6 +56,8 @@ class Mail:
         self._by_pipe: dict[int, PipeOutbox] = {}
         self._full: dict[int, PipeOutbox] = {}  # by descriptor
         self._deaths: dict[int, int] = {}  # of ranks, by the descriptor that tells
+        self._pidfds: dict[int, int] = {}  # by rank
+        self._pids: dict[int, int] = {}
         node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         ranks_of_node = node.allgather(comm.rank) if pipes else [comm.rank]
         node.Free()
@@ -67,6 +70,7 @@ class Mail:
                 self._by_pipe[peer] = PipeOutbox(address, self.rank)
             except OSError:  # a container of its own, or a /proc that shows no other processes
                 continue
+            self._pids[peer] = address.pid
             if peer != self.rank:
                 self._tell_of_death(peer, address.pid)
         reached = comm.allgather(sorted(self._by_pipe))  # and all have opened what they could
@@ -79,8 +83,25 @@ class Mail:
             descriptor = os.pidfd_open(pid)
         except OSError:  # before Linux 5.3: the launcher ends the job
             return
-        self._deaths[descriptor] = peer
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self._deaths[descriptor], self._pidfds[peer] = peer, descriptor
         self._poll.register(descriptor, select.POLLIN)
+
+    def has_died(self, rank: int) -> bool:
+        """Whether it is known to have died, or can be seen to; nothing is read. Called by: any thread."""
+        if rank in self.lost or rank not in self._pidfds:
+            return rank in self.lost
+        poll = select.poll()  # a new one: only one thread at a time may use it
+        poll.register(self._pidfds[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def has_lost(self) -> bool:
+        """Whether any has. Called by: any thread."""
+        return any(self.has_died(rank) for rank in range(self.size))
+
+    def pid_of(self, rank: int) -> int | None:
+        """The process id here; None where no memory is shared."""
+        return self._pids.get(rank)
 
     def shares_memory_with(self, rank: int) -> bool:
         """Whether the two can open each other's files."""
@@ -114,8 +135,8 @@ class Mail:
         """What has come since, with who sent it; waits for something. Called by: one thread at a time.
 
         Args: seconds: how long to wait at most; None waits on.
-        Returns: messages, by sender in the order of sending, LOST after a dead rank's last one. [] after a `wake`, when
-            the time is over, and at times for no reason.
+        Returns: messages, by sender in the order of sending; LOST is a dead rank's last one, though it may have sent
+            more. [] after a `wake`, when the time is over, and at times for no reason.
         """
         begin = time.monotonic()
         end = None if seconds is None else begin + seconds
@@ -147,7 +168,6 @@ class Mail:
             if descriptor in self._deaths:
                 dead.append(self._deaths.pop(descriptor))
                 self._poll.unregister(descriptor)
-                os.close(descriptor)
         if dead:  # it may have written after the pipe was read, and before it died
             late = self._inbox.read(everything=True)
             found += [(sender, pickle.loads(data)) for sender, data in late if data]
@@ -163,10 +183,13 @@ class Mail:
                 if self._outlives_ranks and now - self._looked > _SECONDS_BETWEEN_LOOKS:
                     self._looked = now
                     dead += [rank for rank in self._mpi.failed_ranks() if rank not in dead]
+            if self.lost:  # what the dead have sent may still come
+                found = [(sender, message) for sender, message in found if sender not in self.lost]
             for rank in dead:
                 if rank not in self.lost:
                     self.lost.add(rank)
                     found.append((rank, LOST))
+                    self._inbox.forget(rank)
                     if self._mpi is not None:
                         self._mpi.forget(rank)
         return found, woken

@@ -14,34 +14,42 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpistrat.communicators.fault_tolerant import tells_of_loss
+
 _HEAD, _BUFFERS = 1, 2  # tags
 
 
 class MpiMessages:
-    """Messages over `comm`, which must be used by nobody else. One thread at a time."""
+    """Messages over `comm`, which must be used by nobody else. One thread at a time.
+
+    What is under way to or from a rank that has died comes to nothing, silently.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._sent: deque[tuple[list[MPI.Request], Any]] = deque()
         self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in its order
+        self._broken: set[int] = set()  # ranks of which MPI has said that they died
 
     def put(self, to: int, message: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         raw = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
         first = pickle.dumps((head, [len(one) for one in raw]), protocol=5)
-        requests = [self._comm.Isend([first, MPI.BYTE], to, _HEAD)]
-        requests += [self._comm.Isend([one, MPI.BYTE], to, _BUFFERS) for one in raw if len(one)]
-        self._sent.append((requests, (first, raw)))
+        with self._until_loss_of(to):
+            requests = [self._comm.Isend([first, MPI.BYTE], to, _HEAD)]
+            requests += [self._comm.Isend([one, MPI.BYTE], to, _BUFFERS) for one in raw if len(one)]
+            self._sent.append((requests, (first, raw)))
         self.flush()
 
     def flush(self) -> bool:
         """Returns whether nothing is under way any more."""
-        self._sent = deque(entry for entry in self._sent if not all(one.Test() for one in entry[0]))
+        self._sent = deque(entry for entry in self._sent if not _all_done(entry[0]))
         return not self._sent
 
     def forget(self, rank: int) -> None:
         """It has died: what it did not send to its end never comes."""
+        self._broken.add(rank)
         self._arriving.pop(rank, None)
 
     def failed_ranks(self) -> list[int]:
@@ -49,8 +57,6 @@ class MpiMessages:
         comm = self._comm
         with contextlib.suppress(MPI.Exception):
             comm.Iprobe()  # lets the news in
-        with contextlib.suppress(MPI.Exception):
-            comm.Ack_failed()  # else no message of others is found any more
         group, failed = comm.Get_group(), comm.Get_failed()
         try:
             return list(failed.Translate_ranks(None, group))
@@ -61,15 +67,37 @@ class MpiMessages:
     def read(self) -> Iterator[tuple[int, Any]]:
         """The messages that have come, with who sent them; those of one sender in its order."""
         status = MPI.Status()
-        while (head := self._comm.Improbe(MPI.ANY_SOURCE, _HEAD, status)) is not None:
-            arriving = _Arriving(self._comm, status.source, head, status.Get_count(MPI.BYTE))
-            self._arriving.setdefault(status.source, deque()).append(arriving)
+        while (head := self._probe(status)) is not None:
+            if status.source in self._broken:
+                continue
+            with self._until_loss_of(status.source):
+                arriving = _Arriving(self._comm, status.source, head, status.Get_count(MPI.BYTE))
+                self._arriving.setdefault(status.source, deque()).append(arriving)
         for source, queue in list(self._arriving.items()):
             # The buffers of a message are asked for after those before them: they have one tag.
-            while queue and queue[0].has_come():
-                yield source, queue.popleft().message()
-            if not queue:
+            with self._until_loss_of(source):
+                while queue and queue[0].has_come():
+                    yield source, queue.popleft().message()
+            if not queue or source in self._broken:
                 self._arriving.pop(source, None)
+
+    @contextlib.contextmanager
+    def _until_loss_of(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except MPI.Exception as error:
+            if not tells_of_loss(error):
+                raise
+            self._broken.add(rank)
+
+    def _probe(self, status: MPI.Status) -> MPI.Message | None:
+        try:
+            return self._comm.Improbe(MPI.ANY_SOURCE, _HEAD, status)
+        except MPI.Exception as error:
+            if not tells_of_loss(error):
+                raise
+            self._comm.Ack_failed()  # else no message of others is found any more
+            return None
 
 
 class _Arriving:
@@ -99,3 +127,13 @@ class _Arriving:
     def message(self) -> Any:
         assert self._buffers is not None
         return pickle.loads(self._head, buffers=self._buffers)
+
+
+def _all_done(requests: list[MPI.Request]) -> bool:
+    """Whether nothing of this moves any more."""
+    try:
+        return all(request.Test() for request in requests)
+    except MPI.Exception as error:
+        if not tells_of_loss(error):
+            raise
+        return True

@@ -84,6 +84,10 @@ class PipeInbox:
                 found.append((writer, self._begun.pop(writer)))
         return start
 
+    def forget(self, writer: int) -> None:
+        """It has died: what it has begun to write is not ended."""
+        self._begun.pop(writer, None)
+
 
 class PipeOutbox:
     """The writing end of another process's pipe. One thread at a time.

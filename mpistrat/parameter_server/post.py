@@ -63,16 +63,20 @@ class Post:
         mail: used by nobody else.
         name_of: how people call a rank, such as "ps 0 (rank 3)".
         stall_seconds: how long a rank may take to answer a request; 0 is for ever.
+    Attributes:
+        what_died: what is said of a rank that has died.
     """
 
     def __init__(
         self, mail: Mail, name_of: Callable[[int], str] = "rank {}".format, stall_seconds: float = 0
     ) -> None:
+        self.what_died: Callable[[int], str] = lambda rank: f"{name_of(rank)} has died"
         self.mail = mail
         self.rank, self.size = mail.rank, mail.size
         self.name_of = name_of
         self._stall_seconds = stall_seconds
         self._handlers: dict[str, Handler] = {}
+        self._early: dict[str, list[tuple[int, Any]]] = {}  # what came before its handler
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count(1)
         self._open: dict[int, Reply] = {}
@@ -85,6 +89,8 @@ class Post:
         In the thread that reads, which must not wait for an answer there.
         """
         self._handlers[kind] = handler
+        for source, body in self._early.pop(kind, ()):
+            handler(source, body)
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Call `handler(rank)` once for each rank that dies, in the thread that reads."""
@@ -101,7 +107,7 @@ class Post:
         self._open[ticket] = reply
         if to in self.mail.lost:
             self._open.pop(ticket, None)
-            reply.put(None, self._gone(to))
+            reply.put(None, self.gone(to))
         else:
             self.mail.send(to, (_REQUEST, kind, ticket, body))
         return reply
@@ -149,24 +155,25 @@ class Post:
                 "whether it was stopped"
             )
 
-    def _gone(self, rank: int) -> UnavailableError:
-        return UnavailableError(f"{self.name_of(rank)} has died")
+    def gone(self, rank: int) -> UnavailableError:
+        """For who needs a rank that has died."""
+        return UnavailableError(self.what_died(rank))
 
     def _handle(self, source: int, message: Any) -> None:
         if message is LOST or message == LOST:
             for ticket, reply in list(self._open.items()):
                 if reply.to == source:
                     self._open.pop(ticket, None)
-                    reply.put(None, self._gone(source))
+                    reply.put(None, self.gone(source))
             for handler in self._when_lost:
                 handler(source)
             return
         kind = message[0]
         if kind == _NOTICE:
-            self._handlers[message[1]](source, message[2])
+            self._give(message[1], source, message[2])
         elif kind == _REQUEST:
             _, name, ticket, body = message
-            self._handlers[name](source, Asked(ticket, body))
+            self._give(name, source, Asked(ticket, body))
         else:
             _, ticket, value = message
             waiting = self._open.pop(ticket, None)
@@ -175,3 +182,10 @@ class Post:
                     waiting.put(value)
                 else:
                     waiting.put(None, value)
+
+    def _give(self, kind: str, source: int, body: Any) -> None:
+        handler = self._handlers.get(kind)
+        if handler is None:
+            self._early.setdefault(kind, []).append((source, body))
+        else:
+            handler(source, body)

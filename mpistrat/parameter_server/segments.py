@@ -124,7 +124,7 @@ class Mappings:
             self._files[key] = memory
         return memory[place.first : place.first + place.nbytes]
 
-    def forget(self, pid: int) -> None:
+    def forget(self, pid: int | None) -> None:
         """The process has died."""
         for key in [key for key in self._files if key[0] == pid]:
             del self._files[key]

@@ -7,11 +7,12 @@ that did it has died, repeats their numbers, too.
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.errors import FailedPreconditionError, NotFoundError
+from mpistrat.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.clocks import ENDED, Clock
 from mpistrat.parameter_server.gate import Gate, Push
@@ -65,8 +66,8 @@ class Tables:
         self.optimizers = OptimizerSteps()
         self.mappings = Mappings()
         self._segments = Segments()
-        # By piece of work, then array: the answers to its updates, or why they could not be made.
-        self._applied: dict[int, dict[int, list[Carried | Exception | None]]] = {}
+        # By piece of work, then array and number: the answers to its updates, or why they could not be made.
+        self._applied: dict[int, dict[tuple[int, int], Carried | Exception | None]] = {}
         self._over_before = 0  # pieces of work
 
     def create(self, new: Created) -> Table:
@@ -94,13 +95,16 @@ class Tables:
             raise FailedPreconditionError(
                 f"an update of {table.name!r} came after the work that it belongs to was over"
             )
-        applied = self._applied.setdefault(update.work, {}).setdefault(update.key, [])
-        if update.number == len(applied):
+        applied = self._applied.setdefault(update.work, {})
+        which = update.key, update.number
+        if which not in applied:
             try:
-                applied.append(self._apply(table, update, worker))
+                applied[which] = self._apply(table, update, worker)
+            except OSError:  # who asked has died, with its memory; it will be asked again
+                raise
             except Exception as error:
-                applied.append(error)
-        found = applied[update.number]
+                applied[which] = error
+        found = applied[which]
         if isinstance(found, Exception):
             raise found
         return found
@@ -118,7 +122,11 @@ class Tables:
         """Nobody repeats these pieces of work any more, nor any with a smaller number than `over_before`."""
         for work in over:
             self._applied.pop(work, None)
-        self._over_before = max(self._over_before, over_before)
+        if over_before > self._over_before:
+            self._over_before = over_before
+            # Those that were begun repeatedly are told of by this only.
+            for work in [work for work in self._applied if work < over_before]:
+                del self._applied[work]
 
 
 class ParameterServer:
@@ -128,13 +136,23 @@ class ParameterServer:
         post: to the others.
         clients: the ranks that use the server; it leaves when all of them are done, or lost.
         workers: those whose steps it counts.
+        maker: the rank that makes arrays, and tells of checkpoints.
+    Attributes:
+        clients: those that still use it.
     """
 
-    def __init__(self, post: Post, clients: Sequence[int], workers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        post: Post,
+        clients: Sequence[int],
+        workers: Sequence[int] = (),
+        maker: int | None = None,
+    ) -> None:
         self.tables = Tables()
         self._clock = Clock(post, workers, self.tables.optimizers.end_rounds)
         self._post = post
-        self._clients = set(clients)
+        self._maker = maker
+        self.clients = set(clients)
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
         self._published: dict[Any, Any] = {}
         self._awaiting: dict[Any, list[tuple[int, int]]] = {}
@@ -160,7 +178,7 @@ class ParameterServer:
 
     def serve(self) -> None:
         """Return when nobody uses the server any more."""
-        self._post.attend(lambda: not self._clients)
+        self._post.attend(lambda: not self.clients)
 
     def _respond(self, kind: str, respond: Callable[[int, Any], Any]) -> None:
         """Answer requests of `kind` with what `respond` returns."""
@@ -192,10 +210,20 @@ class ParameterServer:
     def _find(self, source: int, asked: Asked) -> None:
         """The array of a number, once it is there: another rank may not have made it yet."""
         table = self.tables.by_key.get(asked.body)
-        if table is None:
-            self._waiting.setdefault(asked.body, []).append((source, asked.ticket))
-        else:
+        if table is not None:
             self._post.answer(source, asked.ticket, self._found(table))
+        elif self._maker in self._post.mail.lost:
+            self._refuse_to_wait(source, asked.ticket)
+        else:
+            self._waiting.setdefault(asked.body, []).append((source, asked.ticket))
+
+    def _refuse_to_wait(self, source: int, ticket: int) -> None:
+        assert self._maker is not None
+        maker = self._post.name_of(self._maker)
+        error = UnavailableError(
+            f"{maker} has died before it made a variable, or told of a checkpoint, that others wait for"
+        )
+        self._post.refuse(source, ticket, error)
 
     def _publish(self, source: int, body: tuple[Any, Any]) -> None:
         name, value = body
@@ -206,6 +234,8 @@ class ParameterServer:
     def _await(self, source: int, asked: Asked) -> None:
         if asked.body in self._published:
             self._post.answer(source, asked.ticket, self._published[asked.body])
+        elif self._maker in self._post.mail.lost:
+            self._refuse_to_wait(source, asked.ticket)
         else:
             self._awaiting.setdefault(asked.body, []).append((source, asked.ticket))
 
@@ -252,12 +282,20 @@ class ParameterServer:
         self._gate.enter(source, push, lambda: self._clock.ended(source, steps))
 
     def _leave(self, rank: int) -> None:
-        self._clients.discard(rank)
+        self.clients.discard(rank)
         self._gate.enter(rank, None, lambda: self._clock.leave(rank))
 
     def _lost(self, rank: int) -> None:
+        """What of its work has come whole is done; nobody waits for the rest."""
         self._gate.lost(rank)
         self._leave(rank)
+        self.tables.mappings.forget(self._post.mail.pid_of(rank))
+        if rank == self._maker:
+            waiting = itertools.chain(*self._waiting.values(), *self._awaiting.values())
+            for source, ticket in waiting:
+                self._refuse_to_wait(source, ticket)
+            self._waiting.clear()
+            self._awaiting.clear()
 
 
 def _for_others(error: Exception) -> Exception:

@@ -244,8 +244,9 @@ def join_job(
     job = ServerJob(resolver.comm, roles)
     serves = roles.task_type == "ps"
     # Servers need no GPU: what a node has is for the others.
-    mine = ("cpu:0",) if serves else checked
-    return job, bind(communicator, topology, mine)
+    bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
+    job.begin(chief is True and roles.task_type == "chief")
+    return job, bound
 
 
 def check_partitioner(partitioner: Any) -> None:
