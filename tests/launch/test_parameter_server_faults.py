@@ -1,0 +1,129 @@
+"""Ranks of jobs with parameter servers are killed: under Open MPI's ULFM the others go on, elsewhere the job ends."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Job, Launcher
+
+PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
+WORKERS, SERVERS = 6, 2
+KILLS = WORKERS - 1  # in a job: one worker goes on
+SECONDS = 90.0  # for a job, on a busy machine; each rank shows its stack before
+SECONDS_TO_END = 20.0  # with starting it
+
+
+class FaultTolerant(Launcher):
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        return super().command(ranks, ["--with-ft", "ulfm", *program])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    left = {path for path in set(Path("/dev/shm").iterdir()) - before if "mpistrat" in path.name}
+    assert not [path for folder in left for path in folder.rglob("*") if path.is_file()]
+
+
+def run(folder: Path, ranks: int, *words: str | int) -> Job:
+    launcher = FaultTolerant.named("Open MPI")
+    job = launcher.run_python(ranks, PROGRAM, *map(str, words), seconds=SECONDS, cwd=folder)
+    assert job.left_behind == (), job.output
+    return job
+
+
+def went_on(folder: Path, what: str, seed: int, kills: int) -> Job:
+    """A job of which so many workers were killed, each of which is told of once."""
+    ranks = WORKERS + SERVERS + (what == "closures")
+    folder = folder / str(seed)
+    folder.mkdir()
+    job = run(folder, ranks, what, seed, kills)
+    assert job.returncode == 0, job.output
+    assert "Traceback" not in job.output, job.output
+    told = re.findall(r"worker (\d) \(rank \d\) has died", job.stderr)
+    assert len(told) == len(set(told)) == kills, job.output
+    return job
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.time_limit(7200)])]
+)
+def test_workers_of_a_coordinator_are_killed(tmp_path: Path, kills: int) -> None:
+    """Every closure's updates are applied once, whoever dies in it, wherever."""
+    for seed, killed in enumerate(range(0, kills, KILLS)):
+        now = min(KILLS, kills - killed)
+        job = went_on(tmp_path, "closures", seed, now)
+        assert f"{now} workers killed: all is exact" in job.stdout, job.output
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.time_limit(3600)])]
+)
+def test_workers_that_train_by_themselves_are_killed(tmp_path: Path, kills: int) -> None:
+    """The others are not held back, and what was answered is applied."""
+    for seed, killed in enumerate(range(0, kills, KILLS)):
+        now = min(KILLS, kills - killed)
+        job = went_on(tmp_path, "steps", seed, now)
+        assert job.stdout.count(f"is done after {now} deaths") == WORKERS - now, job.output
+
+
+@pytest.mark.parametrize("what", ["closures", "steps"])
+def test_workers_are_killed_whose_messages_go_by_mpi(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between nodes: the death is known by MPI, and what was sent may come after it."""
+    monkeypatch.setenv("MPISTRAT_SHARED_MB", "0")
+    went_on(tmp_path, what, 100, 3)
+
+
+def test_the_chief_is_killed(tmp_path: Path) -> None:
+    job = run(tmp_path, 5, "chief", 0)
+    assert job.returncode != 0
+    assert job.seconds < SECONDS_TO_END
+    assert "Traceback" not in job.output, job.output
+    assert re.search(
+        r"rank 0 of 5 .* was killed by SIGKILL|chief 0 \(rank 0\) has died", job.stderr
+    ), job.output
+
+
+def test_a_server_is_killed(tmp_path: Path) -> None:
+    """What is scheduled fails, and names what is lost; the program may still end as it likes."""
+    job = run(tmp_path, 5, "server", 0)
+    assert job.returncode == 0, job.output
+    said = "ps 0 (rank 3) has died, and with it 'first': the job must be started again, from its last checkpoint"
+    assert job.stdout.count(f"UnavailableError: {said}") == 3, job.output
+    assert "the chief goes on" in job.stdout
+    assert job.stderr.count(said) == 1, job.output
+
+
+def test_a_server_of_workers_that_train_by_themselves_is_killed(tmp_path: Path) -> None:
+    """Reading and pushing what it kept fails, on every worker; the rest is there."""
+    job = run(tmp_path, 5, "server of steps", 0)
+    assert job.returncode == 0, job.output
+    said = "UnavailableError: ps 1 (rank 4) has died, and with it 'second'"
+    assert job.stdout.count(said) == 3, job.output
+    assert job.stdout.count("the worker goes on") == 3
+
+
+def test_all_workers_are_killed(tmp_path: Path) -> None:
+    job = run(tmp_path, 5, "all workers", 0)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("UnavailableError: no worker is left") == 3, job.output
+    assert "the chief goes on" in job.stdout
+
+
+@pytest.mark.parametrize("what", ["closures", "steps"])
+def test_without_fault_tolerant_mpi_the_job_ends(
+    launcher: Launcher, tmp_path: Path, what: str
+) -> None:
+    job = launcher.run_python(5, PROGRAM, what, "0", "1", seconds=SECONDS, cwd=tmp_path)
+    assert job.returncode != 0
+    assert job.seconds < SECONDS_TO_END
+    assert job.left_behind == ()
+    assert "Traceback" not in job.output, job.output
+    assert re.search(
+        r"rank \d of 5 .* was killed by SIGKILL|worker \d \(rank \d\) has died", job.stderr
+    ), job.output
