@@ -6,12 +6,14 @@ adds to buffers, such as batch norm's statistics, is added on the servers when i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.parameter_server.clocks import WorkerClock
 from mpistrat.pytorch import served_rows, served_steps
@@ -21,6 +23,10 @@ from mpistrat.pytorch.served_tensor import ServedTensor
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
+
+_served_by: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # by module: a weak reference to its ServedModules
 
 
 class ServedModules(Mirroring):
@@ -55,23 +61,34 @@ class ServedModules(Mirroring):
     def before_run(self) -> None:
         """Serve what is new, send what this rank has written if it owns that, and pull everything."""
         super().before_run()
-        tensors: list[tuple[ServedTensor, torch.Tensor]] = []
-        for parameter in self.registry.parameters():
-            if parameter is not None and not isinstance(parameter, served_rows.ServedRows):
-                tensors.append((self._served[parameter], parameter.detach()))
-        buffers = [
-            (served, buffer.detach())
-            for buffer in (slot.tensor() for slot in self.registry.buffers)
-            if buffer is not None and (served := self._served.get(buffer)) is not None
+        buffers = self._known(slot.tensor() for slot in self.registry.buffers)
+        self._sync([*self._known(self.registry.parameters()), *buffers])
+        self._pulled = [(served, tensor, tensor.clone()) for served, tensor in buffers]
+
+    def refresh(self, module: torch.nn.Module) -> None:
+        """Let the module's own parameters and buffers be what the servers have now."""
+        self._sync(self._known([*module._parameters.values(), *module._buffers.values()]))
+
+    def _known(
+        self, tensors: Iterable[torch.Tensor | None]
+    ) -> list[tuple[ServedTensor, torch.Tensor]]:
+        """Those that are served, and whose values are here."""
+        return [
+            (self._served[tensor], tensor.detach())
+            for tensor in tensors
+            if tensor is not None
+            and tensor in self._served
+            and not isinstance(tensor, served_rows.ServedRows)
         ]
-        tensors += buffers
+
+    def _sync(self, tensors: Sequence[tuple[ServedTensor, torch.Tensor]]) -> None:
         if self._owns:
             self._assign([one for one in tensors if version(one[1]) != one[0].version])
-        wanted = [piece for served, tensor in tensors for piece in served.pieces(tensor)]
-        self._client.pull_into(wanted)
+        self._client.pull_into(
+            [piece for served, tensor in tensors for piece in served.pieces(tensor)]
+        )
         for served, tensor in tensors:
             served.version = version(tensor)
-        self._pulled = [(served, tensor, tensor.clone()) for served, tensor in buffers]
 
     def after_run(self) -> None:
         """Send what the run has added to buffers."""
@@ -118,6 +135,11 @@ class ServedModules(Mirroring):
             buffer = module._buffers[key]
             assert buffer is not None
             self._serve(name, buffer)
+        for root in self._recorder.roots():
+            for module in root.modules():
+                if _before_state_dict not in module._state_dict_pre_hooks.values():
+                    module.register_state_dict_pre_hook(_before_state_dict)
+                _served_by[module] = weakref.ref(self)
 
     def _looked_up(self, parameter: torch.Tensor) -> bool:
         """Whether it is an embedding's alone, which wants sparse gradients, or is split."""
@@ -143,3 +165,11 @@ class ServedModules(Mirroring):
         served.version = version(tensor)
         self._served[tensor] = served
         return True
+
+
+def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A module-level function: it is saved and copied with the module by name alone."""
+    reference = _served_by.get(module)
+    modules = None if reference is None else reference()
+    if modules is not None and not (has_strategy() and get_replica_context() is not None):
+        modules.refresh(module)

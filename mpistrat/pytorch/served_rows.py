@@ -130,9 +130,7 @@ def _number_properties() -> tuple[Any, ...]:
 
 def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`func` of the rows that are looked up, instead of the weight."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = inspect.getcallargs(func, *args, **kwargs)
     weight, padding = given["weight"], given["padding_idx"]
     if given["max_norm"] is not None:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
@@ -144,7 +142,7 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         found = (indices == padding % len(weight)).nonzero()
         given["padding_idx"] = int(found[0]) if len(found) else None
     given["sparse"] = False
-    return func(*bound.args, **bound.kwargs)
+    return func(**given)
 
 
 class _Rows(torch.autograd.Function):
