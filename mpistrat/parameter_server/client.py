@@ -67,6 +67,7 @@ class Client:
         self.bytes_pulled = self.bytes_pushed = 0
         self._buffers = Buffers()
         self._results = RecycledBuffers()
+        self._recycling = threading.Lock()
         self._mappings = Mappings()
         self._tables: dict[int, MappedTable | None] = {}  # by key; None where nothing can be mapped
         self._used: dict[int, Address] = {}  # by key
@@ -97,7 +98,8 @@ class Client:
         """The value, on the host; in `out` where one is given."""
         kind = address.kind
         if out is None:
-            out = self._results.like(kind.empty())
+            with self._recycling:
+                out = self._results.like(kind.empty())
         self.bytes_pulled += kind.nbytes
         table = self._mapped(address)
         if table is not None and table.copy_to(out):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import time
-import weakref
 from collections.abc import Sequence
 
 from mpi4py import MPI
@@ -73,7 +72,8 @@ class ServerJob:
         self.post.handle(_HERE, self._comes)
         self.post.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
         # Runs before the ranks wait for each other at their ends: handlers run last in, first out.
-        atexit.register(_done, weakref.ref(self))
+        # Also where the program has forgotten its strategy by then: the servers wait for it.
+        atexit.register(self.done)
 
     @property
     def clients(self) -> tuple[int, ...]:
@@ -114,14 +114,15 @@ class ServerJob:
     def serve(self) -> None:
         """The work of a server: return when all that use it are done."""
         assert self._server is not None
-        self._server.serve()
-        self._done = True
+        if not self._done:
+            self._server.serve()
+            self._leave()
 
     def done(self) -> None:
         """This rank does not use the servers any more; with the chief's word, workers do not either."""
         if self._done:
             return
-        self._done = True
+        self._leave()
         if self.roles.task_type == "chief":
             for worker in self.roles.ranks["worker"]:
                 self.post.tell(worker, END)
@@ -131,6 +132,10 @@ class ServerJob:
             # Nobody waits for the others at the end then; mpirun would kill them if this rank fails.
             everybody = self.post.size - 1
             self.post.attend(lambda: len(self.post.mail.lost) == everybody, _SECONDS_FOR_THE_OTHERS)
+
+    def _leave(self) -> None:
+        self._done = True
+        atexit.unregister(self.done)
 
     def _end(self) -> None:
         self.ended = True
@@ -209,9 +214,3 @@ class ServerJob:
         if self.post.rank != first:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end.end_job(f"ending the job: {why}", 1)
-
-
-def _done(job: weakref.ref[ServerJob]) -> None:
-    alive = job()
-    if alive is not None:
-        alive.done()

@@ -39,6 +39,10 @@ class AggregatingVariable(DistributedVariable):
     def load_state(self, state: Any) -> None:
         self._update_all("assign", state)
 
+    def sparse_read(self, indices: Any) -> Any:
+        self._here()
+        return self._values[0].sparse_read(indices)
+
     def _update(self, method: str, operand: Any) -> Any:
         replica = self._here()
         check_scatter(self, method)

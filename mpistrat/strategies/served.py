@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrat import arrays
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.job_roles import job_roles
 from mpistrat.communicators import LocalCommunicator
@@ -147,7 +148,8 @@ class ServedExtended(StrategyExtended):
                 return whole[first : first + size[0]] if sizes else whole
 
             full_name = f"{name}/part_{part}" if sizes else name
-            addresses.append(self._placed(full_name, size, value))
+            made_of = None if whole is None else arrays.dtype_name(whole)
+            addresses.append(self._placed(full_name, size, made_of, value))
             first += rows
         return addresses
 
@@ -168,13 +170,18 @@ class ServedExtended(StrategyExtended):
                 f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
             )
         count = min(partitions[0], shape[0])
-        if partitions[0] == 1:
+        if partitions[0] == 1 or not count:
             return []
         each, more = divmod(shape[0], count)
         return [each + (part < more) for part in range(count)]
 
-    def _placed(self, name: str, shape: tuple[int, ...], value: Callable[[], Any]) -> Address:
-        """An array on the next server in turn: made there by the one rank that makes them, found by the others."""
+    def _placed(
+        self, name: str, shape: tuple[int, ...], dtype: str | None, value: Callable[[], Any]
+    ) -> Address:
+        """An array on the next server in turn: made there by the one rank that makes them, found by the others.
+
+        Args: dtype: None where all workers were given it.
+        """
         key = next(self._keys)
         server = self.job.servers[key % len(self.job.servers)]
         if self.makes_variables:
@@ -183,11 +190,12 @@ class ServedExtended(StrategyExtended):
             self.job.client.create(address, array)
             return address
         address = self.job.client.find(server, key)
-        if (address.name, address.kind.shape) != (name, shape):
+        there = address.kind
+        if (address.name, there.shape, there.dtype) != (name, shape, dtype or there.dtype):
             raise CollectiveMismatchError(
-                f"{self.job.name_of(self.job.post.rank)} makes variable {name!r} of shape {list(shape)} where "
-                f"{address.name!r} of shape {list(address.kind.shape)} was made: all workers make the same variables, "
-                "in the same order"
+                f"{self.job.name_of(self.job.post.rank)} makes variable {name!r} of {dtype or there.dtype} "
+                f"{list(shape)} where {address.name!r} of {there.dtype} {list(there.shape)} was made: all workers make "
+                "the same variables, in the same order"
             )
         return address
 
@@ -215,11 +223,12 @@ def variable_of(
     Args: how: whether it is trainable, its synchronization, and its aggregation.
     """
     variables = [ServedVariable(strategy, job.client, address, *how) for address in addresses]
-    if len(variables) > 1 or variables[0].name != name:
-        return ServedShards(job.client, variables, name)
+    variable: Variable = variables[0]
+    if len(variables) > 1 or variable.name != name:
+        variable = ServedShards(job.client, variables, name)
     if strategy.num_replicas_in_sync == 1:
-        return variables[0]
-    return AggregatingVariable(strategy, variables, *how[1:])  # type: ignore[arg-type]
+        return variable
+    return AggregatingVariable(strategy, [variable], *how[1:])  # type: ignore[list-item]
 
 
 def join_job(

@@ -76,9 +76,10 @@ class Server:
             raise RuntimeError("the server was made with start=False: call start() first")
         if self.server_def.job_name == "ps":
             self._job.serve()
-        elif self.server_def.job_name == "worker":
+        elif self.server_def.job_name == "worker" and "chief" in self._job.roles.ranks:
             ParameterServerStrategy.of_worker(self._job, self._devices).work()
         else:
             raise RuntimeError(
-                f"a {self.server_def.job_name} has no work to join: make a strategy on its rank instead"
+                f"a {self.server_def.job_name} has no work to join where no other rank is its chief: make a strategy "
+                "on its rank instead"
             )
