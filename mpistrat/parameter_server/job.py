@@ -6,8 +6,9 @@ mpi4py is imported by this file, and this file on first use: `import mpistrat` s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mpi4py import MPI
 
@@ -31,6 +32,25 @@ _SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends: all the others would sa
 _SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
 
 
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """Around all that the ranks do together until `begin`: the death of one is that of the job, until then.
+
+    Fault tolerant MPI raises errors on the others, and MPI_Finalize would wait for the dead.
+    """
+    try:
+        yield
+    except MPI.Exception as error:
+        if not _outlives_ranks():
+            raise
+        job_end.end_job(f"ending the job: a rank has died before all had met: {error}", 1)
+
+
+def _outlives_ranks() -> bool:
+    fault_tolerant = not why_not_fault_tolerant(MPI.Get_library_version())
+    return fault_tolerant and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
 class ServerJob:
     """What a rank needs to serve, or to use servers. Collective to make.
 
@@ -48,11 +68,7 @@ class ServerJob:
         self.roles = roles
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
-        self.outlives_ranks = (
-            comm.Get_size() > 1
-            and not why_not_fault_tolerant(MPI.Get_library_version())
-            and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        )
+        self.outlives_ranks = comm.Get_size() > 1 and _outlives_ranks()
         mail = Mail(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
         self.post = Post(mail, self.name_of, stall_seconds())
         self.post.what_died = self._what_died

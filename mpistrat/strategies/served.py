@@ -241,19 +241,20 @@ def join_job(
 ) -> tuple[ServerJob, tuple[str, ...]]:
     """This rank's job, and its devices. Called by: every rank of `comm`."""
     checked = check_devices(devices) if devices else None
-    resolver = MPIClusterResolver(comm)
-    topology = resolver.topology()
-    communicator = communicator_of(resolver, "always", _WHAT)
-    roles = job_roles(
-        topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
-    )
-    share_cores(communicator, topology)
-    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.job import ServerJob, meeting
 
-    job = ServerJob(resolver.comm, roles)
-    serves = roles.task_type == "ps"
-    # Servers need no GPU: what a node has is for the others.
-    bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
+    with meeting():
+        resolver = MPIClusterResolver(comm)
+        topology = resolver.topology()
+        communicator = communicator_of(resolver, "always", _WHAT)
+        roles = job_roles(
+            topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
+        )
+        share_cores(communicator, topology)
+        job = ServerJob(resolver.comm, roles)
+        serves = roles.task_type == "ps"
+        # Servers need no GPU: what a node has is for the others.
+        bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
     job.begin(chief is True and roles.task_type == "chief")
     return job, bound
 
