@@ -19,7 +19,10 @@ class NotedPost:
     rank = 0
 
     def __init__(self) -> None:
-        self.mail = SimpleNamespace(lost=set(), shares_memory_with=lambda rank: False)
+        self.mail = SimpleNamespace(
+            lost=set(), shares_memory_with=lambda rank: False, pid_of=lambda rank: None
+        )
+        self.name_of = "rank {}".format
         self.answers: list[tuple[int, Any]] = []
         self._handlers: dict[str, Callable[[int, Any], None]] = {}
         self._when_lost: list[Callable[[int], None]] = []

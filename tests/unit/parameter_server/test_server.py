@@ -6,8 +6,8 @@ import pytest
 from mpistrat import errors
 from mpistrat.parameter_server.clocks import ENDED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
-from mpistrat.parameter_server.parcels import Kind, carried, unpack
-from mpistrat.parameter_server.segments import Mappings
+from mpistrat.parameter_server.parcels import Kind, Placed, carried, unpack
+from mpistrat.parameter_server.segments import Mappings, Place
 from mpistrat.parameter_server.server import Created, ParameterServer, Update
 from noted_post import NotedPost
 
@@ -17,7 +17,7 @@ KEY = 3
 @pytest.fixture
 def post() -> NotedPost:
     post = NotedPost()
-    post.server = ParameterServer(post, clients=[1, 2], workers=[1, 2])
+    post.server = ParameterServer(post, clients=[1, 2], workers=[1, 2], maker=1)
     create(post, KEY, np.zeros(3))
     return post
 
@@ -77,6 +77,36 @@ def test_a_numbered_update_that_failed_fails_again_and_the_next_one_is_made(post
             post.answer_to(update(post, source, bad))
         post.answer_to(update(post, source, add(1, work=7, n=1)))
     assert value(post).tolist() == [1, 1, 1]
+
+
+def test_an_update_whose_memory_went_with_its_sender_is_made_when_another_asks(post) -> None:
+    gone = Placed(Place(1 << 30, 0, 1, 64, 0, 24), Kind.of(np.ones(3)))
+    lost = Update(KEY, "assign_add", [gone], 7, 1)
+    refused = update(post, 1, add(1, work=7, n=0), lost)
+    with pytest.raises(RuntimeError, match="the server failed"):
+        post.answer_to(refused)
+    post.lose(1)
+    post.answer_to(update(post, 2, add(1, work=7, n=0), add(10, work=7, n=1)))
+    assert value(post).tolist() == [11] * 3
+
+
+def test_work_that_was_begun_repeatedly_is_forgotten_with_all_before_it(post) -> None:
+    for work in range(5):
+        update(post, 1, add(1, work=work, n=0))
+    post.told(1, "forget", ([3], 2))  # 2 was begun twice, and is not named
+    assert sorted(post.server.tables._applied) == [2, 4]
+    post.told(1, "forget", ([4], 5))
+    assert not post.server.tables._applied
+
+
+def test_what_the_maker_of_arrays_did_not_make_nobody_waits_for(post) -> None:
+    waiting = [post.asked(2, "find", 8), post.asked(2, "published", "saved")]
+    post.lose(1)
+    waiting += [post.asked(2, "find", 9), post.asked(2, "published", "restored")]
+    for ticket in waiting:
+        with pytest.raises(errors.UnavailableError, match="rank 1 has died before it made"):
+            post.answer_to(ticket)
+    assert post.answer_to(post.asked(2, "find", KEY))[0] == f"v{KEY}"
 
 
 def test_nonsense_is_refused(post) -> None:
