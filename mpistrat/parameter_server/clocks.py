@@ -44,6 +44,10 @@ class Clock:
         """The steps of the worker that has ended fewest."""
         return min((self._steps[rank] for rank in self._working), default=1 << 62)
 
+    def steps_of(self, rank: int) -> int:
+        """How many it has ended; 0 for a rank that is no worker."""
+        return self._steps.get(rank, 0)
+
     def leave(self, rank: int) -> None:
         self._working.discard(rank)
         self._look()

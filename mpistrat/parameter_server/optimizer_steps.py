@@ -86,6 +86,14 @@ class OptimizerSteps:
                 hyperparameters = pending.step.hyperparameters
                 self._take(self._of(optimizer, key), pending.table, combined, hyperparameters)
 
+    def forget(self, worker: int, ended: int) -> None:
+        """It has died after so many steps: of one that it has begun, some gradients came, and others never will."""
+        for number in [one for one in self._pending if one >= ended]:
+            of_round = self._pending[number]
+            for pending in of_round.values():
+                pending.gradients.pop(worker, None)
+            self._pending[number] = {key: one for key, one in of_round.items() if one.gradients}
+
     def state(self, optimizer: int, key: int) -> State:
         return self._of(optimizer, key).state_dict()
 

@@ -281,14 +281,19 @@ class ParameterServer:
         steps, push = body
         self._gate.enter(source, push, lambda: self._clock.ended(source, steps))
 
-    def _leave(self, rank: int) -> None:
+    def _leave(self, rank: int, died: bool = False) -> None:
+        def leave() -> None:
+            if died:
+                self.tables.optimizers.forget(rank, self._clock.steps_of(rank))
+            self._clock.leave(rank)
+
         self.clients.discard(rank)
-        self._gate.enter(rank, None, lambda: self._clock.leave(rank))
+        self._gate.enter(rank, None, leave)
 
     def _lost(self, rank: int) -> None:
         """What of its work has come whole is done; nobody waits for the rest."""
         self._gate.lost(rank)
-        self._leave(rank)
+        self._leave(rank, died=True)
         self.tables.mappings.forget(self._post.mail.pid_of(rank))
         if rank == self._maker:
             waiting = itertools.chain(*self._waiting.values(), *self._awaiting.values())

@@ -146,3 +146,16 @@ def test_optimizers_that_take_one_kind_only(cls) -> None:
     push(steps, table, good, 0, 0)
     steps.end_rounds(1)
     assert table.array.any()
+
+
+def test_a_step_that_a_dead_worker_did_not_end_is_made_without_it() -> None:
+    table, steps = served(np.zeros(3, np.float32))
+    for worker in range(2):
+        push(steps, table, np.ones(3, np.float32), worker, 0, mean=True)
+    push(steps, table, np.full(3, 100, np.float32), 1, 1, mean=True)
+    steps.forget(1, ended=1)
+    push(steps, table, np.ones(3, np.float32), 0, 1, mean=True)
+    push(steps, table, np.full(3, 100, np.float32), 1, 2)
+    steps.forget(1, ended=1)
+    steps.end_rounds(3)
+    assert table.array.tolist() == [-2] * 3
