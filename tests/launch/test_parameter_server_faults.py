@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import two_nodes
 from mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
@@ -77,6 +78,19 @@ def test_workers_are_killed_whose_messages_go_by_mpi(
     """As between nodes: the death is known by MPI, and what was sent may come after it."""
     monkeypatch.setenv("MPISTRAT_SHARED_MB", "0")
     went_on(tmp_path, what, 100, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_workers_on_two_nodes_are_killed(tmp_path: Path, seed: int) -> None:
+    if reason := two_nodes.why_not():
+        pytest.skip(reason)
+    words = PROGRAM, "closures", str(seed), "4"
+    with two_nodes.two_nodes(tmp_path) as nodes:
+        job = nodes.run_python(FaultTolerant.named("Open MPI"), 4, *words, seconds=SECONDS)
+    assert job.returncode == 0, job.output
+    assert job.left_behind == ()
+    assert "4 workers killed: all is exact" in job.stdout, job.output
 
 
 def test_the_chief_is_killed(tmp_path: Path) -> None:

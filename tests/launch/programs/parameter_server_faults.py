@@ -180,7 +180,9 @@ def lost_for_good(ranks: Callable[[Any], list[int]]) -> None:
 
 def steps() -> None:
     """Each worker counts its own steps, here and on the servers; the others' deaths change nothing."""
-    strategy = ms.compat.v1.ParameterServerStrategy(num_ps=2, max_staleness=2)
+    strategy = ms.compat.v1.ParameterServerStrategy(
+        num_ps=2, max_staleness=plan.choice((None, 0, 2))
+    )
     job = strategy.extended.job
     workers = list(job.workers)
     mine = job.roles.task_id
