@@ -173,7 +173,10 @@ class ShardedVariable(Variable):
         value = arrays.detach_read(value)
         whole = value
         if not arrays.is_array(value):
-            whole = arrays.cast_like(arrays.as_array(value), self.variables[0].read_value())
+            try:
+                whole = arrays.cast_like(arrays.as_array(value), self.variables[0].read_value())
+            except TypeError as error:
+                raise TypeError(f"variable {self.name!r}: {error}") from None
         if tuple(whole.shape) != self.shape:
             raise InvalidArgumentError(
                 f"variable {self.name!r} has shape {list(self.shape)}, the operand {list(whole.shape)}"
@@ -198,7 +201,7 @@ def _positions(indices: Any) -> np.ndarray:
     array = arrays.as_array(indices)
     if array.ndim != 1:
         raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
-    if not arrays.is_integer(array):
+    if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # [] has no integers
         raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
     return arrays.to_numpy(array).astype(np.int64, copy=False)
 

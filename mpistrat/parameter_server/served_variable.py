@@ -72,6 +72,8 @@ class ServedVariable(Variable):
         """The rows at `indices`, integers of shape [n], in their order; only they are read."""
         self._check_strategy()
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
+        if not self.shape:
+            raise ValueError(f"variable {self.name!r} is a number, and has no rows")
         if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
             raise ValueError(
                 f"sparse_read of variable {self.name!r} takes integers of shape [n], got {arrays.dtype_name(rows)} "
