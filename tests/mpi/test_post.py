@@ -1,0 +1,145 @@
+"""Requests, answers and notices between ranks: over pipes, and over MPI as between nodes."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpistrat import errors
+from mpistrat.parameter_server.mail import Mail
+from mpistrat.parameter_server.post import Post
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+OTHERS = [rank for rank in range(SIZE) if rank != RANK] or [RANK]
+
+
+class Talk:
+    """A post whose ranks answer each other, and know when all have come to the end of a test."""
+
+    def __init__(self, pipes: bool) -> None:
+        comm = WORLD.Dup()
+        self.post = Post(Mail(comm, pipes=pipes), stall_seconds=40)
+        self.finished: set[int] = set()
+        self.notices: list[tuple[int, object]] = []
+        self.post.handle("finished", lambda source, _: self.finished.add(source))
+        self.post.handle("notice", lambda source, body: self.notices.append((source, body)))
+        self.post.handle("echo", self._echo)
+        self.post.handle("fail", self._fail)
+
+    def _echo(self, source, asked) -> None:
+        self.post.answer(source, asked.ticket, asked.body)
+
+    def _fail(self, source, asked) -> None:
+        self.post.refuse(source, asked.ticket, asked.body(f"of rank {RANK}"))
+
+    def finish(self) -> None:
+        for rank in range(SIZE):
+            self.post.tell(rank, "finished")
+        assert self.post.attend(lambda: len(self.finished) == SIZE, 40)
+        WORLD.Barrier()
+        self.finished.clear()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["pipes", "mpi"])
+def talk(request: pytest.FixtureRequest) -> Talk:
+    return Talk(request.param)
+
+
+def test_everybody_asks_everybody(talk) -> None:
+    bodies = [None, 0, "text", {"a": [1, (2, 3)]}, np.arange(5), np.zeros((0, 3)), b"x" * 10_000]
+    replies = [(body, talk.post.ask(to, "echo", body)) for body in bodies for to in range(SIZE)]
+    for body, reply in reversed(replies):  # in any order
+        np.testing.assert_equal(reply.wait(), body)
+    talk.finish()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ValueError, IndexError, errors.NotFoundError, errors.InvalidArgumentError, RuntimeError],
+)
+def test_errors_come_back_with_their_class(talk, kind) -> None:
+    for to in range(SIZE):
+        with pytest.raises(kind, match=f"of rank {to}") as told:
+            talk.post.ask(to, "fail", kind).wait()
+        assert type(told.value) is kind
+    assert talk.post.ask(OTHERS[0], "echo", 1).wait() == 1
+    talk.finish()
+
+
+def test_large_messages_both_ways_at_once(talk) -> None:
+    """More than the pipes hold, from all to all: nobody waits for a receiver that waits for it."""
+    large = np.random.default_rng(RANK).integers(0, 255, 3 << 20).astype(np.uint8)
+    replies = [talk.post.ask(to, "echo", large) for to in OTHERS for _ in range(2)]
+    for reply in replies:
+        assert np.array_equal(reply.wait(), large)
+    talk.finish()
+
+
+def test_messages_of_a_rank_come_in_its_order(talk) -> None:
+    sizes = np.random.default_rng(0).integers(0, 20_000, 100)
+    for number, size in enumerate(sizes):
+        for to in OTHERS:
+            talk.post.tell(to, "notice", (number, np.zeros(size, np.uint8)))
+    assert talk.post.attend(lambda: len(talk.notices) == 100 * len(OTHERS), 40)
+    for source in OTHERS:
+        mine = [body for sender, body in talk.notices if sender == source]
+        assert [(number, len(data)) for number, data in mine] == list(enumerate(sizes))
+    talk.notices.clear()
+    talk.finish()
+
+
+def test_threads_ask_at_the_same_time(talk) -> None:
+    wrong: list[object] = []
+
+    def ask(thread: int) -> None:
+        try:
+            for number in range(40):
+                body = (RANK, thread, number, b"y" * 500 * thread)
+                to = OTHERS[number % len(OTHERS)]
+                if talk.post.ask(to, "echo", body).wait() != body:
+                    wrong.append(body)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+        assert not thread.is_alive()
+    assert wrong == []
+    talk.finish()
+
+
+def test_wake(talk) -> None:
+    woken = threading.Event()
+
+    def wake() -> None:
+        time.sleep(0.1)
+        woken.set()
+        talk.post.mail.wake()
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    assert talk.post.attend(woken.is_set, 40)
+    thread.join()
+    talk.finish()
+
+
+def test_a_limit_to_waiting(talk) -> None:
+    begin = time.monotonic()
+    assert not talk.post.attend(lambda: False, 0.2)
+    assert time.monotonic() - begin >= 0.19
+    talk.finish()
+
+
+def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:
+    talk.post.handle("nothing", lambda source, asked: None)
+    monkeypatch.setattr(talk.post, "_stall_seconds", 0.3)
+    reply = talk.post.ask(OTHERS[0], "nothing")
+    with pytest.raises(errors.StallError, match=rf"rank {OTHERS[0]} to answer 'nothing'"):
+        reply.wait()
+    talk.finish()
