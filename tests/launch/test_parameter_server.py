@@ -1,0 +1,87 @@
+"""One script for all ranks of a job with parameter servers: who goes on with it, and how it ends."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Job, Launcher
+
+PROGRAM = Path(__file__).parent / "programs" / "served.py"
+
+
+def run(launcher: Launcher, folder: Path, name: str, ranks: int = 4) -> Job:
+    shared = set(Path("/dev/shm").iterdir())
+    job = launcher.run_python(ranks, PROGRAM, name, folder)
+    assert job.left_behind == ()
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - shared}
+    assert not [name for name in left if "mpistrat" in name]
+    return job
+
+
+@pytest.mark.parametrize(
+    ("name", "goes_on"),
+    [("trains", {0, 1, 2}), ("forgets", {0, 1, 2}), ("coordinates", {0})],
+)
+def test_who_goes_on_with_the_program(launcher, tmp_path: Path, name: str, goes_on) -> None:
+    job = run(launcher, tmp_path, name)
+    assert job.returncode == 0, job.output
+    assert {int(rank) for rank in re.findall(r"rank (\d): after", job.stdout)} == goes_on
+    assert job.stderr == ""
+
+
+def test_a_worker_that_raises_ends_the_job(launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "worker_raises")
+    assert job.returncode != 0
+    assert job.output.count("KeyError: 'on this worker only'") == 1
+    assert job.seconds < 40
+
+
+def test_an_uncaught_error_of_a_server_ends_the_job(launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "server_fails")
+    assert job.returncode != 0
+    assert "ZeroDivisionError: in the server" in job.output
+    assert job.seconds < 40
+
+
+def test_the_exit_code_of_the_chief(launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "chief_exits")
+    assert job.returncode == 3, job.output
+
+
+def test_an_idle_server_takes_no_time(launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "idles", ranks=3)
+    assert job.returncode == 0, job.output
+    (seconds,) = re.findall(r"idle (\S+)", job.stdout)
+    assert float(seconds) < 0.1  # of 2 s
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_servers", "nothing tells which ranks are parameter servers: give num_ps="),
+        ("too_few", "num_ps=7 needs 9 ranks or more"),
+        ("wrong_number", "num_ps=0 must be the number of parameter servers, 1 or more"),
+    ],
+)
+def test_bad_arguments(launcher, tmp_path: Path, name: str, told: str) -> None:
+    job = run(launcher, tmp_path, name, ranks=3)
+    assert job.returncode != 0
+    assert told in job.output
+    assert job.seconds < 40
+
+
+def test_without_a_launcher(tmp_path: Path) -> None:
+    launcher = Launcher.named("MPICH")
+
+    def python(name: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(PROGRAM), name, str(tmp_path)]
+        environment = launcher.environment()
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert python("alone").stdout == "rank 0: value 2.0\n"
+    failed = python("no_servers")
+    assert failed.returncode != 0
+    assert "nothing tells which ranks are parameter servers: give num_ps=" in failed.stderr
