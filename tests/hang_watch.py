@@ -74,13 +74,19 @@ class HangWatch:
             signal.ITIMER_REAL, left + SECONDS_TO_WRITE_STACKS + SECONDS_BEFORE_SIGALRM
         )
 
+    def _has_failure(self) -> bool:
+        try:
+            return any(self.folder.glob("failed-rank*.txt"))
+        except FileNotFoundError:  # another rank has ended all tests, and removed it
+            return False
+
     def _watch(self) -> None:
         while not self._closed.wait(0.1):
             with self._lock:
                 if not self._work:
                     continue
                 work = self._work[-1]
-                if not work.hurried and any(self.folder.glob("failed-rank*.txt")):
+                if not work.hurried and self._has_failure():
                     work.hurried = True
                     work.deadline = min(work.deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
                     self._set_clocks()

@@ -71,6 +71,7 @@ class Client:
         self._mappings = Mappings()
         self._tables: dict[int, MappedTable | None] = {}  # by key; None where nothing can be mapped
         self._used: dict[int, Address] = {}  # by key
+        self._is_done = False
         self._work = _Work()
         self._pushes = itertools.count()
 
@@ -84,13 +85,13 @@ class Client:
         self._used[address.key] = address
         packed, region = pack([value], self._shared_with(server))
         new = Created(address.key, address.name, address.kind, packed[0])
-        self.post.ask(server, "create", new).wait()
+        self._ask(server, "create", new).wait()
         self._give_back(region)
         self.bytes_pushed += address.kind.nbytes
 
     def find(self, server: int, key: int) -> Address:
         """An array that another rank makes; waits until it has."""
-        name, kind, _ = self.post.ask(server, "find", key).wait()
+        name, kind, _ = self._ask(server, "find", key).wait()
         self._used[key] = Address(server, key, name, kind)
         return self._used[key]
 
@@ -106,12 +107,12 @@ class Client:
             return out
         # The server answers between two updates.
         if table is None:
-            answer = self.post.ask(address.server, "pull", (address.key, None)).wait()
+            answer = self._ask(address.server, "pull", (address.key, None)).wait()
             out[...] = unpack(answer, self._mappings)
             return out
         region = self._buffers.take(kind.nbytes)
         place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
-        self.post.ask(address.server, "pull", (address.key, place)).wait()
+        self._ask(address.server, "pull", (address.key, place)).wait()
         out[...] = kind.array_in(region.memory[: kind.nbytes])
         self._give_back(region)
         return out
@@ -124,7 +125,7 @@ class Client:
             table = self._mapped(address)
             if table is None or not table.copy_to(out):
                 body = address.key, None
-                asked.append((out, self.post.ask(address.server, "pull", body)))
+                asked.append((out, self._ask(address.server, "pull", body)))
         for out, reply in asked:
             out[...] = unpack(reply.wait(), self._mappings)
 
@@ -134,7 +135,7 @@ class Client:
         rows = None if table is None else table.rows(indices)
         if rows is None:
             body = address.key, carried(indices)
-            rows = unpack(self.post.ask(address.server, "rows", body).wait(), self._mappings)
+            rows = unpack(self._ask(address.server, "rows", body).wait(), self._mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.kind.itemsize
         return rows
 
@@ -167,7 +168,7 @@ class Client:
                 )
                 for (_, change), operand in zip(given, operands, strict=True)
             ]
-            reply = self.post.ask(server, "update", (updates, push))
+            reply = self._ask(server, "update", (updates, push))
             asked.append((reply, region, [position for position, _ in given]))
             self.bytes_pushed += sum(
                 arrays.num_elements(one) * arrays.itemsize(one)
@@ -199,25 +200,26 @@ class Client:
         Args: optimizer: its number, equal on all workers; of several that make it, one does.
         Raises: TypeError: the recipe cannot be pickled, or does not work for a part.
         """
+        import cloudpickle  # here, because it makes importing mpistrat slower
+
+        packed = cloudpickle.dumps(recipe)  # also of classes of the main script
         replies = []
         for server in self.servers:
             mine = [(one.key, shard) for one, shard in arrays if one.server == server]
             if mine:
-                body = optimizer, recipe, mine
-                replies.append(self.post.ask(server, "make optimizer", body))
+                body = optimizer, packed, mine
+                replies.append(self._ask(server, "make optimizer", body))
         for reply in replies:
             reply.wait()
 
     def optimizer_state(self, optimizer: int, address: Address) -> State:
         """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
-        state: State = self.post.ask(
-            address.server, "optimizer state", (optimizer, address.key)
-        ).wait()
+        state: State = self._ask(address.server, "optimizer state", (optimizer, address.key)).wait()
         return state
 
     def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
-        self.post.ask(address.server, "load optimizer state", body).wait()
+        self._ask(address.server, "load optimizer state", body).wait()
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """What goes to these servers now."""
@@ -243,7 +245,7 @@ class Client:
 
     def updates(self, addresses: Sequence[Address]) -> list[int]:
         """How many updates each array has had."""
-        asked = [self.post.ask(one.server, "count", [one.key]) for one in addresses]
+        asked = [self._ask(one.server, "count", [one.key]) for one in addresses]
         return [reply.wait()[0] for reply in asked]
 
     @contextlib.contextmanager
@@ -252,9 +254,9 @@ class Client:
         held: dict[int, Any] = {}
         try:
             for server in self.servers:  # in this order by everybody: no two hold some of them each
-                held[server] = self.post.ask(server, HOLD).wait()
+                held[server] = self._ask(server, HOLD).wait()
             missing = not_yet_everywhere(held)
-            for reply in [self.post.ask(one, ADMIT, missing[one]) for one in self.servers]:
+            for reply in [self._ask(one, ADMIT, missing[one]) for one in self.servers]:
                 reply.wait()
             yield
         finally:
@@ -267,21 +269,34 @@ class Client:
 
     def await_published(self, name: Any) -> Any:
         """What another rank publishes under this name; waits for it."""
-        return self.post.ask(self.servers[0], "published", name).wait()
+        return self._ask(self.servers[0], "published", name).wait()
 
     def done(self) -> None:
         """This rank needs the servers no more."""
+        self._is_done = True
         for server in self.servers:
             self.post.tell(server, "done")
 
+    def _ask(self, server: int, kind: str, body: Any = None) -> Reply:
+        self._check_not_done()
+        return self.post.ask(server, kind, body)
+
+    def _check_not_done(self) -> None:
+        if self._is_done:
+            raise RuntimeError(
+                "this rank has left the parameter servers (shutdown(), or the program's end): read and change "
+                "variables before"
+            )
+
     def _mapped(self, address: Address) -> MappedTable | None:
+        self._check_not_done()
         if self.post.mail.has_died(address.server):  # its memory would still be there
             raise self.post.gone(address.server)
         if address.key not in self._tables:
             self._used[address.key] = address
             table = None
             if self.post.mail.shares_memory_with(address.server):
-                _, kind, place = self.post.ask(address.server, "find", address.key).wait()
+                _, kind, place = self._ask(address.server, "find", address.key).wait()
                 with contextlib.suppress(OSError):
                     table = MappedTable(kind, self._mappings.at(place))
             self._tables[address.key] = table

@@ -70,10 +70,10 @@ class OptimizerSteps:
         optimizer.check(gradient)  # now: it is this worker's error
         of_round = self._pending.setdefault(step.round, {})
         for time in itertools.count():  # a worker may take several steps in one of the strategy's
-            pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, step, {}))
+            pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
                 _check_alike(gradient, pending)
-                pending.gradients[worker] = _copied(gradient)
+                pending.gradients[worker], pending.steps[worker] = _copied(gradient), step
                 return
 
     def end_rounds(self, before: int) -> None:
@@ -83,8 +83,8 @@ class OptimizerSteps:
                 self._pending.pop(number).items(), key=lambda item: item[0][2]
             ):
                 combined = _combined(pending)
-                hyperparameters = pending.step.hyperparameters
-                self._take(self._of(optimizer, key), pending.table, combined, hyperparameters)
+                numbers = pending.first.hyperparameters
+                self._take(self._of(optimizer, key), pending.table, combined, numbers)
 
     def forget(self, worker: int, ended: int) -> None:
         """It has died after so many steps: of one that it has begun, some gradients came, and others never will."""
@@ -117,8 +117,13 @@ class OptimizerSteps:
 
 class _Pending(NamedTuple):
     table: Table
-    step: Step
-    gradients: dict[int, Any]  # by worker
+    steps: dict[int, Step]  # by worker
+    gradients: dict[int, Any]
+
+    @property
+    def first(self) -> Step:
+        """That of the lowest rank, whoever came first."""
+        return self.steps[min(self.gradients)]
 
 
 def _check_alike(gradient: Any, pending: _Pending) -> None:
@@ -145,7 +150,7 @@ def _copied(gradient: Any) -> Any:
 def _combined(pending: _Pending) -> Any:
     """The workers' gradients in the order of their ranks, so that it has the same bits each time."""
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
-    divisor = len(gradients) if pending.step.mean else 1
+    divisor = len(gradients) if pending.first.mean else 1
     first = gradients[0]
     if isinstance(first, IndexedSlices):
         values = np.concatenate([one.values for one in gradients])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -262,7 +263,8 @@ class ParameterServer:
         self._gate.enter(source, push, lambda: self._answer(source, asked.ticket, work))
 
     def _make_optimizer(self, source: int, body: tuple[int, Any, list[tuple[int, bool]]]) -> None:
-        optimizer, recipe, arrays = body
+        optimizer, packed, arrays = body
+        recipe = pickle.loads(packed)
         tables = [(key, self.tables.table(key), shard) for key, shard in arrays]
         self.tables.optimizers.make(optimizer, recipe, tables)
 

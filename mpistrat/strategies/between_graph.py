@@ -73,7 +73,14 @@ class BetweenGraphStrategy(Strategy):
             self._extended = CentralStorageExtended(self, LocalCommunicator(), mine)
             self._clock: WorkerClock | None = None
             return
-        job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=False)
+        job, devices = join_job(
+            cluster_resolver,
+            num_ps,
+            comm,
+            devices,
+            chief=False,
+            told=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
+        )
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
@@ -117,6 +124,12 @@ class BetweenGraphStrategy(Strategy):
                 self._clock,
             )
         return self._mirroring
+
+    def shutdown(self) -> None:
+        """Use the servers no more, as at the program's end: this worker holds nobody back; they leave with the last."""
+        if self._clock is not None:
+            assert isinstance(self._extended, ServedExtended)
+            self._extended.job.done()
 
     @property
     def steps(self) -> dict[str, int]:

@@ -96,7 +96,9 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
-        job, devices = join_job(cluster_resolver, num_ps, comm, devices, chief=True)
+        job, devices = join_job(
+            cluster_resolver, num_ps, comm, devices, chief=True, told=type(self).__name__
+        )
         self._cluster_resolver = cluster_resolver
         self._gradients = gradients
         extended = self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)

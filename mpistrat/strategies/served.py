@@ -238,8 +238,13 @@ def join_job(
     devices: Sequence[str] | None,
     *,
     chief: bool | None,
+    told: str | None = None,
 ) -> tuple[ServerJob, tuple[str, ...]]:
-    """This rank's job, and its devices. Called by: every rank of `comm`."""
+    """This rank's job, and its devices. Called by: every rank of `comm`.
+
+    Args: told: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
+    Raises: CollectiveMismatchError on all ranks, when they were given different ones; what `job_roles` raises.
+    """
     checked = check_devices(devices) if devices else None
     from mpistrat.parameter_server.job import ServerJob, meeting
 
@@ -250,6 +255,11 @@ def join_job(
         roles = job_roles(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
+        everyone = communicator.all_gather_object(told, label="strategies")
+        if len({one for one in everyone if one is not None}) > 1:
+            raise CollectiveMismatchError(
+                f"the ranks make different strategies, by rank: {everyone}"
+            )
         share_cores(communicator, topology)
         job = ServerJob(resolver.comm, roles)
         serves = roles.task_type == "ps"

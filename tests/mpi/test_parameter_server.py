@@ -282,9 +282,18 @@ def test_who_leaves_early_holds_nobody_back(way, k) -> None:
         for _ in range(steps):
             strategy.run(lambda: count.assign_add(1))
         if RANK == 0:
-            strategy.extended.job.done()
+            strategy.shutdown()
+            for use in (count.numpy, lambda: count.assign_add(1)):
+                with pytest.raises(RuntimeError, match="has left the parameter servers"):
+                    use()
         else:
             assert next(iter(strategy.steps.values())) == 3
+
+
+def test_workers_with_different_bounds() -> None:
+    make = functools.partial(ParameterServerStrategy, num_ps=1, max_staleness=RANK)
+    with pytest.raises(CollectiveMismatchError, match=r"max_staleness=0.*max_staleness=1"):
+        make()
 
 
 @pytest.mark.mpi(min_size=3)

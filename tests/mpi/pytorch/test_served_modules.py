@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -382,3 +383,26 @@ def test_what_cannot_be() -> None:
             torch.optim.LBFGS(model.parameters()).step(None)
 
     train(body)
+
+
+def test_a_round_has_the_numbers_of_the_lowest_rank() -> None:
+    """Whoever comes first."""
+
+    def body(strategy: Any, worker: int) -> None:
+        with strategy.scope():
+            model = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.zeros_(model.weight)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + worker)
+
+        def step() -> None:
+            if worker == 0:
+                time.sleep(0.2)
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        strategy.run(lambda: None)
+        assert model.weight.item() == -WORKERS
+
+    train(body, max_staleness=0)
