@@ -28,7 +28,7 @@ from mpistrat.parameter_server.server import ParameterServer
 END = "end"
 # Notices: a rank has come to `begin`; all have.
 _HERE, _BEGIN = "here", "begin"
-_SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends: all the others would say the same
+_SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends, and to end it: all would say the same
 _SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
 
 
@@ -214,14 +214,16 @@ class ServerJob:
         return f"{self.name_of(lost)} has died; {number} will execute what it had begun"
 
     def _lost_for_good(self, rank: int) -> None:
-        """Launchers end the job as soon as they see it; some never do."""
+        """Launchers end the job as soon as they see it, and the observer tells who was the first; some never do."""
         needed = {*self.servers, *self.roles.ranks.get("chief", ())}
         if self.post.rank in self.servers:
             needed.update(self.clients)
         if rank in needed:
-            self._end_job(
-                f"{self.name_of(rank)} has died, or has left without a word, and {self.name_of(self.post.rank)} needs "
-                "it"
+            time.sleep(_SECONDS_FOR_THE_FIRST)
+            job_end.end_job(
+                f"ending the job: {self.name_of(rank)} has died, or has left without a word, and "
+                f"{self.name_of(self.post.rank)} needs it",
+                1,
             )
 
     def _end_job(self, why: str) -> None:

@@ -1,6 +1,9 @@
 """Ranks of jobs with parameter servers are killed: under Open MPI's ULFM the others go on, elsewhere the job ends."""
 
+import contextlib
+import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +16,10 @@ PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
 WORKERS, SERVERS = 6, 2
 KILLS = WORKERS - 1  # in a job: one worker goes on
 SECONDS = 90.0  # for a job, on a busy machine; each rank shows its stack before
+SECONDS_TO_BE_REMOVED = 10.0
 SECONDS_TO_END = 20.0  # with starting it
+# How it died is known since Linux 6.15 only.
+DIED = r"(was killed by SIGKILL|died without a word)"
 
 
 class FaultTolerant(Launcher):
@@ -22,11 +28,29 @@ class FaultTolerant(Launcher):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    before = set(Path("/dev/shm").iterdir())
+def nothing_is_left_in_memory() -> Iterator[None]:
+    before = in_memory()
     yield
-    left = {path for path in set(Path("/dev/shm").iterdir()) - before if "mpistrat" in path.name}
-    assert not [path for folder in left for path in folder.rglob("*") if path.is_file()]
+    end = time.monotonic() + SECONDS_TO_BE_REMOVED
+    while left := in_memory() - before - mapped_by_somebody():
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def in_memory() -> set[str]:
+    """Files in shared memory, those of the jobs' folders, too."""
+    return {str(path) for path in Path("/dev/shm").rglob("*") if not path.is_dir()}
+
+
+def mapped_by_somebody() -> set[str]:
+    """Of those: other jobs may run on this machine."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/\S+", maps.read_text(errors="replace")))
+    folders = {os.path.dirname(path) for path in found} - {"/dev/shm"}
+    locks = {f"{folder}.lock" for folder in folders}
+    return {one for one in in_memory() if one in found | locks or os.path.dirname(one) in folders}
 
 
 def run(folder: Path, ranks: int, *words: str | int) -> Job:
@@ -98,9 +122,8 @@ def test_the_chief_is_killed(tmp_path: Path) -> None:
     assert job.returncode != 0
     assert job.seconds < SECONDS_TO_END
     assert "Traceback" not in job.output, job.output
-    assert re.search(
-        r"rank 0 of 5 .* was killed by SIGKILL|chief 0 \(rank 0\) has died", job.stderr
-    ), job.output
+    told = rf"rank 0 of 5 .* {DIED}|chief 0 \(rank 0\) has died"
+    assert re.search(told, job.stderr), job.output
 
 
 def test_a_server_is_killed(tmp_path: Path) -> None:
@@ -138,6 +161,4 @@ def test_without_fault_tolerant_mpi_the_job_ends(
     assert job.seconds < SECONDS_TO_END
     assert job.left_behind == ()
     assert "Traceback" not in job.output, job.output
-    assert re.search(
-        r"rank \d of 5 .* was killed by SIGKILL|worker \d \(rank \d\) has died", job.stderr
-    ), job.output
+    assert re.search(rf"rank \d of 5 .* {DIED}", job.stderr), job.output
