@@ -18,7 +18,7 @@ from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.parameter_server.clocks import WorkerClock
 from mpistrat.pytorch import served_rows, served_steps
 from mpistrat.pytorch.mirroring import Mirroring
-from mpistrat.pytorch.registry import version
+from mpistrat.pytorch.registry import BufferSlot, version
 from mpistrat.pytorch.served_tensor import ServedTensor
 
 if TYPE_CHECKING:
@@ -54,16 +54,21 @@ class ServedModules(Mirroring):
         self._client, self._place, self._owns = client, place, owns
         self._served: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._steps = served_steps.ServedSteps(client, owns, clock, gradients == "mean")
-        # Buffers as they were pulled: what a run adds to them is sent.
-        self._pulled: list[tuple[ServedTensor, torch.Tensor, torch.Tensor]] = []
+        # Buffers, and what was pulled: what a run adds to them is sent.
+        self._pulled: list[tuple[ServedTensor, BufferSlot, torch.Tensor, torch.Tensor]] = []
         served_steps.install()
 
     def before_run(self) -> None:
         """Serve what is new, send what this rank has written if it owns that, and pull everything."""
         super().before_run()
-        buffers = self._known(slot.tensor() for slot in self.registry.buffers)
+        slots = {id(slot.tensor()): slot for slot in self.registry.buffers}  # modules may share one
+        buffers = self._known(slot.tensor() for slot in slots.values())
         self._sync([*self._known(self.registry.parameters()), *buffers])
-        self._pulled = [(served, tensor, tensor.clone()) for served, tensor in buffers]
+        self._pulled = [
+            (self._served[tensor], slot, tensor, tensor.clone())
+            for slot in slots.values()
+            if (tensor := slot.tensor()) is not None and tensor in self._served
+        ]
 
     def refresh(self, module: torch.nn.Module) -> None:
         """Let the module's own parameters and buffers be what the servers have now."""
@@ -93,7 +98,8 @@ class ServedModules(Mirroring):
     def after_run(self) -> None:
         """Send what the run has added to buffers."""
         changes = []
-        for served, tensor, before in self._pulled:
+        for served, slot, tensor, before in self._pulled:
+            _put_back(slot, tensor)
             if tensor.dtype is not torch.bool and tensor.shape == before.shape:
                 added = tensor - before
                 if added.any():
@@ -173,3 +179,14 @@ def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
     modules = None if reference is None else reference()
     if modules is not None and not (has_strategy() and get_replica_context() is not None):
         modules.refresh(module)
+
+
+def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
+    """A forward may have put another tensor in the buffer's place: its values are the buffer's."""
+    module, now = slot.module(), slot.tensor()
+    if module is None or now is None or now is tensor:
+        return
+    if (now.shape, now.dtype) == (tensor.shape, tensor.dtype):
+        with torch.no_grad():
+            tensor.copy_(now)
+        module._buffers[slot.key] = tensor
