@@ -78,6 +78,9 @@ class Things:
     def resolve(self, key: str) -> Any:
         return self.by_name[key]
 
+    def reduction_of(self, value: Any) -> None:
+        return None
+
 
 class Threads:
     """A chief and its workers.
@@ -103,6 +106,7 @@ class Threads:
             workers=range(1, workers + 1),
             references=self.things,
             over=lambda over, before: self.over.append((over, before)),
+            joined=lambda: None,
         )
         strategy: Any = SimpleNamespace(extended=SimpleNamespace(cluster=cluster))
         self.strategy = strategy
@@ -122,6 +126,7 @@ class Threads:
             references=self.things,
             in_closure=in_closure,
             scope=contextlib.nullcontext,
+            unpacked=lambda: None,
         )
         threading.Thread(
             target=worker.serve, args=(lambda: self._ended or post.dead,), daemon=True

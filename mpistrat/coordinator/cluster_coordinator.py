@@ -30,6 +30,7 @@ class Cluster:
     Attributes:
         workers: their ranks, by worker index.
         over: is told ids of closures that will not be executed again, and the id before which none will.
+        joined: called when all closures have ended, and none has failed.
         coordinator: the strategy's one; made when it is first asked for.
     """
 
@@ -37,6 +38,7 @@ class Cluster:
     workers: Sequence[int]
     references: References
     over: Callable[[list[int], int], None]
+    joined: Callable[[], None]
     coordinator: ClusterCoordinator | None = None
 
 
@@ -89,7 +91,7 @@ class ClusterCoordinator:
         return cluster.coordinator
 
     def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
-        self._strategy = strategy
+        self._strategy, self._joined = strategy, cluster.joined
         self._queue = ClosureQueue()
         self._book = RecipeBook(cluster.references, len(cluster.workers))
         self._unpack = functools.partial(loads, resolve=self._book.resolve)
@@ -129,15 +131,19 @@ class ClusterCoordinator:
         return self._put(fn, tuple(args), dict(kwargs or {}))
 
     def join(self) -> None:
-        """Wait until all that was scheduled has ended.
+        """Wait until all that was scheduled has ended. The chief's torch modules have the servers' values then.
 
         Raises: the first error of a function, after the others have ended or been cancelled; once.
         """
         self._queue.wait()
+        self._joined()
 
     def done(self) -> bool:
-        """Whether all that was scheduled has ended. Raises: as `join`."""
-        return self._queue.done()
+        """Whether all that was scheduled has ended; if so, as `join`. Raises: as `join`."""
+        done = self._queue.done()
+        if done:
+            self._joined()
+        return done
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

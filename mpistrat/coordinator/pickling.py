@@ -23,11 +23,23 @@ class References(Protocol):
         """This rank's object."""
         ...
 
+    def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
+        """How an object is copied that the other side is to take note of, as of `__reduce__`; None for all others."""
+        ...
 
-def dumps(value: Any, reference_of: Callable[[Any], Any | None]) -> bytes:
-    """Raises: whatever the pickling raises."""
+
+def _as_usual(value: Any) -> None:
+    return None
+
+
+def dumps(
+    value: Any,
+    reference_of: Callable[[Any], Any | None],
+    reduction_of: Callable[[Any], tuple[Any, ...] | None] = _as_usual,
+) -> bytes:
+    """Args: as of `References`. Raises: whatever the pickling raises."""
     with io.BytesIO() as file:
-        _Pickler(file, reference_of).dump(value)
+        _Pickler(file, reference_of, reduction_of).dump(value)
         return file.getvalue()
 
 
@@ -63,12 +75,21 @@ def _full_name(kind: type) -> str:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, reference_of: Callable[[Any], Any | None]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        reference_of: Callable[[Any], Any | None],
+        reduction_of: Callable[[Any], tuple[Any, ...] | None],
+    ) -> None:
         super().__init__(file, protocol=5)
-        self._reference_of = reference_of
+        self._reference_of, self._reduction_of = reference_of, reduction_of
 
     def persistent_id(self, value: Any) -> Any | None:
         return self._reference_of(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = self._reduction_of(value)
+        return super().reducer_override(value) if reduced is None else reduced
 
 
 class Unpickler(pickle.Unpickler):

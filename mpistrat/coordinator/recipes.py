@@ -75,7 +75,8 @@ class RecipeBook:
     def pack(self, value: Any) -> tuple[bytes, list[Recipe]]:
         """`value`, pickled, and the recipes of what in it each worker has for itself. Raises: what pickling raises."""
         needs: list[Recipe] = []
-        return dumps(value, functools.partial(self.reference_of, needs)), needs
+        reference_of = functools.partial(self.reference_of, needs)
+        return dumps(value, reference_of, self._references.reduction_of), needs
 
     def reference_of(self, needs: list[Recipe], value: Any) -> Any | None:
         if isinstance(value, PerWorker):

@@ -38,6 +38,7 @@ class Worker:
         index: of this worker, from 0.
         in_closure: entered around each closure with its id, in which updates are applied once; its exit waits for them.
         scope: entered around each closure.
+        unpacked: called when a closure is, and is executed next.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Worker:
         references: References,
         in_closure: Callable[[int], AbstractContextManager[Any]],
         scope: Callable[[], AbstractContextManager[Any]],
+        unpacked: Callable[[], None],
     ) -> None:
         self._post, self._chief, self._index = post, chief, index
-        self._in_closure, self._scope = in_closure, scope
+        self._in_closure, self._scope, self._unpacked = in_closure, scope, unpacked
         self._kitchen = Kitchen(references)
         self._waiting: collections.deque[tuple[int, str, bytes]] = collections.deque()
         self._begun = 0.0  # when the closure under way was
@@ -109,6 +111,7 @@ class Worker:
         try:
             with executing(self._index), self._scope(), self._in_closure(closure):
                 function, args, kwargs = loads(payload, self._kitchen.resolve)
+                self._unpacked()
                 value = function(*args, **kwargs)
                 return closure, self._packed(value, name), None
         except KeyboardInterrupt:  # of the job, not of the closure

@@ -44,19 +44,19 @@ class Recorder:
         in_scope = (
             mode is not None and mode.replica_context is None and mode.strategy is self._strategy
         )
-        if in_scope or self._known(module):
+        if in_scope or self.knows(module):
             self.changed = True
             self.record(module)
             if isinstance(value, torch.nn.Module):
                 self.record(value)
 
     def record(self, module: torch.nn.Module) -> None:
-        if not self._known(module):
+        if not self.knows(module):
             reference = weakref.ref(module)
             self._modules.append(reference)
             self._seen[id(module)] = reference
 
-    def _known(self, module: torch.nn.Module) -> bool:
+    def knows(self, module: torch.nn.Module) -> bool:
         reference = self._seen.get(id(module))
         return reference is not None and reference() is module
 

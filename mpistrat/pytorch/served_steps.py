@@ -49,6 +49,10 @@ def serve(parameter: torch.Tensor, served: ServedTensor, steps: ServedSteps) -> 
     _served[parameter] = served, steps
 
 
+def has_served_parameters(optimizer: Optimizer) -> bool:
+    return any(p in _served for group in optimizer.param_groups for p in group["params"])
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -103,11 +107,7 @@ class ServedSteps:
 
     def step(self, optimizer: Optimizer) -> None:
         """Have the servers step by the gradients that are there."""
-        served = self._optimizers.get(optimizer)
-        if served is None:
-            served = ServedOptimizers(optimizer, next(self._numbers), self)
-            self._optimizers[optimizer] = served
-        served.make_sure(optimizer)
+        served = self.of(optimizer)
         combines = self._clock is not None and self._clock.combines
         now = self._clock.steps if combines and self._clock is not None else None
         changes = []
@@ -118,6 +118,17 @@ class ServedSteps:
                     changes += _changes(parameter, step)
         if changes:
             self.client.change(changes)
+
+    def of(self, optimizer: Optimizer) -> ServedOptimizers:
+        """The optimizer's like on the servers: it is made, and given the state that was loaded here, if need be."""
+        served = self._optimizers.get(optimizer)
+        if served is None:
+            served = self._optimizers[optimizer] = self._new(optimizer)
+        served.make_sure(optimizer)
+        return served
+
+    def _new(self, optimizer: Optimizer) -> ServedOptimizers:
+        return ServedOptimizers(optimizer, next(self._numbers), self)
 
 
 def _changes(parameter: torch.Tensor, step: Step) -> list[Change]:
@@ -164,6 +175,13 @@ class ServedOptimizers:
                     if self._owns:
                         self._load(parameter, state)
                     del optimizer.state[parameter]
+
+    def made_by_another(self, optimizer: Optimizer) -> None:
+        """Another rank has had the servers make it for all parameters."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in _served:
+                    self._made[parameter] = _served[parameter][0]
 
     def _load(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         given: State = {

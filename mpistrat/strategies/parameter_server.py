@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
 from mpistrat.coordinator.worker import Worker
 from mpistrat.input.input_context import InputContext
-from mpistrat.options import InputOptions
+from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.mirrored import check_strategy_arguments
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.pytorch.travelling_modules import TravellingModules
 
 
 class _CoordinatedExtended(ServedExtended):
@@ -84,6 +85,9 @@ class ParameterServerStrategy(Strategy):
     Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
     """
 
+    _extended: _CoordinatedExtended
+    _mirroring: TravellingModules | None = None
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -101,7 +105,7 @@ class ParameterServerStrategy(Strategy):
         )
         self._cluster_resolver = cluster_resolver
         self._gradients = gradients
-        extended = self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
+        self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
@@ -109,7 +113,9 @@ class ParameterServerStrategy(Strategy):
             self.work()
             raise SystemExit(0)
         references = Travelling(self, job)
-        extended.cluster = Cluster(job.post, job.workers, references, job.client.forget)
+        self._extended.cluster = Cluster(
+            job.post, job.workers, references, job.client.forget, self._refresh
+        )
 
     @classmethod
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
@@ -120,18 +126,73 @@ class ParameterServerStrategy(Strategy):
 
     def work(self) -> None:
         """Run the chief's functions until it has come to its end. Called by: a worker."""
-        assert isinstance(self._extended, _CoordinatedExtended)
         job = self._extended.job
         worker = Worker(
             job.post,
             job.roles.ranks["chief"][0],
             job.roles.task_id,
             Travelling(self, job),
-            job.client.within,
+            self._in_closure,
             self.scope,
+            self._begin_closure,
         )
         worker.serve(lambda: job.ended)
         job.done()
+
+    @contextlib.contextmanager
+    def _in_closure(self, closure: int) -> Iterator[None]:
+        with self._extended.job.client.within(closure):
+            if self._mirroring is not None:
+                self._mirroring.clear()
+            yield
+            if self._mirroring is not None:
+                self._mirroring.after_run()
+
+    def _begin_closure(self) -> None:
+        if self._mirroring is not None:
+            self._mirroring.begin()
+
+    def _refresh(self) -> None:
+        """What the chief's modules have is what the servers have."""
+        if self._mirroring is not None:
+            self._mirroring.before_run()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        result = super().run(fn, args, kwargs, options)
+        if self._mirroring is not None:
+            self._mirroring.after_run()
+        return result
+
+    @property
+    def _sees_modules(self) -> bool:
+        return True
+
+    def _torch(self) -> TravellingModules:
+        if self._mirroring is None:
+            from mpistrat.pytorch import travelling_modules
+
+            extended = self._extended
+            on_chief = extended.makes_variables
+            kind = (
+                travelling_modules.ModulesOfChief
+                if on_chief
+                else travelling_modules.ModulesOfWorker
+            )
+            self._mirroring = kind(
+                self,
+                self._gradients,
+                extended.job.client,
+                lambda name, tensor: extended.place(tensor, name),
+                on_chief,
+                None,
+            )
+        return self._mirroring
 
     def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None
@@ -147,7 +208,6 @@ class ParameterServerStrategy(Strategy):
 
     def shutdown(self) -> None:
         """Let workers and servers leave. Called by: the chief, which can use neither after it."""
-        assert isinstance(self._extended, _CoordinatedExtended)
         cluster = self._extended.cluster
         if cluster is not None and cluster.coordinator is not None:
             cluster.coordinator.end()
