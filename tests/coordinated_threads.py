@@ -32,7 +32,7 @@ class ThreadsPost:
         job[rank] = self
 
     def name_of(self, rank: int) -> str:
-        return f"rank {rank}"
+        return f"worker {rank - 1} (rank {rank})" if rank else "chief 0 (rank 0)"
 
     def handle(self, kind: str, handler: Callable[[int, Any], None]) -> None:
         self.handlers[kind] = handler

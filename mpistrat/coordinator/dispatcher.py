@@ -100,7 +100,7 @@ class Dispatcher:
             if worker is None:  # lost, and others have its closures
                 return
             worker.took(seconds / len(outcomes))
-            told_by = f"worker {worker.index} ({self._post.name_of(source)})"
+            told_by = self._post.name_of(source)
             ended = []
             for closure_id, packed, failure in outcomes:
                 closure = worker.in_hand.pop(closure_id)
@@ -135,8 +135,8 @@ class Dispatcher:
             if not self._workers:
                 self._queue.close(
                     UnavailableError(
-                        f"no worker is left to execute closures: the last one, worker {worker.index} "
-                        f"({self._post.name_of(rank)}), has died, and under MPI none comes back"
+                        f"no worker is left to execute closures: the last one, {self._post.name_of(rank)}, has died, "
+                        "and under MPI none comes back"
                     )
                 )
             self.hand_out()
