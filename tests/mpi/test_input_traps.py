@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 import mpistrat as ms
 from mpistrat.compat import v1
+from process_ids import ProcessIds
 
 WORLD = MPI.COMM_WORLD
 EXAMPLES = 24
@@ -285,17 +286,12 @@ def test_a_loader_that_iterates_in_its_own_way(strategy):
     )
 
 
-class WorkerOf(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4 * WORLD.size
-
-    def __getitem__(self, index):
-        return os.getpid()
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_are_the_same_processes(strategy, persistent):
-    loader = DataLoader(WorkerOf(), 2 * WORLD.size, num_workers=1, persistent_workers=persistent)
+    pids_of_readers = ProcessIds(4 * WORLD.size)
+    loader = DataLoader(
+        pids_of_readers, 2 * WORLD.size, num_workers=1, persistent_workers=persistent
+    )
     distributed = strategy.experimental_distribute_dataset(loader)
     pids = [{int(pid) for step in distributed for pid in step} for _ in range(2)]
     assert (pids[0] == pids[1]) is persistent

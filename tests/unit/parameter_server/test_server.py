@@ -1,5 +1,7 @@
 """What a server does with what comes: once each, in order, and whatever nonsense comes, it lives."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -115,9 +117,10 @@ def test_nonsense_is_refused(post) -> None:
         (errors.NotFoundError, "update", ([add(1, key=99)], None)),
         (errors.NotFoundError, "count", [99]),
         (errors.NotFoundError, "optimizer state", (1, KEY)),
-        (errors.NotFoundError, "make optimizer", (1, None, [(99, False)])),
+        (errors.NotFoundError, "make optimizer", (1, pickle.dumps(None), [(99, False)])),
         (IndexError, "rows", (KEY, carried(np.array([3])))),
-        (RuntimeError, "make optimizer", (1, None, [(KEY, False)])),
+        (RuntimeError, "make optimizer", (1, pickle.dumps(None), [(KEY, False)])),
+        (RuntimeError, "make optimizer", (1, b"no pickle", [(KEY, False)])),
         (TypeError, "pull", None),
     ):
         with pytest.raises(error):
