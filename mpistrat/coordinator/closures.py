@@ -103,8 +103,9 @@ class ClosureQueue:
         """Inside, no closure is under way: those that are have ended before."""
         with self.changed:
             self._pauses += 1
-            self.changed.wait_for(lambda: not self._under_way)
         try:
+            with self.changed:
+                self.changed.wait_for(lambda: not self._under_way)
             yield
         finally:
             with self.changed:

@@ -32,6 +32,7 @@ class Cluster:
         over: is told ids of closures that will not be executed again, and the id before which none will.
         joined: called when all closures have ended, and none has failed.
         coordinator: the strategy's one; made when it is first asked for.
+        servers: their ranks.
     """
 
     post: Post
@@ -40,6 +41,7 @@ class Cluster:
     over: Callable[[list[int], int], None]
     joined: Callable[[], None]
     coordinator: ClusterCoordinator | None = None
+    servers: Sequence[int] = ()
 
 
 class UnbuiltDataset(Iterable[Any]):
@@ -96,7 +98,7 @@ class ClusterCoordinator:
         self._book = RecipeBook(cluster.references, len(cluster.workers))
         self._unpack = functools.partial(loads, resolve=self._book.resolve)
         self._dispatcher = Dispatcher(
-            cluster.post, cluster.workers, self._queue, self._book, cluster.over
+            cluster.post, cluster.workers, self._queue, self._book, cluster.over, cluster.servers
         )
 
     @property
@@ -148,9 +150,11 @@ class ClusterCoordinator:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no function is being executed: those that are end before, and others begin after it."""
-        with self._queue.paused():
-            yield
-        self._dispatcher.hand_out()
+        try:
+            with self._queue.paused():
+                yield
+        finally:
+            self._dispatcher.hand_out()
 
     def fetch(self, val: Any) -> Any:
         """`val`, a nest, with results in place of its RemoteValues, and NumPy arrays in place of tensors in them.

@@ -85,13 +85,13 @@ class Client:
         self._used[address.key] = address
         packed, region = pack([value], self._shared_with(server))
         new = Created(address.key, address.name, address.kind, packed[0])
-        self._ask(server, "create", new).wait()
+        self.ask(server, "create", new).wait()
         self._give_back(region)
         self.bytes_pushed += address.kind.nbytes
 
     def find(self, server: int, key: int) -> Address:
         """An array that another rank makes; waits until it has."""
-        name, kind, _ = self._ask(server, "find", key).wait()
+        name, kind, _ = self.ask(server, "find", key).wait()
         self._used[key] = Address(server, key, name, kind)
         return self._used[key]
 
@@ -107,12 +107,12 @@ class Client:
             return out
         # The server answers between two updates.
         if table is None:
-            answer = self._ask(address.server, "pull", (address.key, None)).wait()
+            answer = self.ask(address.server, "pull", (address.key, None)).wait()
             out[...] = unpack(answer, self._mappings)
             return out
         region = self._buffers.take(kind.nbytes)
         place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
-        self._ask(address.server, "pull", (address.key, place)).wait()
+        self.ask(address.server, "pull", (address.key, place)).wait()
         out[...] = kind.array_in(region.memory[: kind.nbytes])
         self._give_back(region)
         return out
@@ -125,7 +125,7 @@ class Client:
             table = self._mapped(address)
             if table is None or not table.copy_to(out):
                 body = address.key, None
-                asked.append((out, self._ask(address.server, "pull", body)))
+                asked.append((out, self.ask(address.server, "pull", body)))
         for out, reply in asked:
             out[...] = unpack(reply.wait(), self._mappings)
 
@@ -135,7 +135,7 @@ class Client:
         rows = None if table is None else table.rows(indices)
         if rows is None:
             body = address.key, carried(indices)
-            rows = unpack(self._ask(address.server, "rows", body).wait(), self._mappings)
+            rows = unpack(self.ask(address.server, "rows", body).wait(), self._mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.kind.itemsize
         return rows
 
@@ -168,7 +168,7 @@ class Client:
                 )
                 for (_, change), operand in zip(given, operands, strict=True)
             ]
-            reply = self._ask(server, "update", (updates, push))
+            reply = self.ask(server, "update", (updates, push))
             asked.append((reply, region, [position for position, _ in given]))
             self.bytes_pushed += sum(
                 arrays.num_elements(one) * arrays.itemsize(one)
@@ -208,18 +208,18 @@ class Client:
             mine = [(one.key, shard) for one, shard in arrays if one.server == server]
             if mine:
                 body = optimizer, packed, mine
-                replies.append(self._ask(server, "make optimizer", body))
+                replies.append(self.ask(server, "make optimizer", body))
         for reply in replies:
             reply.wait()
 
     def optimizer_state(self, optimizer: int, address: Address) -> State:
         """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
-        state: State = self._ask(address.server, "optimizer state", (optimizer, address.key)).wait()
+        state: State = self.ask(address.server, "optimizer state", (optimizer, address.key)).wait()
         return state
 
     def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
-        self._ask(address.server, "load optimizer state", body).wait()
+        self.ask(address.server, "load optimizer state", body).wait()
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """What goes to these servers now."""
@@ -228,7 +228,7 @@ class Client:
 
     @contextlib.contextmanager
     def within(self, work: int) -> Iterator[None]:
-        """Inside, this thread's changes are those of a piece of work, and are made once, however often it is begun.
+        """Inside, all threads' changes are those of a piece of work, and are made once, however often it is begun.
 
         Args: work: its number, which grows.
         """
@@ -245,22 +245,24 @@ class Client:
 
     def updates(self, addresses: Sequence[Address]) -> list[int]:
         """How many updates each array has had."""
-        asked = [self._ask(one.server, "count", [one.key]) for one in addresses]
+        asked = [self.ask(one.server, "count", [one.key]) for one in addresses]
         return [reply.wait()[0] for reply in asked]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nobody else changes anything: what is read then was so at one time."""
         held: dict[int, Any] = {}
+        asked: list[int] = []
         try:
             for server in self.servers:  # in this order by everybody: no two hold some of them each
-                held[server] = self._ask(server, HOLD).wait()
+                asked.append(server)
+                held[server] = self.ask(server, HOLD).wait()
             missing = not_yet_everywhere(held)
-            for reply in [self._ask(one, ADMIT, missing[one]) for one in self.servers]:
+            for reply in [self.ask(one, ADMIT, missing[one]) for one in self.servers]:
                 reply.wait()
             yield
         finally:
-            for server in held:
+            for server in asked:  # also one that has not answered in time
                 self.post.tell(server, RELEASE)
 
     def publish(self, name: Any, value: Any) -> None:
@@ -269,7 +271,7 @@ class Client:
 
     def await_published(self, name: Any) -> Any:
         """What another rank publishes under this name; waits for it."""
-        return self._ask(self.servers[0], "published", name).wait()
+        return self.ask(self.servers[0], "published", name).wait()
 
     def done(self) -> None:
         """This rank needs the servers no more."""
@@ -277,7 +279,8 @@ class Client:
         for server in self.servers:
             self.post.tell(server, "done")
 
-    def _ask(self, server: int, kind: str, body: Any = None) -> Reply:
+    def ask(self, server: int, kind: str, body: Any = None) -> Reply:
+        """A request. Raises: RuntimeError after `done`."""
         self._check_not_done()
         return self.post.ask(server, kind, body)
 
@@ -296,7 +299,7 @@ class Client:
             self._used[address.key] = address
             table = None
             if self.post.mail.shares_memory_with(address.server):
-                _, kind, place = self._ask(address.server, "find", address.key).wait()
+                _, kind, place = self.ask(address.server, "find", address.key).wait()
                 with contextlib.suppress(OSError):
                     table = MappedTable(kind, self._mappings.at(place))
             self._tables[address.key] = table
@@ -311,25 +314,30 @@ class Client:
             self._buffers.give_back(region)
 
 
-class _Work(threading.local):
-    """The piece of work of this thread, and how many changes of each array it has made."""
+class _Work:
+    """The piece of work of this process, and how many changes of each array it has made."""
 
     def __init__(self) -> None:
+        self._lock = (
+            threading.Lock()
+        )  # backward passes on GPUs, and programs, have threads of their own
         self._work: int | None = None
         self._made: Counter[int] = Counter()
 
     def begin(self, work: int) -> None:
-        self._work = work
-        self._made.clear()
+        with self._lock:
+            self._work = work
+            self._made.clear()
 
     def end(self) -> None:
         self._work = None
 
     def number(self, key: int) -> tuple[int | None, int]:
-        if self._work is None:
-            return None, 0
-        self._made[key] += 1
-        return self._work, self._made[key] - 1
+        with self._lock:
+            if self._work is None:
+                return None, 0
+            self._made[key] += 1
+            return self._work, self._made[key] - 1
 
 
 def _arrays_of(operand: Any) -> list[Any]:

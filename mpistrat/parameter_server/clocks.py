@@ -100,7 +100,7 @@ class WorkerClock:
         if self._max_staleness is None or self._slowest >= self.steps - self._max_staleness:
             return
         first = self.steps - self._max_staleness
-        replies = [self._post.ask(server, MAY_BEGIN, first) for server in self._servers]
+        replies = [self._client.ask(server, MAY_BEGIN, first) for server in self._servers]
         try:
             self._slowest = min(reply.wait() for reply in replies)
         except StallError:
@@ -118,5 +118,5 @@ class WorkerClock:
 
     def all_steps(self) -> dict[int, int]:
         """How many steps each worker has ended, by rank."""
-        answer: Any = self._post.ask(self._servers[0], STEPS).wait()
+        answer: Any = self._client.ask(self._servers[0], STEPS).wait()
         return dict(answer)

@@ -61,7 +61,6 @@ class Gate:
             self._answer_if_all_came()
 
     def lost(self, rank: int) -> None:
-        self._next = deque(one for one in self._next if one[0] != rank)
         self._admitted = {one for one in self._admitted if one[0] != rank}  # they never come
         self._answer_if_all_came()
         self._release(rank)
@@ -76,10 +75,11 @@ class Gate:
 
     def _admit(self, source: int, asked: Asked) -> None:
         self._asked = asked
-        self._admitted = {one for one in asked.body if one[0] not in self._post.mail.lost}
+        self._admitted = set(asked.body)
         held, self._held = self._held, []
-        for one in held:
+        for one in held:  # those of the dead, too: what has come has come whole
             self.enter(*one)
+        self._admitted = {one for one in self._admitted if one[0] not in self._post.mail.lost}
         self._answer_if_all_came()
 
     def _answer_if_all_came(self) -> None:
@@ -88,6 +88,7 @@ class Gate:
             self._asked = None
 
     def _release(self, source: int) -> None:
+        self._next = deque(one for one in self._next if one[0] != source)
         if self._holder != source:
             return
         self._holder, self._asked = None, None
@@ -104,14 +105,15 @@ def not_yet_everywhere(
 ) -> dict[int, set[tuple[int, int]]]:
     """By server, the pushes, as client and number, that others have let through and it has not.
 
-    Args: let: what each server answered, by client. A client's pushes come to a server in the order of their numbers.
+    Args: let: what each server answered, by client. Threads of a client may send in another order than that of numbers.
     """
     missing: dict[int, set[tuple[int, int]]] = {server: set() for server in let}
     for of_clients in let.values():
         for client, pushes in of_clients.items():
             for push in pushes:
                 for server in push.servers:
-                    latest = max((p.number for p in let[server].get(client, ())), default=-1)
-                    if push.number > latest:
+                    known = [one.number for one in let[server].get(client, ())]
+                    forgotten = len(known) == _REMEMBERED and push.number < min(known)
+                    if push.number not in known and not forgotten:
                         missing[server].add((client, push.number))
     return missing

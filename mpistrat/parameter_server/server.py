@@ -13,7 +13,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from mpistrat.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.clocks import ENDED, Clock
 from mpistrat.parameter_server.gate import Gate, Push
@@ -118,6 +123,12 @@ class Tables:
             return None
         table.update(update.method, operand)
         return carried(table.array).copied() if table.kind.nbytes <= SMALL_VALUE else None
+
+    def map_operands(self, update: Update) -> None:
+        """Raises: OSError when the memory is gone."""
+        for operand in update.operand:
+            if isinstance(operand, Placed):
+                self.mappings.at(operand.place)
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Nobody repeats these pieces of work any more, nor any with a smaller number than `over_before`."""
@@ -256,6 +267,12 @@ class ParameterServer:
 
     def _update(self, source: int, asked: Asked) -> None:
         updates, push = asked.body
+        try:  # now: if who asked dies meanwhile, it cannot be mapped any more
+            for update in updates:
+                self.tables.map_operands(update)
+        except OSError as error:  # it has died
+            self._post.refuse(source, asked.ticket, _for_others(error))
+            return
 
         def work() -> list[Carried | None]:
             return [self.tables.update(update, source) for update in updates]
@@ -296,7 +313,9 @@ class ParameterServer:
         """What of its work has come whole is done; nobody waits for the rest."""
         self._gate.lost(rank)
         self._leave(rank, died=True)
-        self.tables.mappings.forget(self._post.mail.pid_of(rank))
+        # After what it has pushed, which may be held back.
+        pid = self._post.mail.pid_of(rank)
+        self._gate.enter(rank, None, lambda: self.tables.mappings.forget(pid))
         if rank == self._maker:
             waiting = itertools.chain(*self._waiting.values(), *self._awaiting.values())
             for source, ticket in waiting:
@@ -305,10 +324,20 @@ class ParameterServer:
             self._awaiting.clear()
 
 
+_KNOWN: tuple[type[Exception], ...] = (
+    InvalidArgumentError,
+    NotFoundError,
+    FailedPreconditionError,
+    ValueError,
+    IndexError,
+    TypeError,
+)
+
+
 def _for_others(error: Exception) -> Exception:
     """`error`, as another process can have it."""
-    known = (ValueError, NotFoundError, FailedPreconditionError, IndexError, TypeError)
-    if isinstance(error, known) and len(error.args) == 1:
-        return type(error)(*error.args)
+    for kind in _KNOWN:  # others may be of classes that only this process has
+        if isinstance(error, kind):
+            return kind(str(error))
     told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return RuntimeError(f"the server failed:\n{told}")

@@ -55,7 +55,7 @@ class _CoordinatedExtended(ServedExtended):
         aggregation: VariableAggregation,
         shape: tuple[int, ...] | None,
     ) -> Variable:
-        if not self.makes_variables:
+        if self.job.roles.task_type == "worker":
             raise ValueError(
                 f"variable {name!r} was made on {self.job.name_of(self.job.post.rank)}, inside a scheduled function or "
                 "a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
@@ -112,9 +112,16 @@ class ParameterServerStrategy(Strategy):
         if job.roles.task_type == "worker":
             self.work()
             raise SystemExit(0)
+        if job.roles.task_type != "chief":
+            return  # an evaluator, which reads the variables
         references = Travelling(self, job)
         self._extended.cluster = Cluster(
-            job.post, job.workers, references, job.client.forget, self._refresh
+            job.post,
+            job.workers,
+            references,
+            job.client.forget,
+            self._refresh,
+            servers=job.servers,
         )
 
     @classmethod

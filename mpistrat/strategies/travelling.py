@@ -35,7 +35,8 @@ class Travelling:
             key = self._modules.reference_of(value)
             if key is not None:
                 return _OF_TORCH, key
-        if getattr(value, "strategy", None) is not self._strategy:
+        of_servers = isinstance(value, (ServedVariable, ServedShards, AggregatingVariable))
+        if not of_servers or value.strategy is not self._strategy:
             return None
         if isinstance(value, ServedVariable):
             how = value.trainable, value.synchronization, value.aggregation

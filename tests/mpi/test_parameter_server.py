@@ -283,7 +283,7 @@ def test_who_leaves_early_holds_nobody_back(way, k) -> None:
             strategy.run(lambda: count.assign_add(1))
         if RANK == 0:
             strategy.shutdown()
-            for use in (count.numpy, lambda: count.assign_add(1)):
+            for use in (count.numpy, lambda: count.assign_add(1), lambda: strategy.steps):
                 with pytest.raises(RuntimeError, match="has left the parameter servers"):
                     use()
         else:

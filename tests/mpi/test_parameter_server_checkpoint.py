@@ -132,3 +132,18 @@ def test_other_workers_wait_for_the_one_that_restores(folder: Path) -> None:
 
     result = job(False, 1, body)
     assert result in (4.0, None)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_coordinator_goes_on_after_a_checkpoint_that_failed() -> None:
+    def body(strategy: Any) -> None:
+        count, _, _ = variables(strategy, 0.0)
+        coordinator = ms.coordinator.ClusterCoordinator(strategy)
+        for _ in range(50):
+            coordinator.schedule(lambda: time.sleep(0.001) or count.assign_add(1.0))
+        with pytest.raises(OSError, match="no room"), strategy.extended.unchanging():
+            raise OSError("no room")
+        coordinator.join()
+        assert count.numpy() == 50
+
+    job(True, 1, body)

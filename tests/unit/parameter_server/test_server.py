@@ -10,7 +10,7 @@ from mpistrat.parameter_server.clocks import ENDED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
 from mpistrat.parameter_server.parcels import Kind, Placed, carried, unpack
 from mpistrat.parameter_server.segments import Mappings, Place
-from mpistrat.parameter_server.server import Created, ParameterServer, Update
+from mpistrat.parameter_server.server import Created, ParameterServer, Update, _for_others
 from noted_post import NotedPost
 
 KEY = 3
@@ -225,3 +225,14 @@ def test_workers_that_leave_end_no_round_while_one_is_alone(post) -> None:
     assert 1 not in ended
     post.told(1, RELEASE)
     assert ended[-1] == 1
+
+
+def test_errors_of_other_classes_come_as_those_that_all_ranks_have() -> None:
+    class Odd(ValueError):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} and {two}")
+
+    for error in (Odd("this", "that"), KeyError("that")):
+        told = pickle.loads(pickle.dumps(_for_others(error)))
+        assert type(told) is (ValueError if isinstance(error, ValueError) else RuntimeError)
+        assert "that" in str(told)

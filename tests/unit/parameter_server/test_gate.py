@@ -1,0 +1,58 @@
+"""Who may change what while one rank reads all servers."""
+
+from typing import Any
+
+import pytest
+
+from mpistrat.parameter_server.gate import (
+    ADMIT,
+    HOLD,
+    RELEASE,
+    Gate,
+    Push,
+    not_yet_everywhere,
+)
+from noted_post import NotedPost
+
+HOLDER, OTHER, DEAD = 1, 2, 3
+SERVERS = (0, 9)
+
+
+@pytest.fixture
+def post() -> NotedPost:
+    return NotedPost()
+
+
+def test_what_a_dead_rank_has_pushed_to_all_is_let_through_everywhere(post: Any) -> None:
+    """The push came here whole, and another server has made it already."""
+    gate, made = Gate(post), []
+    post.asked(HOLDER, HOLD)
+    gate.enter(DEAD, Push(5, SERVERS), lambda: made.append("push"))
+    post.mail.lost.add(DEAD)
+    gate.lost(DEAD)
+    assert not made
+    ticket = post.asked(HOLDER, ADMIT, {(DEAD, 5), (DEAD, 6)})
+    assert made == ["push"]
+    post.answer_to(ticket)  # nobody waits for number 6, which never comes
+
+
+def test_who_gave_up_waiting_does_not_hold_it_later(post: Any) -> None:
+    gate, made = Gate(post), []
+    post.asked(HOLDER, HOLD)
+    post.asked(OTHER, HOLD)
+    post.told(OTHER, RELEASE)
+    post.told(HOLDER, RELEASE)
+    gate.enter(DEAD, None, lambda: made.append("push"))
+    assert made == ["push"]
+
+
+def test_pushes_of_threads_may_come_in_any_order() -> None:
+    fifth, sixth = Push(5, SERVERS), Push(6, SERVERS)
+    let = {0: {OTHER: [fifth, sixth]}, 9: {OTHER: [sixth]}}
+    assert not_yet_everywhere(let) == {0: set(), 9: {(OTHER, 5)}}
+
+
+def test_what_was_let_through_long_ago_is_not_missing() -> None:
+    pushes = [Push(number, SERVERS) for number in range(20)]
+    let = {0: {OTHER: pushes[:16]}, 9: {OTHER: pushes[4:20]}}
+    assert not_yet_everywhere(let) == {0: {(OTHER, number) for number in range(16, 20)}, 9: set()}
