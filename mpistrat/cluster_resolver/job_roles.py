@@ -106,14 +106,21 @@ def job_roles(
     return _of_components(topology, [claim.component for claim in claims], chief)
 
 
+def check_num_ps(num_ps: Any) -> None:
+    """Raises: ValueError for what is no number of servers."""
+    if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
+        raise ValueError(
+            f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
+        )
+
+
 def works_alone(
     topology: Topology,
     resolver: ClusterResolver | None,
-    num_ps: int | None,
     environ: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether this is one rank of which nothing tells a task. Communicates nothing."""
-    told = num_ps is not None or (os.environ if environ is None else environ).get(TF_CONFIG)
+    """Whether this is one rank of which no cluster tells a task. Communicates nothing."""
+    told = (os.environ if environ is None else environ).get(TF_CONFIG)
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
     return topology.size == 1 and of_mpi and not told
 
@@ -129,10 +136,7 @@ def _own_claim(
     if isinstance(resolver, MPIClusterResolver):
         resolver = None
     if num_ps is not None:
-        if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
-            raise ValueError(
-                f"num_ps={num_ps!r:.80} must be the number of parameter servers, 1 or more"
-            )
+        check_num_ps(num_ps)
         if resolver is not None:
             raise ValueError(
                 f"num_ps={num_ps} and a {type(resolver).__name__}, whose cluster lists the parameter servers, were "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.cluster_resolver.job_roles import works_alone
+from mpistrat.cluster_resolver.job_roles import check_num_ps, works_alone
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.devices import check_devices
 from mpistrat.options import RunOptions
@@ -20,6 +20,7 @@ from mpistrat.strategies.served import (
     check_max_staleness,
     check_partitioner,
     join_job,
+    resolver_of,
 )
 from mpistrat.strategy import Strategy
 
@@ -65,10 +66,12 @@ class BetweenGraphStrategy(Strategy):
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
         check_max_staleness(max_staleness)
+        if num_ps is not None:
+            check_num_ps(num_ps)
         self._cluster_resolver = cluster_resolver
         self._gradients = gradients
         topology = MPIClusterResolver(comm).topology()
-        if works_alone(topology, cluster_resolver, num_ps):
+        if works_alone(topology, cluster_resolver):
             mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
             self._extended = CentralStorageExtended(self, LocalCommunicator(), mine)
             self._clock: WorkerClock | None = None
@@ -81,6 +84,7 @@ class BetweenGraphStrategy(Strategy):
             chief=False,
             told=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
         )
+        self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)

@@ -15,7 +15,7 @@ from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.mirrored import check_strategy_arguments
-from mpistrat.strategies.served import ServedExtended, check_partitioner, join_job
+from mpistrat.strategies.served import ServedExtended, check_partitioner, join_job, resolver_of
 from mpistrat.strategies.travelling import Travelling
 from mpistrat.strategy import Strategy
 from mpistrat.variables import Variable
@@ -103,7 +103,7 @@ class ParameterServerStrategy(Strategy):
         job, devices = join_job(
             cluster_resolver, num_ps, comm, devices, chief=True, told=type(self).__name__
         )
-        self._cluster_resolver = cluster_resolver
+        self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
         self._gradients = gradients
         self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
         if job.roles.task_type == "ps":

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays
-from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.cluster_resolver.job_roles import job_roles
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
+from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.devices import check_devices
 from mpistrat.errors import CollectiveMismatchError
@@ -267,6 +267,13 @@ def join_job(
         bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
     job.begin(chief is True and roles.task_type == "chief")
     return job, bound
+
+
+def resolver_of(roles: JobRoles) -> ClusterResolver:
+    """Tells a program its rank's task, as one of TF_CONFIG would."""
+    return SimpleClusterResolver(
+        roles.cluster_spec, task_type=roles.task_type, task_id=roles.task_id
+    )
 
 
 def check_partitioner(partitioner: Any) -> None:

@@ -81,7 +81,7 @@ def test_without_a_launcher(tmp_path: Path) -> None:
         environment = launcher.environment()
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
-    assert python("alone").stdout == "rank 0: value 2.0\n"
+    assert python("alone").stdout == "rank 0: value 2.0\n" * 2
     failed = python("no_servers")
     assert failed.returncode != 0
     assert "nothing tells which ranks are parameter servers: give num_ps=" in failed.stderr

@@ -290,6 +290,14 @@ def test_who_leaves_early_holds_nobody_back(way, k) -> None:
             assert next(iter(strategy.steps.values())) == 3
 
 
+def test_a_program_can_ask_who_it_is() -> None:
+    with made() as strategy:
+        if strategy is not None:
+            resolver = strategy.cluster_resolver
+            assert (resolver.task_type, resolver.task_id) == ("worker", RANK)
+            assert len(resolver.cluster_spec().as_dict()["worker"]) == SIZE - 1
+
+
 def test_workers_with_different_bounds() -> None:
     make = functools.partial(ParameterServerStrategy, num_ps=1, max_staleness=RANK)
     with pytest.raises(CollectiveMismatchError, match=r"max_staleness=0.*max_staleness=1"):
@@ -475,7 +483,9 @@ def test_memory_and_files_are_given_back(way) -> None:
     before, resident = in_use(), _resident()
     use(1000)
     use(5)
-    assert in_use() == before
+    files, nbytes = in_use()
+    assert files <= before[0]  # what earlier tests left may go meanwhile
+    assert nbytes <= before[1]
     assert _resident() - resident < 30 << 20
 
 

@@ -116,11 +116,12 @@ def wrong_number() -> None:
 
 
 def alone() -> None:
-    strategy = ParameterServerStrategy()
-    with strategy.scope():
-        v = ms.Variable(1.0)
-    strategy.run(lambda: v.assign_add(1.0))
-    say(f"value {float(v.numpy())}")
+    for num_ps in (None, 2):  # the same program as under mpirun
+        strategy = ParameterServerStrategy(num_ps=num_ps)
+        with strategy.scope():
+            v = ms.Variable(1.0)
+        strategy.run(lambda v=v: v.assign_add(1.0))
+        say(f"value {float(v.numpy())}")
 
 
 def say(text: str) -> None:
