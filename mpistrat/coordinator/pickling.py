@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import cloudpickle
+import numpy as np
 
 from mpistrat.coordinator.culprits import find_culprit
 
@@ -74,6 +77,35 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+_COPIED = frozenset(
+    {
+        *(
+            type(None),
+            bool,
+            int,
+            float,
+            complex,
+            str,
+            bytes,
+            tuple,
+            list,
+            dict,
+            set,
+            frozenset,
+            type,
+        ),
+        *(
+            types.FunctionType,
+            types.BuiltinFunctionType,
+            types.CodeType,
+            types.CellType,
+            types.ModuleType,
+        ),
+        *(collections.OrderedDict, np.ndarray),
+    }
+)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
         self,
@@ -85,7 +117,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._reference_of, self._reduction_of = reference_of, reduction_of
 
     def persistent_id(self, value: Any) -> Any | None:
-        return self._reference_of(value)
+        # Asked of every object: a model of torch's has ten thousands, most of them of these.
+        return None if type(value) in _COPIED else self._reference_of(value)
 
     def reducer_override(self, value: Any) -> Any:
         reduced = self._reduction_of(value)
