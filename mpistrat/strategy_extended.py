@@ -144,8 +144,12 @@ class StrategyExtended:
     def tell_followers(self, what: str, value: Any) -> None:
         """Tell those who do not take part in checkpoints how one went."""
 
+    def telling_failure(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what followers wait to be told of: an error is told to them, too."""
+        return contextlib.nullcontext()
+
     def follow(self, what: str) -> Any:
-        """What the rank that took part has told; waits for it."""
+        """What the rank that took part has told; waits for it. Raises: the error that it came to, which names it."""
         raise RuntimeError(f"{self.strategy} has nobody to follow")
 
     @property

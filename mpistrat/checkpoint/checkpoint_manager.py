@@ -230,18 +230,19 @@ class CheckpointManager:
             object; what the objects raise.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
-        self.wait()
         if not self._extended.takes_part_in_checkpoints:
             self._extended.follow("restored")
             return
-        of_rank_0 = (
-            self._on_all_ranks(  # absolute before others, in another working directory, see it
-                lambda: os.path.abspath(path) if self._communicator.rank == 0 else None,
-                f"could not restore {path!r:.60}",
+        with self._extended.telling_failure("restored"):
+            self.wait()
+            of_rank_0 = (
+                self._on_all_ranks(  # absolute before others, in another working directory, see it
+                    lambda: os.path.abspath(path) if self._communicator.rank == 0 else None,
+                    f"could not restore {path!r:.60}",
+                )
             )
-        )
-        chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
-        self._load(self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}"))
+            chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
+            self._load(self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}"))
         self._extended.tell_followers("restored", chosen)
 
     def restore_or_initialize(self) -> str | None:
@@ -250,12 +251,19 @@ class CheckpointManager:
         Returns: its path; None when there is no checkpoint: then nothing has changed.
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
-        communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
-        self.wait()
+        path: str | None
         if not self._extended.takes_part_in_checkpoints:
-            path: str | None = self._extended.follow("restored")
+            path = self._extended.follow("restored")
             return path
+        with self._extended.telling_failure("restored"):
+            self.wait()
+            path = self._restore_newest()
+        self._extended.tell_followers("restored", path)
+        return path
+
+    def _restore_newest(self) -> str | None:
+        communicator = self._communicator
 
         def look() -> tuple[list[str], list[str]]:
             whole, wrong = self._directory.checkpoints() if communicator.rank == 0 else ([], [])
@@ -275,17 +283,15 @@ class CheckpointManager:
                 assert stored is not None
                 if wrong and communicator.rank == 0:
                     warnings.warn(
-                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=2
+                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=3
                     )
                 self._load(stored)
-                self._extended.tell_followers("restored", path)
                 return path
         if wrong:
             raise ValueError(
                 f"no checkpoint in {self.directory} can be read: {'; '.join(wrong)}. To begin anew, remove them, or "
                 "choose another directory"
             )
-        self._extended.tell_followers("restored", None)
         return None
 
     def _read(self, path: str) -> StoredCheckpoint:

@@ -270,8 +270,8 @@ class Client:
         self.post.tell(self.servers[0], "publish", (name, value))
 
     def await_published(self, name: Any) -> Any:
-        """What another rank publishes under this name; waits for it."""
-        return self.ask(self.servers[0], "published", name).wait()
+        """What the rank that makes arrays publishes under this name; waits for it as long as that uses the servers."""
+        return self.ask(self.servers[0], "published", name).wait(limited=False)
 
     def done(self) -> None:
         """This rank needs the servers no more."""

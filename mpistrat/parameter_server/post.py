@@ -39,14 +39,15 @@ class Reply:
         self._answer: Any = None
         self._error: BaseException | None = None
 
-    def wait(self) -> Any:
+    def wait(self, *, limited: bool = True) -> Any:
         """The answer.
 
+        Args: limited: False where it depends on a third rank, which may take as long as it lives.
         Raises: what the other rank refused it with; UnavailableError when that rank has died; StallError when it does
             not answer within MPISTRAT_STALL_SECONDS.
         """
         if not self.come:
-            self._post.wait_for(self)
+            self._post.wait_for(self, limited)
         if self._error is not None:
             raise self._error
         return self._answer
@@ -146,9 +147,9 @@ class Post:
                         self._news.wait(pause if left is None else min(left, pause))
         return True
 
-    def wait_for(self, reply: Reply) -> None:
-        """Attend until the reply has come. Raises: StallError."""
-        if not self.attend(lambda: reply.come, self._stall_seconds or None):
+    def wait_for(self, reply: Reply, limited: bool = True) -> None:
+        """Attend until the reply has come. Raises: StallError, if the wait is limited."""
+        if not self.attend(lambda: reply.come, (limited and self._stall_seconds) or None):
             raise StallError(
                 f"{self.name_of(self.rank)} has waited {self._stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
                 f"{self.name_of(reply.to)} to answer {reply.kind!r}: see what that process does (py-spy dump), or "

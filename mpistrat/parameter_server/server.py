@@ -164,6 +164,7 @@ class ParameterServer:
         self._clock = Clock(post, workers, self.tables.optimizers.end_rounds)
         self._post = post
         self._maker = maker
+        self._why_no_more = ""  # comes from the maker: it "has died", or "has left"
         self.clients = set(clients)
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
         self._published: dict[Any, Any] = {}
@@ -224,7 +225,7 @@ class ParameterServer:
         table = self.tables.by_key.get(asked.body)
         if table is not None:
             self._post.answer(source, asked.ticket, self._found(table))
-        elif self._maker in self._post.mail.lost:
+        elif self._why_no_more:
             self._refuse_to_wait(source, asked.ticket)
         else:
             self._waiting.setdefault(asked.body, []).append((source, asked.ticket))
@@ -233,7 +234,7 @@ class ParameterServer:
         assert self._maker is not None
         maker = self._post.name_of(self._maker)
         error = UnavailableError(
-            f"{maker} has died before it made a variable, or told of a checkpoint, that others wait for"
+            f"{maker} {self._why_no_more} before it made a variable, or told of a checkpoint, that others wait for"
         )
         self._post.refuse(source, ticket, error)
 
@@ -246,7 +247,7 @@ class ParameterServer:
     def _await(self, source: int, asked: Asked) -> None:
         if asked.body in self._published:
             self._post.answer(source, asked.ticket, self._published[asked.body])
-        elif self._maker in self._post.mail.lost:
+        elif self._why_no_more:
             self._refuse_to_wait(source, asked.ticket)
         else:
             self._awaiting.setdefault(asked.body, []).append((source, asked.ticket))
@@ -308,6 +309,14 @@ class ParameterServer:
 
         self.clients.discard(rank)
         self._gate.enter(rank, None, leave)
+        if rank == self._maker and not self._why_no_more:
+            self._why_no_more = "has died" if died else "has left"
+            for source, ticket in itertools.chain(
+                *self._waiting.values(), *self._awaiting.values()
+            ):
+                self._refuse_to_wait(source, ticket)
+            self._waiting.clear()
+            self._awaiting.clear()
 
     def _lost(self, rank: int) -> None:
         """What of its work has come whole is done; nobody waits for the rest."""
@@ -316,12 +325,6 @@ class ParameterServer:
         # After what it has pushed, which may be held back.
         pid = self._post.mail.pid_of(rank)
         self._gate.enter(rank, None, lambda: self.tables.mappings.forget(pid))
-        if rank == self._maker:
-            waiting = itertools.chain(*self._waiting.values(), *self._awaiting.values())
-            for source, ticket in waiting:
-                self._refuse_to_wait(source, ticket)
-            self._waiting.clear()
-            self._awaiting.clear()
 
 
 _KNOWN: tuple[type[Exception], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays
@@ -19,6 +19,7 @@ from mpistrat.parameter_server.client import Address
 from mpistrat.parameter_server.parcels import Kind
 from mpistrat.parameter_server.served_shards import ServedShards
 from mpistrat.parameter_server.served_variable import ServedVariable
+from mpistrat.parameter_server.told_errors import as_told
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.binding import bind
@@ -80,10 +81,25 @@ class ServedExtended(StrategyExtended):
         return self.job.client.alone()
 
     def tell_followers(self, what: str, value: Any) -> None:
-        self.job.client.publish((what, next(self._told)), value)
+        self._tell(what, value, None)
+
+    @contextlib.contextmanager
+    def telling_failure(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            failed = f"{self.job.name_of(self.job.post.rank)} has not {what}"
+            self._tell(what, None, as_told(error, failed))
+            raise
+
+    def _tell(self, what: str, value: Any, error: Exception | None) -> None:
+        self.job.client.publish((what, next(self._told)), (value, error))
 
     def follow(self, what: str) -> Any:
-        return self.job.client.await_published((what, next(self._told)))
+        value, error = self.job.client.await_published((what, next(self._told)))
+        if error is not None:
+            raise error
+        return value
 
     @property
     def should_save_summary(self) -> bool:

@@ -147,3 +147,51 @@ def test_a_coordinator_goes_on_after_a_checkpoint_that_failed() -> None:
         assert count.numpy() == 50
 
     job(True, 1, body)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_restore_that_fails_fails_for_all_workers_and_they_go_on(folder: Path) -> None:
+    class Moody:
+        """A stateful object whose state cannot be loaded at first, and then only after a while."""
+
+        loads = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            Moody.loads += 1
+            if Moody.loads == 1:
+                raise KeyboardInterrupt
+            time.sleep(1)
+
+    def body(strategy: Any) -> None:
+        leads = strategy.extended.makes_variables
+        count, rows, _ = variables(strategy, 0.0)
+        checkpoint = ms.checkpoint.Checkpoint(count=count, rows=rows, moody=Moody())
+        manager = ms.checkpoint.CheckpointManager(checkpoint, folder)
+        who = "" if leads else r"worker 0 \(rank \d\) has not restored: "
+        missing = str(folder / "step-00000009")
+        post = strategy.extended.job.post
+        limit = post._stall_seconds
+        if not leads:
+            post._stall_seconds = 0.01  # of one who follows, the others' pace is no stall
+        for path, error in ((missing, (ValueError, OSError)), (None, TypeError)):
+            with pytest.raises(error, match=who):
+                manager.restore(path)
+        path = str(folder / "step-00000001")
+        if leads:
+            count.assign(4.0)
+            manager.save(1)
+        with pytest.raises(KeyboardInterrupt if leads else RuntimeError, match=who):
+            manager.restore(path)
+        manager.restore(path)
+        if leads:
+            for file in Path(path).iterdir():
+                file.write_bytes(b"damaged")
+        with pytest.raises(ValueError, match=r"(ValueError: |^)no checkpoint in .* can be read"):
+            manager.restore_or_initialize()
+        post._stall_seconds = limit
+        assert count.numpy() == 4.0
+
+    job(False, 1, body)
