@@ -89,9 +89,16 @@ class Client:
         self._give_back(region)
         self.bytes_pushed += address.kind.nbytes
 
+    def cannot_create(self, server: int, key: int, error: Exception) -> None:
+        """Let those who look for this array raise the error, now and later."""
+        self.post.tell(server, "cannot create", (key, error))
+
     def find(self, server: int, key: int) -> Address:
-        """An array that another rank makes; waits until it has."""
-        name, kind, _ = self.ask(server, "find", key).wait()
+        """An array that another rank makes; waits until it has, as long as that uses the servers.
+
+        Raises: UnavailableError when it does not any more; what it told by `cannot_create`.
+        """
+        name, kind, _ = self.ask(server, "find", key).wait(limited=False)
         self._used[key] = Address(server, key, name, kind)
         return self._used[key]
 

@@ -167,6 +167,7 @@ class ParameterServer:
         self._why_no_more = ""  # comes from the maker: it "has died", or "has left"
         self.clients = set(clients)
         self._waiting: dict[int, list[tuple[int, int]]] = {}  # for arrays that are not there yet
+        self._not_made: dict[int, Exception] = {}  # why, by the key that the array would have
         self._published: dict[Any, Any] = {}
         self._awaiting: dict[Any, list[tuple[int, int]]] = {}
         self._gate = Gate(post)
@@ -181,6 +182,7 @@ class ParameterServer:
         ):
             self._respond(kind, respond)
         post.handle("update", self._update)
+        post.handle("cannot create", self._cannot_create)
         post.handle("find", self._find)
         post.handle("publish", self._publish)
         post.handle("published", self._await)
@@ -217,13 +219,21 @@ class ParameterServer:
             self._post.answer(asker, ticket, self._found(table))
         return self._found(table)
 
+    def _cannot_create(self, source: int, body: tuple[int, Exception]) -> None:
+        key, error = body
+        self._not_made[key] = error
+        for asker, ticket in self._waiting.pop(key, []):
+            self._post.refuse(asker, ticket, error)
+
     def _found(self, table: Table) -> Any:
         return table.name, table.kind, table.place
 
     def _find(self, source: int, asked: Asked) -> None:
         """The array of a number, once it is there: another rank may not have made it yet."""
         table = self.tables.by_key.get(asked.body)
-        if table is not None:
+        if asked.body in self._not_made:
+            self._post.refuse(source, asked.ticket, self._not_made[asked.body])
+        elif table is not None:
             self._post.answer(source, asked.ticket, self._found(table))
         elif self._why_no_more:
             self._refuse_to_wait(source, asked.ticket)

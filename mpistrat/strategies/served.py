@@ -144,15 +144,21 @@ class ServedExtended(StrategyExtended):
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
     ) -> list[Address]:
-        """Arrays on the servers for what is to have this name: its rows, or all of it. Called by: every worker."""
-        by_part = shape is not None and dtype is not None and takes_parts(initial_value)
-        if by_part:
-            assert shape is not None
-            whole, sizes = None, self._sizes(shape, dtype, name)
-        else:
-            whole = initial_array(initial_value, dtype, shape)
-            shape = tuple(whole.shape)
-            sizes = self._sizes(shape, whole.dtype, name)
+        """Arrays on the servers for what is to have this name: its rows, or all of it. Called by: every worker.
+
+        Raises: on all workers, what the one that makes them comes to.
+        """
+        try:
+            if shape is not None and dtype is not None and takes_parts(initial_value):
+                whole, sizes = None, self._sizes(shape, dtype, name)
+            else:
+                whole = initial_array(initial_value, dtype, shape)
+                shape = tuple(whole.shape)
+                sizes = self._sizes(shape, whole.dtype, name)
+        except BaseException as error:
+            # Others may have come further: each uses up one number.
+            self._tell_not_made(next(self._keys), name, error)
+            raise
         addresses: list[Address] = []
         first = 0
         for part, rows in enumerate(sizes or [0]):
@@ -199,11 +205,15 @@ class ServedExtended(StrategyExtended):
         Args: dtype: None where all workers were given it.
         """
         key = next(self._keys)
-        server = self.job.servers[key % len(self.job.servers)]
+        server = self._server_of(key)
         if self.makes_variables:
-            array = value()
-            address = Address(server, key, name, Kind.of(array))
-            self.job.client.create(address, array)
+            try:
+                array = value()
+                address = Address(server, key, name, Kind.of(array))
+                self.job.client.create(address, array)
+            except BaseException as error:
+                self._tell_not_made(key, name, error)
+                raise
             return address
         address = self.job.client.find(server, key)
         there = address.kind
@@ -214,6 +224,15 @@ class ServedExtended(StrategyExtended):
                 "the same variables, in the same order"
             )
         return address
+
+    def _server_of(self, key: int) -> int:
+        return self.job.servers[key % len(self.job.servers)]
+
+    def _tell_not_made(self, key: int, name: str, error: BaseException) -> None:
+        """To those who look for the array that would have this number, from the rank that makes them."""
+        if self.makes_variables:
+            who = f"{self.job.name_of(self.job.post.rank)} has not made variable {name!r}"
+            self.job.client.cannot_create(self._server_of(key), key, as_told(error, who))
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         return min(variables, key=lambda variable: variable.name)

@@ -331,6 +331,65 @@ def test_workers_that_make_other_variables(way, what) -> None:
             one.assign_add(first + 1)
 
 
+@pytest.mark.parametrize("when", ["whole", "second part", "on the server", "partitioner"])
+def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monkeypatch) -> None:
+    """The others' errors name it, and wait for it no longer than it takes; the next variable is made."""
+    with made(NUM_PS[-1], variable_partitioner=FixedShardsPartitioner(2)) as strategy:
+        if strategy is None:
+            return
+        makes = strategy.extended.makes_variables
+        post = strategy.extended.job.post
+        limit = post._stall_seconds
+        if not makes:
+            post._stall_seconds = 0.01  # it is not the server that the others wait for
+
+        def whole():
+            time.sleep(0.2)
+            if makes and when == "whole":
+                raise FileNotFoundError("no weights")
+            return np.zeros((4, 3), "f4")
+
+        def part(partition_shape, partition_offset):
+            if makes and partition_offset[0]:
+                time.sleep(0.2)
+                raise FileNotFoundError("no weights")
+            return np.zeros(partition_shape, "f4")
+
+        def fails(*args):
+            raise FileNotFoundError("no weights")
+
+        with monkeypatch.context() as patch:
+            if makes and when == "on the server":
+                patch.setattr(strategy.extended.job.client, "create", fails)
+            if makes and when == "partitioner":
+                patch.setattr(strategy.extended, "partitioner", fails)
+            how = {"shape": (4, 3), "dtype": "float32"} if when == "second part" else {}
+            who = "" if makes else r"worker 0 \(rank \d\) has not made variable 'w.*: FileNot.*: "
+            with pytest.raises(FileNotFoundError, match=who + "no weights"):
+                variable(strategy, part if when == "second part" else whole, name="w", **how)
+        when = "the next"
+        one = variable(strategy, whole, name="w")
+        post._stall_seconds = limit
+        workers = workers_of(strategy)
+        one.assign_add(np.ones((4, 3), "f4"))
+        workers.Barrier()
+        assert (one.numpy() == workers.size).all()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_variable_that_a_worker_that_has_left_did_not_make(way) -> None:
+    with made() as strategy:
+        if strategy is None:
+            return
+        one = variable(strategy, 1.0)
+        if strategy.extended.makes_variables:
+            strategy.shutdown()
+            return
+        with pytest.raises(ms.errors.UnavailableError, match=r"worker 0 .* has left before"):
+            variable(strategy, 2.0)
+        assert one.assign_add(1.0) > 1
+
+
 def test_what_does_not_fit_is_the_error_of_who_asked(way) -> None:
     with made(variable_partitioner=FixedShardsPartitioner(2)) as strategy:
         if strategy is None:

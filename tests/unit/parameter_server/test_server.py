@@ -111,6 +111,30 @@ def test_what_the_maker_of_arrays_did_not_make_nobody_waits_for(post) -> None:
     assert post.answer_to(post.asked(2, "find", KEY))[0] == f"v{KEY}"
 
 
+def test_after_the_maker_of_arrays_has_left_nobody_waits_for_it(post) -> None:
+    waiting = [post.asked(2, "find", 8), post.asked(2, "published", "saved")]
+    post.told(2, "publish", ("restored", 5))
+    post.told(1, "done")
+    waiting += [post.asked(2, "find", 9), post.asked(2, "published", "loaded")]
+    post.lose(1)  # ended, after it had left
+    waiting.append(post.asked(2, "find", 9))
+    for ticket in waiting:
+        with pytest.raises(errors.UnavailableError, match="rank 1 has left before it made"):
+            post.answer_to(ticket)
+    assert post.answer_to(post.asked(2, "published", "restored")) == 5
+    assert post.answer_to(post.asked(2, "find", KEY))[0] == f"v{KEY}"
+
+
+def test_an_array_that_could_not_be_made_is_refused_before_and_after(post) -> None:
+    before, other = post.asked(2, "find", 8), post.asked(2, "find", 9)
+    post.told(1, "cannot create", (8, KeyError("no such file")))
+    for ticket in (before, post.asked(2, "find", 8)):
+        with pytest.raises(KeyError, match="no such file"):
+            post.answer_to(ticket)
+    create(post, 9, np.zeros(2))
+    assert post.answer_to(other)[0] == "v9"
+
+
 def test_nonsense_is_refused(post) -> None:
     for error, kind, body in (
         (errors.NotFoundError, "pull", (99, None)),
