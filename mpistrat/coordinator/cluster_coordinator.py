@@ -16,7 +16,7 @@ from mpistrat.coordinator.per_worker import DatasetOfWorker, PerWorkerDataset, P
 from mpistrat.coordinator.pickling import References, explain, loads
 from mpistrat.coordinator.recipes import RecipeBook
 from mpistrat.coordinator.remote_value import RemoteValue
-from mpistrat.errors import ClosureInputError, UnavailableError
+from mpistrat.errors import ClosureInputError
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.post import Post
@@ -198,7 +198,6 @@ class ClusterCoordinator:
     def end(self) -> None:
         """Nothing is scheduled any more, and what has not ended has failed. Called by: the strategy, as it ends."""
         self._dispatcher.end()
-        self._queue.close(UnavailableError("the strategy was shut down: its workers have left"))
 
     def _call(self, fn: Callable[..., Any], argument: Any) -> Any:
         """`fn(argument)`, by the next worker that is free; its error is not one of what was scheduled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ class Dispatcher:
     """Hands closures of `queue` to workers as they become free.
 
     A worker that has short ones gets several at a time, and the next before it has ended those. Closures of a worker
-    that dies go to the others; when a server dies, there is nothing to go on with. A thread reads what comes for as
-    long as the process lives.
+    that dies go to the others; when a server dies, there is nothing to go on with. A thread reads what comes until
+    `end`, or the program's end.
 
     Args:
         workers: their ranks, by worker index.
@@ -54,6 +55,8 @@ class Dispatcher:
         post.on_lost(self._lose)
         for rank in sorted(post.mail.lost):
             self._lose(rank)
+        # Runs before the job's handler, which tells the workers that there is no more: last in, first out.
+        atexit.register(self.end)
         threading.Thread(target=self._attend, name="mpistrat coordinator", daemon=True).start()
 
     def hand_out(self) -> None:
@@ -70,8 +73,11 @@ class Dispatcher:
                     self._send(worker, self._queue.take(share))
 
     def end(self) -> None:
-        """Read no more."""
-        self._ended = True
+        """Nothing is handed out any more, and what has not ended has failed."""
+        atexit.unregister(self.end)
+        with self._lock:  # not between another thread's taking a closure and sending it
+            self._ended = True
+            self._queue.close(UnavailableError("the strategy was shut down: its workers have left"))
         self._post.mail.wake()
 
     def _send(self, worker: _Worker, closures: list[Closure]) -> None:
@@ -99,7 +105,7 @@ class Dispatcher:
         outcomes, seconds = body
         with self._lock:
             worker = self._workers.get(source)
-            if worker is None:  # lost, and others have its closures
+            if worker is None or self._ended:  # lost, and others have its closures
                 return
             worker.took(seconds / len(outcomes))
             told_by = self._post.name_of(source)

@@ -30,6 +30,7 @@ END = "end"
 _HERE, _BEGIN = "here", "begin"
 _SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends, and to end it: all would say the same
 _SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
+_SECONDS_TO_SEND = 60.0  # at the end, what the others have not read yet
 
 
 @contextlib.contextmanager
@@ -83,7 +84,8 @@ class ServerJob:
             else None
         )
         self._here, self._begun = 0, False
-        self._coordinator: int | None = None  # the rank that has others run functions
+        self._coordinates = False  # whether this rank has others run functions
+        self._coordinator: int | None = None  # the rank that does, once all have begun
         self.post.handle(END, lambda source, body: self._end())
         self.post.handle(_HERE, self._comes)
         self.post.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
@@ -120,6 +122,7 @@ class ServerJob:
 
         Args: coordinates: whether this rank has others run functions.
         """
+        self._coordinates = coordinates
         if not self.outlives_ranks:
             return
         self.post.tell(self.servers[0], _HERE, coordinates)
@@ -144,10 +147,22 @@ class ServerJob:
                 self.post.tell(worker, END)
         if self.post.rank not in self.servers:
             self.client.done()
+        self._send_the_rest()
         if self.post.rank == self._coordinator and self.post.mail.lost:
             # Nobody waits for the others at the end then; mpirun would kill them if this rank fails.
             everybody = self.post.size - 1
             self.post.attend(lambda: len(self.post.mail.lost) == everybody, _SECONDS_FOR_THE_OTHERS)
+
+    def _send_the_rest(self) -> None:
+        """To those that read until they have it: what found no room in a pipe goes out only while this rank reads."""
+        to = (*self.servers, *(self.workers if self._coordinates else ()))
+        if not self.post.attend(lambda: not self.post.mail.unsent(to), _SECONDS_TO_SEND):
+            names = ", ".join(map(self.name_of, self.post.mail.unsent(to)))
+            job_end.end_job(
+                f"ending the job: {self.name_of(self.post.rank)} was at its end for {_SECONDS_TO_SEND:g} s, and "
+                f"{names} did not read what it had sent: see what they do (py-spy dump), or whether they were stopped",
+                1,
+            )
 
     def _leave(self) -> None:
         self._done = True

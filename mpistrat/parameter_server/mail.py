@@ -9,6 +9,7 @@ import select
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mpistrat.parameter_server.pipes import PipeInbox, PipeOutbox
@@ -126,6 +127,18 @@ class Mail:
                 assert self._mpi is not None
                 self._mpi.put(to, message)
 
+    def unsent(self, to: Sequence[int]) -> list[int]:
+        """Which of these ranks live, and what was sent to them is not yet all under way. Called by: any thread."""
+        with self._sending:
+            return [rank for rank in to if rank not in self.lost and self._is_unsent(rank)]
+
+    def _is_unsent(self, rank: int) -> bool:
+        pipe = self._by_pipe.get(rank)
+        if pipe is not None:
+            return pipe.descriptor in self._full
+        assert self._mpi is not None
+        return self._mpi.is_sending(rank)
+
     def wake(self) -> None:
         """Let a `receive` that waits return. Called by: any thread."""
         with self._sending:
@@ -136,7 +149,7 @@ class Mail:
 
         Args: seconds: how long to wait at most; None waits on.
         Returns: messages, by sender in the order of sending; LOST is a dead rank's last one, though it may have sent
-            more. [] after a `wake`, when the time is over, and at times for no reason.
+            more. [] after a `wake`, when what was sent has gone, when the time is over, and at times for no reason.
         """
         begin = time.monotonic()
         end = None if seconds is None else begin + seconds
@@ -154,7 +167,10 @@ class Mail:
                 time.sleep(pause)
 
     def _look(self, seconds: float | None) -> tuple[list[tuple[int, Any]], bool]:
-        """What there is; waits so long for a pipe. Returns: also whether somebody called `wake`."""
+        """What there is; waits so long for a pipe.
+
+        Returns: also whether to come back: somebody called `wake`, or what was sent has gone.
+        """
         ready = self._poll.poll(None if seconds is None else math.ceil(seconds * 1000))
         found: list[tuple[int, Any]] = []
         woken = False
@@ -176,9 +192,10 @@ class Mail:
                 if self._full[descriptor].flush():
                     self._poll.unregister(descriptor)
                     del self._full[descriptor]
+                    woken = True
             if self._mpi is not None:
                 found += list(self._mpi.read())
-                self._mpi.flush()
+                woken |= self._mpi.flush()
                 now = time.monotonic()
                 if self._outlives_ranks and now - self._looked > _SECONDS_BETWEEN_LOOKS:
                     self._looked = now

@@ -27,7 +27,7 @@ class MpiMessages:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._sent: deque[tuple[list[MPI.Request], Any]] = deque()
+        self._sent: deque[tuple[int, list[MPI.Request], Any]] = deque()
         self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in its order
         self._broken: set[int] = set()  # ranks of which MPI has said that they died
 
@@ -39,13 +39,19 @@ class MpiMessages:
         with self._until_loss_of(to):
             requests = [self._comm.Isend([first, MPI.BYTE], to, _HEAD)]
             requests += [self._comm.Isend([one, MPI.BYTE], to, _BUFFERS) for one in raw if len(one)]
-            self._sent.append((requests, (first, raw)))
+            self._sent.append((to, requests, (first, raw)))
         self.flush()
 
     def flush(self) -> bool:
-        """Returns whether nothing is under way any more."""
-        self._sent = deque(entry for entry in self._sent if not _all_done(entry[0]))
-        return not self._sent
+        """Returns whether something that was under way is not any more."""
+        before = len(self._sent)
+        self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
+        return len(self._sent) < before
+
+    def is_sending(self, to: int) -> bool:
+        """Whether something to this rank is under way."""
+        self.flush()
+        return any(entry[0] == to for entry in self._sent)
 
     def forget(self, rank: int) -> None:
         """It has died: what it did not send to its end never comes."""

@@ -53,6 +53,22 @@ def test_large_arguments_and_results() -> None:
     on_chief(program)
 
 
+def large_argument(coordinator: ClusterCoordinator) -> None:
+    for _ in range(2 * WORKERS):
+        coordinator.schedule(len, args=(np.zeros(6 << 20, np.uint8),))
+
+
+def large_result(coordinator: ClusterCoordinator) -> None:
+    for _ in range(2 * WORKERS):
+        coordinator.schedule(np.zeros, args=(6 << 20,))
+
+
+@pytest.mark.parametrize("schedule", [large_argument, large_result])
+def test_the_end_while_more_than_a_pipe_holds_is_under_way(schedule: Any) -> None:
+    on_chief(lambda strategy, coordinator: schedule(coordinator))
+    MPI.COMM_WORLD.Barrier()  # workers and servers have left
+
+
 def test_variables_travel_by_reference() -> None:
     def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
         with strategy.scope():
