@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,8 @@ class Step(NamedTuple):
         optimizer: its number, equal on all workers.
         hyperparameters: of the worker's param group now.
         round: the worker's step, if the gradients of all workers' steps of this number are to be combined; else None.
-        mean: whether they are combined by their mean; else by their sum.
+        mean: whether they are combined by their mean over all workers that ended the step, where who sent none counts
+            with zeros, as in `MultiWorkerMirroredStrategy`; else by their sum.
     """
 
     optimizer: int
@@ -76,18 +77,29 @@ class OptimizerSteps:
                 pending.gradients[worker], pending.steps[worker] = _copied(gradient), step
                 return
 
-    def end_rounds(self, before: int) -> None:
-        """All workers have ended the rounds with smaller numbers."""
+    def end_rounds(
+        self, before: int, who_ended: Callable[[int], int]
+    ) -> list[tuple[str, Exception]]:
+        """All workers have ended the rounds with smaller numbers.
+
+        Args: who_ended: how many workers took part in a round.
+        Returns: the names of arrays whose steps failed, and with what; all others have stepped.
+        """
+        failed = []
         for number in sorted(one for one in self._pending if one < before):
             for (optimizer, key, _), pending in sorted(
                 self._pending.pop(number).items(), key=lambda item: item[0][2]
             ):
-                combined = _combined(pending)
-                numbers = pending.first.hyperparameters
-                self._take(self._of(optimizer, key), pending.table, combined, numbers)
+                try:
+                    combined = _combined(pending, who_ended(number))
+                    numbers = pending.first.hyperparameters
+                    self._take(self._of(optimizer, key), pending.table, combined, numbers)
+                except Exception as error:  # an optimizer's may be any
+                    failed.append((pending.table.name, error))
+        return failed
 
     def forget(self, worker: int, ended: int) -> None:
-        """It has died after so many steps: of one that it has begun, some gradients came, and others never will."""
+        """It has died, or failed, after so many steps: not all gradients of one that it has begun have come."""
         for number in [one for one in self._pending if one >= ended]:
             of_round = self._pending[number]
             for pending in of_round.values():
@@ -147,10 +159,10 @@ def _copied(gradient: Any) -> Any:
     return gradient.copy()
 
 
-def _combined(pending: _Pending) -> Any:
-    """The workers' gradients in the order of their ranks, so that it has the same bits each time."""
+def _combined(pending: _Pending, workers: int) -> Any:
+    """The gradients of so many workers, in the order of their ranks, so that it has the same bits each time."""
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
-    divisor = len(gradients) if pending.first.mean else 1
+    divisor = max(workers, len(gradients)) if pending.first.mean else 1
     first = gradients[0]
     if isinstance(first, IndexedSlices):
         values = np.concatenate([one.values for one in gradients])

@@ -20,7 +20,7 @@ from mpistrat.errors import (
     UnavailableError,
 )
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.clocks import ENDED, Clock
+from mpistrat.parameter_server.clocks import ENDED, FAILED, Clock
 from mpistrat.parameter_server.gate import Gate, Push
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
 from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
@@ -161,7 +161,7 @@ class ParameterServer:
         maker: int | None = None,
     ) -> None:
         self.tables = Tables()
-        self._clock = Clock(post, workers, self.tables.optimizers.end_rounds)
+        self._clock = Clock(post, workers, self._end_rounds)
         self._post = post
         self._maker = maker
         self._why_no_more = ""  # comes from the maker: it "has died", or "has left"
@@ -188,6 +188,7 @@ class ParameterServer:
         post.handle("published", self._await)
         post.handle("forget", lambda _, body: self.tables.forget(*body))
         post.handle(ENDED, self._ended)
+        post.handle(FAILED, self._failed)
         post.handle("done", lambda source, _: self._leave(source))
         post.on_lost(self._lost)
 
@@ -310,6 +311,22 @@ class ParameterServer:
         """With the last worker's step, arrays change, where the gradients of all are combined."""
         steps, push = body
         self._gate.enter(source, push, lambda: self._clock.ended(source, steps))
+
+    def _end_rounds(self, before: int) -> Exception | None:
+        """Returns: why a round's step of an array could not be made, if one could not."""
+        failed = self.tables.optimizers.end_rounds(before, self._clock.who_ended)
+        if not failed:
+            return None
+        name, error = failed[0]
+        others = f" (nor those of {len(failed) - 1} more arrays)" if failed[1:] else ""
+        told = _for_others(error)
+        return type(told)(
+            f"the step of {name!r} by all workers' gradients could not be made{others}: {told.args[0]}"
+        )
+
+    def _failed(self, source: int, body: tuple[int, Push | None]) -> None:
+        steps, push = body
+        self._gate.enter(source, push, lambda: self.tables.optimizers.forget(source, steps))
 
     def _leave(self, rank: int, died: bool = False) -> None:
         def leave() -> None:

@@ -108,8 +108,7 @@ class ServedSteps:
     def step(self, optimizer: Optimizer) -> None:
         """Have the servers step by the gradients that are there."""
         served = self.of(optimizer)
-        combines = self._clock is not None and self._clock.combines
-        now = self._clock.steps if combines and self._clock is not None else None
+        now = None if self._clock is None else self._clock.round_to_send_in()
         changes = []
         for group in optimizer.param_groups:
             step = Step(served.number, hyperparameters(group), now, self._mean)

@@ -45,9 +45,12 @@ class BetweenGraphStrategy(Strategy):
             nothing tells a task keeps the variables itself.
         num_ps: so many ranks are servers, the last of each node in turn.
         variable_partitioner: how variables are split over servers; None splits none.
-        max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous.
+        max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous. With 0
+            a run whose optimizers step returns when the steps of all workers are made, and raises what they could not
+            be made for; the gradients of one that raises are dropped.
         devices: this worker's devices, one replica each; None is one replica on the rank's own device.
-        gradients: as of `MirroredStrategy`, over the replicas of one worker.
+        gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,
+            too.
         comm: the mpi4py communicator of the ranks that take part; None is all.
     Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
     """
@@ -101,9 +104,13 @@ class BetweenGraphStrategy(Strategy):
         if self._clock is None:
             return super().run(fn, args, kwargs, options)
         self._clock.begin()
-        result = super().run(fn, args, kwargs, options)
-        if self._mirroring is not None:
-            self._mirroring.after_run()
+        try:
+            result = super().run(fn, args, kwargs, options)
+            if self._mirroring is not None:
+                self._mirroring.after_run()
+        except BaseException:
+            self._clock.fail()
+            raise
         self._clock.end()
         return result
 

@@ -406,3 +406,96 @@ def test_a_round_has_the_numbers_of_the_lowest_rank() -> None:
         assert model.weight.item() == -WORKERS
 
     train(body, max_staleness=0)
+
+
+def one_weight(strategy: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A weight, at first 0, and a step by a gradient of 1."""
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def test_the_last_step_is_in_what_is_read_after_it() -> None:
+    """Whoever is last, and wherever the weight is read."""
+
+    def body(strategy: Any, worker: int) -> None:
+        model, _, step = one_weight(strategy)
+        for number in range(1, 4):
+            if worker == number % WORKERS:
+                time.sleep(0.1)
+            strategy.run(step)
+            seen = model.state_dict()["weight"].item()
+            COMM_OF_WORKERS.Barrier()  # or another may be in the next step
+            assert seen == -WORKERS * number
+
+    train(body, max_staleness=0)
+
+
+def test_workers_with_different_numbers_of_steps() -> None:
+    """Also of steps in which one of them runs something else, alone."""
+
+    def body(strategy: Any, worker: int) -> None:
+        model, _, step = one_weight(strategy)
+        for _ in range(2 + worker):
+            strategy.run(step)
+        if worker == WORKERS - 1:
+            strategy.run(lambda: None)
+            steps = sum(2 + one for one in range(WORKERS))
+            assert model.state_dict()["weight"].item() == -steps
+
+    train(body, max_staleness=0)
+
+
+def test_all_workers_hear_that_a_step_could_not_be_made() -> None:
+    def body(strategy: Any, worker: int) -> None:
+        model, optimizer, step = one_weight(strategy)
+        strategy.run(step)
+        optimizer.param_groups[0]["lr"] = None
+        with pytest.raises(TypeError, match=r"the step of .*weight.* by all workers' gradients"):
+            strategy.run(step)
+        optimizer.param_groups[0]["lr"] = 1.0
+        strategy.run(step)
+        assert model.state_dict()["weight"].item() == -2 * WORKERS
+
+    train(body, max_staleness=0)
+
+
+def test_a_run_that_failed_is_tried_again() -> None:
+    """Its gradients are dropped."""
+
+    def body(strategy: Any, worker: int) -> None:
+        model, _, step = one_weight(strategy)
+
+        def fail() -> None:
+            step()
+            if worker == 0:
+                raise ValueError("once")
+
+        if worker == 0:
+            with pytest.raises(ValueError, match="once"):
+                strategy.run(fail)
+        strategy.run(step)
+        assert model.state_dict()["weight"].item() == -WORKERS
+        assert strategy.steps["worker 0 (rank 0)"] == 1
+
+    train(body, max_staleness=0)
+
+
+def test_the_mean_is_over_all_workers() -> None:
+    """Whether or not they use a parameter, as with MultiWorkerMirroredStrategy."""
+
+    def body(strategy: Any, worker: int) -> None:
+        model, _, step = one_weight(strategy)
+        strategy.run(step if worker == 0 else lambda: None)
+        strategy.run(lambda: None)
+        assert model.weight.item() == pytest.approx(-1 / WORKERS)
+
+    train(body, max_staleness=0, gradients="mean")

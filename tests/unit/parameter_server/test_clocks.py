@@ -115,3 +115,16 @@ def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
     if k is None:
         assert not any(client.asked for client in clients)  # nothing is waited for
     assert clocks[0].all_steps() == {rank: clock.steps for rank, clock in enumerate(clocks)}
+
+
+def test_a_step_that_sent_something_to_combine_ends_when_all_have_ended_it() -> None:
+    servers = [clock_of([0, 1])[:2] for _ in range(2)]
+    one, other = (_Client(rank, servers) for rank in range(2))
+    clock = WorkerClock(one, 0)
+    clock.end()  # nothing was sent
+    WorkerClock(other, 0).end()
+    clock.begin()
+    assert clock.round_to_send_in() == 1
+    with pytest.raises(KeyError):  # it would wait
+        clock.end()
+    assert WorkerClock(one, 1).round_to_send_in() is None

@@ -24,6 +24,11 @@ def served(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, OptimizerStep
     return table, steps
 
 
+def end(steps, before, workers=0) -> list[tuple[str, Exception]]:
+    """Args: workers: that took part in each round; no fewer than sent a gradient."""
+    return steps.end_rounds(before, lambda number: workers)
+
+
 def push(steps, table, gradient, worker, number, mean=False, lr=1.0) -> None:
     steps.step(KEY, table, Step(OPTIMIZER, {"lr": lr}, number, mean), gradient, worker)
 
@@ -36,12 +41,12 @@ def test_a_round_is_one_step_of_the_sum_or_the_mean(dtype: str, mean: bool) -> N
     for worker in range(4):
         push(steps, table, torch.full((4,), worker + 1.0, dtype=kind), worker, 0, mean)
     assert not table.array.any()
-    steps.end_rounds(0)
+    end(steps, 0)
     assert not table.array.any()
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.tolist() == [-2.5 if mean else -10] * 4
     assert table.updates == 2  # the first value, and one step
-    steps.end_rounds(1 << 62)
+    end(steps, 1 << 62)
     assert table.updates == 2
 
 
@@ -56,7 +61,7 @@ def test_the_bits_do_not_depend_on_who_came_first() -> None:
         table, steps = served(np.zeros(1000, np.float32))
         for worker in order:
             push(steps, table, gradients[worker].copy(), worker, 0)
-        steps.end_rounds(1)
+        end(steps, 1)
         expected = table.array.copy() if expected is None else expected
         assert np.array_equal(table.array, expected)
     others = [-sum(gradients[worker] for worker in order) for order in ((3, 2, 1, 0), (1, 3, 0, 2))]
@@ -68,10 +73,10 @@ def test_a_worker_ahead_does_not_mix_rounds() -> None:
     for number in range(3):
         push(steps, table, np.full(2, number + 1, np.float32), 0, number)
     push(steps, table, np.full(2, 10, np.float32), 1, 0)
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.tolist() == [-11, -11]
     push(steps, table, np.full(2, 20, np.float32), 1, 1)
-    steps.end_rounds(2)
+    end(steps, 2)
     assert table.array.tolist() == [-11 - (5.5 + 22)] * 2
 
 
@@ -79,7 +84,7 @@ def test_two_steps_within_a_round_are_two_steps() -> None:
     table, steps = served(np.zeros(1, np.float32))
     for worker, value in ((0, 1), (0, 10), (1, 2), (1, 20)):
         push(steps, table, np.full(1, value, np.float32), worker, 0)
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.tolist() == [-33]
     assert table.updates == 3
 
@@ -91,7 +96,7 @@ def test_rows_of_all_workers(make, mean: bool) -> None:
     for worker, rows in enumerate(([0, 4, 4], [4], [])):
         values = make(np.full((len(rows), 2), worker + 1, np.float32))
         push(steps, table, IndexedSlices(values, make(np.array(rows, np.int64))), worker, 0, mean)
-    steps.end_rounds(1)
+    end(steps, 1)
     expected = np.zeros((5, 2))
     expected[0], expected[4] = -1, -4
     np.testing.assert_allclose(table.array, expected / (3 if mean else 1), rtol=1e-6)
@@ -102,7 +107,7 @@ def test_a_gradient_may_change_once_it_was_pushed() -> None:
     gradient = np.ones(3, np.float32)
     push(steps, table, gradient, 0, 0)
     gradient[:] = 100
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.tolist() == [-1, -1, -1]
 
 
@@ -122,7 +127,7 @@ def test_gradients_that_do_not_fit_are_refused_when_they_come(number) -> None:
         with pytest.raises(error):
             push(steps, table, gradient, 0, number)
     push(steps, table, IndexedSlices(ones, np.array([2])), 0, number)
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.tolist() == [[0, 0], [0, 0], [-1, -1]]
 
 
@@ -131,7 +136,7 @@ def test_rows_and_the_whole_in_one_round() -> None:
     push(steps, table, np.ones((3, 2), np.float32), 1, 0)
     with pytest.raises(TypeError, match=r"'w' is one of some rows .* \(rank 1\)"):
         push(steps, table, IndexedSlices(np.ones((1, 2), np.float32), np.array([0])), 2, 0)
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.tolist() == [[-1, -1]] * 3
 
 
@@ -144,7 +149,7 @@ def test_optimizers_that_take_one_kind_only(cls) -> None:
     with pytest.raises(TypeError, match="some rows"):
         push(steps, table, bad, 0, 0)
     push(steps, table, good, 0, 0)
-    steps.end_rounds(1)
+    end(steps, 1)
     assert table.array.any()
 
 
@@ -157,5 +162,39 @@ def test_a_step_that_a_dead_worker_did_not_end_is_made_without_it() -> None:
     push(steps, table, np.ones(3, np.float32), 0, 1, mean=True)
     push(steps, table, np.full(3, 100, np.float32), 1, 2)
     steps.forget(1, ended=1)
-    steps.end_rounds(3)
+    end(steps, 3)
     assert table.array.tolist() == [-2] * 3
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_who_sends_no_gradient_counts_in_the_mean(rows: bool) -> None:
+    table, steps = served(np.zeros((1, 2), np.float32))
+    gradient = np.full((1, 2), 8, np.float32)
+    for worker in range(2):
+        sent = IndexedSlices(gradient, np.array([0])) if rows else gradient
+        push(steps, table, sent, worker, 0, mean=True)
+    end(steps, 1, workers=4)
+    assert table.array.tolist() == [[-4, -4]]
+
+
+def test_what_the_optimizer_raises_is_told_and_the_next_round_is_made() -> None:
+    table, steps = served(np.zeros(3, np.float32))
+    push(steps, table, np.ones(3, np.float32), 0, 0, lr=None)
+    push(steps, table, np.full(3, 10, np.float32), 0, 1)
+    ((name, error),) = end(steps, 1)
+    assert name == "w"
+    assert isinstance(error, TypeError)
+    assert table.array.tolist() == [0, 0, 0]
+    assert end(steps, 2) == []
+    assert table.array.tolist() == [-10] * 3
+
+
+def test_a_step_that_is_tried_again_is_one_step() -> None:
+    table, steps = served(np.zeros(1, np.float32))
+    push(steps, table, np.ones(1, np.float32), 0, 0)
+    push(steps, table, np.ones(1, np.float32), 1, 0)
+    steps.forget(1, ended=0)
+    push(steps, table, np.full(1, 10, np.float32), 1, 0)
+    end(steps, 1)
+    assert table.array.tolist() == [-11]
+    assert table.updates == 2

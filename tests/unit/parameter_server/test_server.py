@@ -4,13 +4,16 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from mpistrat import errors
-from mpistrat.parameter_server.clocks import ENDED, MAY_BEGIN
+from mpistrat.parameter_server.clocks import ENDED, FAILED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
+from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.parcels import Kind, Placed, carried, unpack
 from mpistrat.parameter_server.segments import Mappings, Place
 from mpistrat.parameter_server.server import Created, ParameterServer, Update, _for_others
+from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from noted_post import NotedPost
 
 KEY = 3
@@ -260,3 +263,66 @@ def test_errors_of_other_classes_come_as_those_that_all_ranks_have() -> None:
         told = pickle.loads(pickle.dumps(_for_others(error)))
         assert type(told) is (ValueError if isinstance(error, ValueError) else RuntimeError)
         assert "that" in str(told)
+
+
+OPTIMIZER = 1
+
+
+def descend(post, source, gradient, number, lr=1.0, mean=False) -> None:
+    """Send a gradient of a round."""
+    if (OPTIMIZER, KEY) not in post.server.tables.optimizers._optimizers:
+        recipe = pickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
+        post.answer_to(post.asked(source, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)])))
+    step = Step(OPTIMIZER, {"lr": lr}, number, mean)
+    operand = [carried(np.full(3, float(gradient)))]
+    post.answer_to(update(post, source, Update(KEY, step, operand)))
+
+
+def test_each_worker_hears_once_that_a_round_failed_and_the_server_lives(post) -> None:
+    for worker in (1, 2):
+        descend(post, worker, 1, 0, lr=None)
+    post.told(1, ENDED, (1, None))
+    waiting = post.asked(1, MAY_BEGIN, 1)
+    post.told(2, ENDED, (1, None))
+    for ticket in (waiting, post.asked(2, MAY_BEGIN, 1)):
+        with pytest.raises(TypeError, match="the step of 'v3' by all workers' gradients"):
+            post.answer_to(ticket)
+    assert value(post).tolist() == [0, 0, 0]
+    for worker in (1, 2):
+        assert post.answer_to(post.asked(worker, MAY_BEGIN, 1)) == 1
+        descend(post, worker, 1, 1)
+        post.told(worker, ENDED, (2, None))
+    assert value(post).tolist() == [-2] * 3
+
+
+def test_an_error_of_any_class_is_told_as_one_that_all_know(post) -> None:
+    class Odd(Exception):
+        pass
+
+    def fail(*_):
+        raise Odd("no")
+
+    descend(post, 1, 1, 0)
+    post.server.tables.optimizers._optimizers[OPTIMIZER, KEY].step = fail
+    for worker in (1, 2):
+        post.told(worker, ENDED, (1, None))
+    with pytest.raises(RuntimeError, match=r"(?s)the step of 'v3'.*Odd: no"):
+        post.answer_to(post.asked(2, MAY_BEGIN, 1))
+
+
+def test_the_gradients_of_a_step_that_failed_are_dropped(post) -> None:
+    descend(post, 1, 1, 0)
+    for gradient in (100, 10):
+        descend(post, 2, gradient, 0)
+        if gradient == 100:
+            post.told(2, FAILED, (0, None))
+    for worker in (1, 2):
+        post.told(worker, ENDED, (1, None))
+    assert value(post).tolist() == [-11] * 3
+
+
+def test_all_workers_that_ended_a_round_count_in_its_mean(post) -> None:
+    descend(post, 1, 8, 0, mean=True)
+    for worker in (1, 2):
+        post.told(worker, ENDED, (1, None))
+    assert value(post).tolist() == [-4] * 3
