@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpistrat.errors import StallError, UnavailableError
+from mpistrat.notices import tell
 from mpistrat.parameter_server.mail import LOST, Mail
 
 # Of a message: what it is, then what it says.
@@ -148,13 +149,19 @@ class Post:
         return True
 
     def wait_for(self, reply: Reply, limited: bool = True) -> None:
-        """Attend until the reply has come. Raises: StallError, if the wait is limited."""
-        if not self.attend(lambda: reply.come, (limited and self._stall_seconds) or None):
+        """Attend until the reply has come. Raises: StallError, if the wait is limited; else that is only told."""
+        if self.attend(lambda: reply.come, self._stall_seconds or None):
+            return
+        waited = (
+            f"{self.name_of(self.rank)} has waited {self._stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
+            f"{self.name_of(reply.to)} to answer {reply.kind!r}"
+        )
+        if limited:
             raise StallError(
-                f"{self.name_of(self.rank)} has waited {self._stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
-                f"{self.name_of(reply.to)} to answer {reply.kind!r}: see what that process does (py-spy dump), or "
-                "whether it was stopped"
+                f"{waited}: see what that process does (py-spy dump), or whether it was stopped"
             )
+        tell(f"{waited}, which depends on what another rank does, and waits on")
+        self.attend(lambda: reply.come)
 
     def gone(self, rank: int) -> UnavailableError:
         """For who needs a rank that has died."""

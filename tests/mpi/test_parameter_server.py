@@ -331,10 +331,11 @@ def test_workers_that_make_other_variables(way, what) -> None:
             one.assign_add(first + 1)
 
 
+@pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("when", ["whole", "second part", "on the server", "partitioner"])
 def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monkeypatch) -> None:
     """The others' errors name it, and wait for it no longer than it takes; the next variable is made."""
-    with made(NUM_PS[-1], variable_partitioner=FixedShardsPartitioner(2)) as strategy:
+    with made(SIZE // 2, variable_partitioner=FixedShardsPartitioner(2)) as strategy:
         if strategy is None:
             return
         makes = strategy.extended.makes_variables

@@ -136,6 +136,23 @@ def test_a_limit_to_waiting(talk) -> None:
     talk.finish()
 
 
+def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
+    tickets = {}
+    talk.post.handle("later", lambda source, asked: tickets.update({source: asked.ticket}))
+    talk.post.handle("now", lambda source, _: talk.post.answer(source, tickets[source], 5))
+    monkeypatch.setattr(talk.post, "_stall_seconds", 0.1)
+    told = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        talk.post.tell(OTHERS[0], "now")
+
+    monkeypatch.setattr("mpistrat.parameter_server.post.tell", tell)
+    assert talk.post.ask(OTHERS[0], "later").wait(limited=False) == 5
+    assert f"rank {OTHERS[0]} to answer 'later'" in told[0]
+    talk.finish()
+
+
 def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:
     talk.post.handle("nothing", lambda source, asked: None)
     monkeypatch.setattr(talk.post, "_stall_seconds", 0.3)
