@@ -66,9 +66,7 @@ class Worker:
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Until `until()`, which is asked when something has come. Closures that are not begun then are left."""
-        watch = threading.Thread(
-            target=self._return_what_waits, name="mpistrat closures", daemon=True
-        )
+        watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
         watch.start()
         try:
             while not until():
@@ -133,6 +131,16 @@ class Worker:
         if self._outcomes:
             self._post.tell(self._chief, OUTCOMES, (self._outcomes, self._seconds))
         self._outcomes, self._seconds, self._sent = [], 0.0, now
+
+    def _keep_returning(self) -> None:
+        try:
+            self._return_what_waits()
+        except Exception as error:  # nobody else would hear of it, and closures may be lost
+            from mpistrat.communicators.job_end import end_job  # here, because it starts MPI
+
+            who = self._post.name_of(self._post.rank)
+            what = f"{type(error).__name__}: {error}"
+            end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
     def _return_what_waits(self) -> None:
         """Where one closure takes long, those behind it are for others, and nobody waits for what has ended."""

@@ -1,8 +1,10 @@
 """What a user of ClusterCoordinator sees; the workers are threads."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -416,3 +418,25 @@ def test_schedule_does_not_wait(start: Start) -> None:
     assert time.monotonic() - begin < 10  # the gate stays closed for 30 s
     slow.gate.set()
     threads.coordinator.join()
+
+
+def test_a_worker_that_cannot_read_while_it_executes_ends_the_job(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads meanwhile has nobody who would hear of its error."""
+    ended: list[tuple[str, int]] = []
+    job_end = SimpleNamespace(end_job=lambda text, code: ended.append((text, code)))
+    monkeypatch.setitem(sys.modules, "mpistrat.communicators.job_end", job_end)  # it needs MPI
+    threads = start(1)
+    waiting = Waiting(threads, "waiting")
+    value = threads.coordinator.schedule(waiting)
+    assert waiting.begun.wait(20)
+    threads.chief.tell(1, "closures", "nonsense")
+    eventually(lambda: bool(ended))
+    text, code = ended[0]
+    assert text.startswith(
+        "ending the job: worker 0 (rank 1) cannot take closures any more: ValueError"
+    )
+    assert code == 1
+    waiting.gate.set()
+    assert value.get() == "waiting"
