@@ -77,7 +77,7 @@ class Client:
 
     def used_of(self, server: int) -> list[str]:
         """Names of the arrays there that were used from here."""
-        return [one.name for one in self._used.values() if one.server == server]
+        return [one.name for one in list(self._used.values()) if one.server == server]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array, with this value."""

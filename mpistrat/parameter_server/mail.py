@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mpistrat.parameter_server.pipes import PipeInbox, PipeOutbox
+from mpistrat.parameter_server.unpickling import read_message
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -176,7 +177,7 @@ class Mail:
         woken = False
         for sender, data in self._inbox.read():
             if data:
-                found.append((sender, pickle.loads(data)))
+                found.append((sender, read_message(data)))
             else:
                 woken = True
         dead: list[int] = []
@@ -186,7 +187,7 @@ class Mail:
                 self._poll.unregister(descriptor)
         if dead:  # it may have written after the pipe was read, and before it died
             late = self._inbox.read(everything=True)
-            found += [(sender, pickle.loads(data)) for sender, data in late if data]
+            found += [(sender, read_message(data)) for sender, data in late if data]
         with self._sending:
             for descriptor in [one for one, _ in ready if one in self._full]:
                 if self._full[descriptor].flush():

@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.communicators.fault_tolerant import tells_of_loss
+from mpistrat.parameter_server.unpickling import read_message
 
 _HEAD, _BUFFERS = 1, 2  # tags
 
@@ -29,6 +30,7 @@ class MpiMessages:
         self._comm = comm
         self._sent: deque[tuple[int, list[MPI.Request], Any]] = deque()
         self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in its order
+        self._dropped: list[_Arriving] = []  # MPI may still write to them
         self._broken: set[int] = set()  # ranks of which MPI has said that they died
 
     def put(self, to: int, message: Any) -> None:
@@ -45,6 +47,7 @@ class MpiMessages:
     def flush(self) -> bool:
         """Returns whether something that was under way is not any more."""
         before = len(self._sent)
+        self._dropped = [one for one in self._dropped if not one.is_over()]
         self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
         return len(self._sent) < before
 
@@ -56,7 +59,10 @@ class MpiMessages:
     def forget(self, rank: int) -> None:
         """It has died: what it did not send to its end never comes."""
         self._broken.add(rank)
-        self._arriving.pop(rank, None)
+        self._drop(rank)
+
+    def _drop(self, source: int) -> None:
+        self._dropped += self._arriving.pop(source, ())
 
     def failed_ranks(self) -> list[int]:
         """Those that fault tolerant MPI knows to have died."""
@@ -85,7 +91,7 @@ class MpiMessages:
                 while queue and queue[0].has_come():
                     yield source, queue.popleft().message()
             if not queue or source in self._broken:
-                self._arriving.pop(source, None)
+                self._drop(source)
 
     @contextlib.contextmanager
     def _until_loss_of(self, rank: int) -> Iterator[None]:
@@ -130,15 +136,23 @@ class _Arriving:
             return all(request.Test() for request in self._requests)
         return True
 
+    def is_over(self) -> bool:
+        """Whether MPI is done with its buffers."""
+        return _all_done(self._requests)
+
     def message(self) -> Any:
         assert self._buffers is not None
-        return pickle.loads(self._head, buffers=self._buffers)
+        return read_message(self._head, self._buffers)
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:
     """Whether nothing of this moves any more."""
+    return all(_is_done(request) for request in requests)
+
+
+def _is_done(request: MPI.Request) -> bool:
     try:
-        return all(request.Test() for request in requests)
+        return request.Test()
     except MPI.Exception as error:
         if not tells_of_loss(error):
             raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.notices import tell
 from mpistrat.parameter_server.mail import LOST, Mail
+from mpistrat.parameter_server.unpickling import Unreadable
 
 # Of a message: what it is, then what it says.
 _NOTICE, _REQUEST, _ANSWER, _REFUSAL = range(4)
@@ -77,6 +79,7 @@ class Post:
         self.rank, self.size = mail.rank, mail.size
         self.name_of = name_of
         self._stall_seconds = stall_seconds
+        self._registering = threading.RLock()
         self._handlers: dict[str, Handler] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # what came before its handler
         self._when_lost: list[Callable[[int], None]] = []
@@ -90,9 +93,9 @@ class Post:
 
         In the thread that reads, which must not wait for an answer there.
         """
-        self._handlers[kind] = handler
-        for source, body in self._early.pop(kind, ()):
-            handler(source, body)
+        with self._registering:  # what another thread reads meanwhile comes after what came early
+            self._handlers[kind] = handler
+            _call_all(partial(handler, *one) for one in self._early.pop(kind, ()))
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Call `handler(rank)` once for each rank that dies, in the thread that reads."""
@@ -125,6 +128,7 @@ class Post:
         """Read, and call handlers, until `until()`; returns False when so many seconds are over before.
 
         Called by: any thread. What another one reads is looked at as soon as it has been handled.
+        Raises: what a handler has raised, after all that was read with its message has been handled.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while not until():
@@ -135,12 +139,11 @@ class Post:
                 try:
                     # Another thread may have read what was waited for, before this one got to read.
                     if not until():
-                        for source, message in self.mail.receive(left):
-                            self._handle(source, message)
+                        _call_all(partial(self._handle, *one) for one in self.mail.receive(left))
                 finally:
                     self._reading.release()
-                with self._news:
-                    self._news.notify_all()
+                    with self._news:
+                        self._news.notify_all()
             else:
                 with self._news:
                     if not until():
@@ -173,9 +176,13 @@ class Post:
                 if reply.to == source:
                     self._open.pop(ticket, None)
                     reply.put(None, self.gone(source))
-            for handler in self._when_lost:
-                handler(source)
+            _call_all(partial(handler, source) for handler in self._when_lost)
             return
+        if isinstance(message, Unreadable):
+            raise RuntimeError(
+                f"what {self.name_of(source)} has sent cannot be unpickled: "
+                f"{type(message.error).__name__}: {message.error}"
+            ) from message.error
         kind = message[0]
         if kind == _NOTICE:
             self._give(message[1], source, message[2])
@@ -192,8 +199,21 @@ class Post:
                     waiting.put(None, value)
 
     def _give(self, kind: str, source: int, body: Any) -> None:
-        handler = self._handlers.get(kind)
-        if handler is None:
-            self._early.setdefault(kind, []).append((source, body))
-        else:
-            handler(source, body)
+        with self._registering:
+            handler = self._handlers.get(kind)
+            if handler is None:
+                self._early.setdefault(kind, []).append((source, body))
+                return
+        handler(source, body)
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Call them all. Raises: what the first of those that failed raised, after the others."""
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -1,7 +1,10 @@
 """Requests, answers and notices between ranks: over pipes, and over MPI as between nodes."""
 
+import gc
+import pickle
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from mpi4py import MPI
 
 from mpistrat import errors
 from mpistrat.parameter_server.mail import Mail
+from mpistrat.parameter_server.mpi_messages import _BUFFERS, _HEAD, MpiMessages
 from mpistrat.parameter_server.post import Post
 
 WORLD = MPI.COMM_WORLD
@@ -151,6 +155,48 @@ def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
     assert talk.post.ask(OTHERS[0], "later").wait(limited=False) == 5
     assert f"rank {OTHERS[0]} to answer 'later'" in told[0]
     talk.finish()
+
+
+class Unreadable:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> object:
+        return int, ("no number",)
+
+
+def test_what_cannot_be_unpickled_does_not_keep_others_from_being_read(talk) -> None:
+    replies = [talk.post.ask(RANK, "echo", number) for number in range(3)]
+    talk.post.tell(RANK, "notice", Unreadable())
+    replies += [talk.post.ask(RANK, "echo", number) for number in range(3, 6)]
+    with pytest.raises(RuntimeError, match=f"what rank {RANK} has sent cannot be unpickled: Value"):
+        talk.post.attend(lambda: False, 40)
+    assert [reply.wait() for reply in replies] == list(range(6))
+    talk.finish()
+
+
+def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
+    """Who has died may have sent the head of a message, and MPI goes on to write what follows."""
+    comm = WORLD.Dup()
+    messages = MpiMessages(comm)
+    sent = np.zeros(100_000, np.uint8)
+    head = pickle.dumps((b"", [len(sent)]), protocol=5)
+    requests = [comm.Isend([head, MPI.BYTE], RANK, _HEAD)]
+    end = time.monotonic() + 40
+    while not (arriving := messages._arriving.get(RANK)) or arriving[0]._buffers is None:
+        assert list(messages.read()) == []
+        assert time.monotonic() < end
+    buffers = weakref.ref(arriving[0])
+    del arriving
+    messages.forget(RANK)
+    messages.flush()
+    gc.collect()
+    assert buffers() is not None
+    requests.append(comm.Isend([sent, MPI.BYTE], RANK, _BUFFERS))
+    while buffers() is not None:
+        messages.flush()
+        assert time.monotonic() < end
+    MPI.Request.Waitall(requests)
+    comm.Free()
 
 
 def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:

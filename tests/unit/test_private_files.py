@@ -24,9 +24,9 @@ ALLOWED = {
         "loads",
     ): "copies of ranks' states, which this job's ranks have sent over MPI",
     (
-        "parameter_server/mail.py",
+        "parameter_server/unpickling.py",
         "loads",
-    ): "what this job's ranks have written to a pipe without a name",
+    ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
     ("parameter_server/server.py", "loads"): "the same",
     ("parameter_server/mpi_messages.py", "loads"): "what this job's ranks have sent over MPI",
 }

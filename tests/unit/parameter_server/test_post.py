@@ -1,0 +1,129 @@
+"""What a post does with what has come: errors of handlers, and handlers that come late."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpistrat.parameter_server.mail import LOST
+from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.unpickling import read_message
+
+NOTICE, ANSWER = 0, 2
+
+
+def post_with(coming: list[list[tuple[int, Any]]]) -> Post:
+    """It gets these batches, which it takes from the list, and then empty ones."""
+    mail: Any = SimpleNamespace(
+        rank=0,
+        size=3,
+        lost=set(),
+        sent=[],
+        receive=lambda seconds: coming.pop(0) if coming else [],
+        send=lambda to, message: mail.sent.append((to, message)),
+    )
+    return Post(mail)
+
+
+def fail(source: int, body: Any = None) -> None:
+    raise ArithmeticError(f"of {source}")
+
+
+def test_what_comes_behind_an_error_is_handled() -> None:
+    bad = [(1, (NOTICE, "bad", 0)), (2, (NOTICE, "bad", 0))]
+    post = post_with([[*bad, (1, (ANSWER, 1, "yes"))]])
+    post.handle("bad", fail)
+    reply = post.ask(1, "question")
+    with pytest.raises(ArithmeticError, match="of 1"):
+        post.attend(lambda: False, 20)
+    assert reply.come
+    assert reply.wait() == "yes"
+
+
+def test_a_message_that_cannot_be_unpickled() -> None:
+    bad = read_message(b"nonsense")
+    post = post_with([[(2, bad), (1, (ANSWER, 1, "yes"))]])
+    reply = post.ask(1, "question")
+    with pytest.raises(RuntimeError, match="what rank 2 has sent cannot be unpickled: Unpickling"):
+        post.attend(lambda: False, 20)
+    assert reply.wait() == "yes"
+
+
+def test_all_hear_of_a_loss() -> None:
+    post = post_with([[(1, LOST)]])
+    heard: list[int] = []
+    post.on_lost(fail)
+    post.on_lost(heard.append)
+    with pytest.raises(ArithmeticError):
+        post.attend(lambda: False, 20)
+    assert heard == [1]
+
+
+def test_others_that_wait_hear_at_once_when_a_handler_fails(monkeypatch: Any) -> None:
+    """Who waits behind the thread that reads is woken though that raises."""
+    monkeypatch.setattr("mpistrat.parameter_server.post._SECONDS_BEHIND_ANOTHER", 60)
+    reading, read = threading.Event(), threading.Event()
+    post = post_with([])
+
+    def receive(seconds: float | None) -> list[tuple[int, Any]]:
+        reading.set()
+        assert read.wait(20)
+        return [(1, (NOTICE, "bad", 0)), (1, (ANSWER, 1, "yes"))]
+
+    post.mail.receive = receive  # type: ignore[method-assign]
+    post.handle("bad", fail)
+    reply = post.ask(1, "question")
+    looked = threading.Event()
+
+    def come() -> bool:
+        looked.set()
+        return reply.come
+
+    def attend_and_fail() -> None:
+        with pytest.raises(ArithmeticError):
+            post.attend(lambda: False, 20)
+
+    reader = threading.Thread(target=attend_and_fail)
+    reader.start()
+    assert reading.wait(20)
+    waiting = threading.Thread(target=post.attend, args=(come, 50), daemon=True)
+    waiting.start()
+    assert looked.wait(20)
+    read.set()
+    reader.join(20)
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_what_came_before_its_handler_is_handled_before_what_comes_after() -> None:
+    coming: list[list[tuple[int, Any]]] = [[(1, (NOTICE, "late", number))] for number in range(2)]
+    post = post_with(coming)
+    assert post.attend(lambda: not coming, 20)
+    order: list[int] = []
+    post.handle("late", lambda source, body: order.append(body))
+    assert order == [0, 1]
+
+
+def test_no_message_is_lost_between_a_look_for_its_handler_and_its_keeping() -> None:
+    """Another thread registers the handler right after the reader has found none."""
+    coming: list[list[tuple[int, Any]]] = [[(1, (NOTICE, "late", 7))]]
+    post = post_with(coming)
+    got: list[int] = []
+    handled = threading.Event()
+
+    def register() -> None:
+        post.handle("late", lambda source, body: got.append(body))
+        handled.set()
+
+    class Early(dict[str, Any]):
+        def setdefault(self, *args: Any) -> Any:
+            registering.start()
+            handled.wait(0.5)  # with one lock around both, it comes after
+            return super().setdefault(*args)
+
+    registering = threading.Thread(target=register)
+    post._early = Early()
+    assert post.attend(lambda: not coming, 20)
+    registering.join(20)
+    assert got == [7]
