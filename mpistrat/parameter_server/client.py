@@ -104,37 +104,35 @@ class Client:
 
     def pull(self, address: Address, out: Array | None = None) -> Array:
         """The value, on the host; in `out` where one is given."""
-        kind = address.kind
         if out is None:
             with self._recycling:
-                out = self._results.like(kind.empty())
-        self.bytes_pulled += kind.nbytes
-        table = self._mapped(address)
-        if table is not None and table.copy_to(out):
-            return out
-        # The server answers between two updates.
-        if table is None:
-            answer = self.ask(address.server, "pull", (address.key, None)).wait()
-            out[...] = unpack(answer, self._mappings)
-            return out
-        region = self._buffers.take(kind.nbytes)
-        place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
-        self.ask(address.server, "pull", (address.key, place)).wait()
-        out[...] = kind.array_in(region.memory[: kind.nbytes])
-        self._give_back(region)
+                out = self._results.like(address.kind.empty())
+        self.pull_into([(address, out)])
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Several values at the same time, each into an array of its kind, on any device."""
-        asked: list[tuple[Array, Reply]] = []
+        asked: list[tuple[Array, Kind, Region | None, Reply]] = []
         for address, out in wanted:
-            self.bytes_pulled += address.kind.nbytes
+            kind = address.kind
+            self.bytes_pulled += kind.nbytes
             table = self._mapped(address)
-            if table is None or not table.copy_to(out):
-                body = address.key, None
-                asked.append((out, self.ask(address.server, "pull", body)))
-        for out, reply in asked:
-            out[...] = unpack(reply.wait(), self._mappings)
+            if table is not None and table.copy_to(out):
+                continue
+            # The server answers between two updates.
+            region, place = None, None
+            if table is not None:
+                region = self._buffers.take(kind.nbytes)
+                place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
+            reply = self.ask(address.server, "pull", (address.key, place))
+            asked.append((out, kind, region, reply))
+        for out, kind, region, reply in asked:
+            answer = reply.wait()
+            if region is None:
+                out[...] = unpack(answer, self._mappings)
+            else:
+                out[...] = kind.array_in(region.memory[: kind.nbytes])
+                self._give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
         """A copy of some rows, in the order of `indices`: int64, of shape [n], none out of bounds."""

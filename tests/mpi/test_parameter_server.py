@@ -23,6 +23,7 @@ from mpistrat.experimental.partitioners import (
 from mpistrat.parameter_server import job as job_module
 from mpistrat.parameter_server.mail import Mail
 from mpistrat.parameter_server.parcels import carried
+from mpistrat.parameter_server.tables import MappedTable
 from open_files import descriptors, mapped_bytes
 from served_jobs import served, workers_of
 
@@ -288,6 +289,22 @@ def test_who_leaves_early_holds_nobody_back(way, k) -> None:
                     use()
         else:
             assert next(iter(strategy.steps.values())) == 3
+
+
+def test_arrays_that_are_written_all_the_time_are_read_by_the_server(monkeypatch) -> None:
+    monkeypatch.setattr(MappedTable, "copy_to", lambda table, out: False)
+    with made() as strategy:
+        if strategy is None:
+            return
+        values = [np.arange(size, dtype="f4") for size in (0, 3, 100_000)]
+        variables = [variable(strategy, value) for value in values]
+        outs = [np.empty_like(value) for value in values]
+        strategy.extended.job.client.pull_into(
+            [(one.address, out) for one, out in zip(variables, outs, strict=True)]
+        )
+        for one, out, value in zip(variables, outs, values, strict=True):
+            assert np.array_equal(out, value)
+            assert np.array_equal(one.numpy(), value)
 
 
 def test_a_program_can_ask_who_it_is() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import mpistrat as ms
 from coordinated_threads import Threads, eventually
@@ -60,7 +61,6 @@ def test_results_and_structures(start: Start) -> None:
 
 
 def test_results_are_numpy_when_fetched(start: Start) -> None:
-    torch = pytest.importorskip("torch")
     value = start().coordinator.schedule(lambda: [torch.ones(3, requires_grad=True) * 2])
     assert isinstance(value.get()[0], torch.Tensor)
     (fetched,) = value.fetch()
