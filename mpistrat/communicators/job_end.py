@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
+from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
 from mpistrat.communicators import checked
 from mpistrat.communicators.call_site import call_site
 from mpistrat.communicators.checked import CheckedCommunicator
@@ -420,6 +421,10 @@ def abort(code: int) -> NoReturn:
         _watch.record.end()
     _flush()
     time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
+    if not why_not_fault_tolerant(MPI.Get_library_version()):
+        # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) now and then waits for ever for a lock that it has freed;
+        # an exit code other than 0 ends the job there, too.
+        os._exit(code or 1)
     MPI.COMM_WORLD.Abort(code)
     time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once it has told the launcher
     os._exit(code)

@@ -281,10 +281,12 @@ def join_job(
     Raises: CollectiveMismatchError on all ranks, when they were given different ones; what `job_roles` raises.
     """
     checked = check_devices(devices) if devices else None
+    resolver = MPIClusterResolver(comm)
+    if resolver.comm is None:  # without MPI: what one rank lacks is told as with it
+        job_roles(resolver.topology(), lambda own: [own], cluster_resolver, num_ps, chief=chief)
     from mpistrat.parameter_server.job import ServerJob, meeting
 
     with meeting():
-        resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
         communicator = communicator_of(resolver, "always", _WHAT)
         roles = job_roles(
