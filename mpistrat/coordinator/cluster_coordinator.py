@@ -32,7 +32,7 @@ class Cluster:
         over: is told ids of closures that will not be executed again, and the id before which none will.
         joined: called when all closures have ended, and none has failed.
         coordinator: the strategy's one; made when it is first asked for.
-        servers: their ranks.
+        is_needed: whether nothing can be executed without a rank that has died.
     """
 
     post: Post
@@ -41,7 +41,7 @@ class Cluster:
     over: Callable[[list[int], int], None]
     joined: Callable[[], None]
     coordinator: ClusterCoordinator | None = None
-    servers: Sequence[int] = ()
+    is_needed: Callable[[int], bool] = lambda rank: False
 
 
 class UnbuiltDataset(Iterable[Any]):
@@ -98,7 +98,7 @@ class ClusterCoordinator:
         self._book = RecipeBook(cluster.references, len(cluster.workers))
         self._unpack = functools.partial(loads, resolve=self._book.resolve)
         self._dispatcher = Dispatcher(
-            cluster.post, cluster.workers, self._queue, self._book, cluster.over, cluster.servers
+            cluster.post, cluster.workers, self._queue, self._book, cluster.over, cluster.is_needed
         )
 
     @property

@@ -33,7 +33,7 @@ class Dispatcher:
     Args:
         workers: their ranks, by worker index.
         over: is told ids of closures that will not be executed again, and the id before which none will.
-        servers: ranks without which nothing can be executed.
+        is_needed: whether nothing can be executed without a rank that has died.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Dispatcher:
         queue: ClosureQueue,
         book: RecipeBook,
         over: Callable[[list[int], int], None],
-        servers: Sequence[int] = (),
+        is_needed: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         self._post, self._queue, self._book, self._over = post, queue, book, over
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
-        self._servers = frozenset(servers)
+        self._is_needed = is_needed
         self._ended = False
         post.handle(OUTCOMES, self._take_outcomes)
         post.handle(RETURNED, self._take_back)
@@ -130,7 +130,7 @@ class Dispatcher:
             self.hand_out()
 
     def _lose(self, rank: int) -> None:
-        if rank in self._servers:
+        if self._is_needed(rank):
             self._queue.close(self._post.gone(rank))
             return
         with self._lock:

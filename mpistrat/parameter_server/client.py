@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.errors import UnavailableError
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push, not_yet_everywhere
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.parcels import Kind, Placed, carried, pack, unpack
-from mpistrat.parameter_server.post import Post, Reply
+from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, pack, unpack
+from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.requests import Created, Update, Updates
+from mpistrat.parameter_server.routes import Request, Routes
 from mpistrat.parameter_server.segments import Buffers, Mappings, Region
-from mpistrat.parameter_server.server import Created, Update
 from mpistrat.parameter_server.tables import MappedTable
+from mpistrat.parameter_server.update_numbers import UpdateNumbers, session_of
 from mpistrat.recycled_buffers import RecycledBuffers
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ class Address(NamedTuple):
     """Of an array on a server; equal on all ranks.
 
     Attributes:
-        server: the server's rank.
+        server: the rank of the one that makes it.
         key: the array's number.
     """
 
@@ -58,47 +62,58 @@ class Client:
     Args:
         post: to the servers.
         servers: their ranks, in task order.
+        replicated: whether each keeps the second copies of what the one before it makes.
     Attributes:
+        routes: to who has what now.
         bytes_pulled, bytes_pushed: so far.
     """
 
-    def __init__(self, post: Post, servers: Sequence[int]) -> None:
+    def __init__(self, post: Post, servers: Sequence[int], replicated: bool = False) -> None:
         self.post, self.servers = post, tuple(servers)
+        self.routes = Routes(post, servers, replicated)
         self.bytes_pulled = self.bytes_pushed = 0
         self._buffers = Buffers()
         self._results = RecycledBuffers()
         self._recycling = threading.Lock()
         self._mappings = Mappings()
-        self._tables: dict[int, MappedTable | None] = {}  # by key; None where nothing can be mapped
+        # By server and key; None where nothing can be mapped.
+        self._tables: dict[tuple[int, int], MappedTable | None] = {}
         self._used: dict[int, Address] = {}  # by key
         self._is_done = False
-        self._work = _Work()
+        self._numbers = UpdateNumbers(session_of(post.rank) if replicated else None)
         self._pushes = itertools.count()
 
-    def used_of(self, server: int) -> list[str]:
-        """Names of the arrays there that were used from here."""
-        return [one.name for one in list(self._used.values()) if one.server == server]
+    def names_lost(self) -> list[str]:
+        """Of the arrays that were used from here, and of which no copy is left."""
+        lost = self.post.mail.lost
+        used = list(self._used.values())
+        return [one.name for one in used if lost.issuperset(self.routes.copies_of(one.server))]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array, with this value."""
-        server = address.server
         self._used[address.key] = address
-        packed, region = pack([value], self._shared_with(server))
+        packed, region = pack([value], self._shared_with(self.routes.holder_of(address.server)))
         new = Created(address.key, address.name, address.kind, packed[0])
-        self.ask(server, "create", new).wait()
+        self.ask(
+            address.server,
+            requests.CREATE,
+            new,
+            lambda: new._replace(value=self._by_value(packed[0])),
+        ).wait()
         self._give_back(region)
         self.bytes_pushed += address.kind.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Let those who look for this array raise the error, now and later."""
-        self.post.tell(server, "cannot create", (key, error))
+        for one in self.routes.copies_of(server):
+            self.post.tell(one, requests.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
         """An array that another rank makes; waits until it has, as long as that uses the servers.
 
         Raises: UnavailableError when it does not any more; what it told by `cannot_create`.
         """
-        name, kind, _ = self.ask(server, "find", key).wait(limited=False)
+        name, kind, _ = self.ask(server, requests.FIND, key).wait(limited=False)
         self._used[key] = Address(server, key, name, kind)
         return self._used[key]
 
@@ -112,7 +127,7 @@ class Client:
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
         """Several values at the same time, each into an array of its kind, on any device."""
-        asked: list[tuple[Array, Kind, Region | None, Reply]] = []
+        asked: list[tuple[Array, Kind, Region | None, Request]] = []
         for address, out in wanted:
             kind = address.kind
             self.bytes_pulled += kind.nbytes
@@ -124,15 +139,16 @@ class Client:
             if table is not None:
                 region = self._buffers.take(kind.nbytes)
                 place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
-            reply = self.ask(address.server, "pull", (address.key, place))
+            by_value = partial(tuple, (address.key, None))
+            reply = self.ask(address.server, requests.PULL, (address.key, place), by_value)
             asked.append((out, kind, region, reply))
         for out, kind, region, reply in asked:
             answer = reply.wait()
-            if region is None:
+            if answer is not None:
                 out[...] = unpack(answer, self._mappings)
-            else:
+            elif region is not None:
                 out[...] = kind.array_in(region.memory[: kind.nbytes])
-                self._give_back(region)
+            self._give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
         """A copy of some rows, in the order of `indices`: int64, of shape [n], none out of bounds."""
@@ -140,7 +156,7 @@ class Client:
         rows = None if table is None else table.rows(indices)
         if rows is None:
             body = address.key, carried(indices)
-            rows = unpack(self.ask(address.server, "rows", body).wait(), self._mappings)
+            rows = unpack(self.ask(address.server, requests.ROWS, body).wait(), self._mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.kind.itemsize
         return rows
 
@@ -159,21 +175,25 @@ class Client:
             self._used[change.address.key] = change.address
             by_server.setdefault(change.address.server, []).append((position, change))
         push = self.next_push(by_server)
-        asked: list[tuple[Reply, Region | None, list[int]]] = []
+        opened, settled = self._numbers.open()
+        asked: list[tuple[Request, Region | None, list[int]]] = []
         for server, given in by_server.items():
             operands = [_arrays_of(change.operand) for _, change in given]
-            packed, region = pack(list(itertools.chain(*operands)), self._shared_with(server))
+            buffers = self._shared_with(self.routes.holder_of(server))
+            packed, region = pack(list(itertools.chain(*operands)), buffers)
             parts = iter(packed)
             updates = [
                 Update(
                     change.address.key,
                     change.method,
                     list(itertools.islice(parts, len(operand))),
-                    *self._work.number(change.address.key),
+                    *self._numbers.number(change.address.key),
                 )
                 for (_, change), operand in zip(given, operands, strict=True)
             ]
-            reply = self.ask(server, "update", (updates, push))
+            asks = Updates(updates, push and push._replace(part=server), settled)
+            by_value = partial(self._updates_by_value, asks)
+            reply = self.ask(server, requests.UPDATE, asks, by_value)
             asked.append((reply, region, [position for position, _ in given]))
             self.bytes_pushed += sum(
                 arrays.num_elements(one) * arrays.itemsize(one)
@@ -191,6 +211,7 @@ class Client:
                     error = error or failed
                 if reply.come:
                     self._give_back(region)
+            self._numbers.close(opened)
             if error is not None:
                 raise error
             return values
@@ -213,18 +234,19 @@ class Client:
             mine = [(one.key, shard) for one, shard in arrays if one.server == server]
             if mine:
                 body = optimizer, packed, mine
-                replies.append(self.ask(server, "make optimizer", body))
+                replies.append(self.ask(server, requests.MAKE_OPTIMIZER, body))
         for reply in replies:
             reply.wait()
 
     def optimizer_state(self, optimizer: int, address: Address) -> State:
         """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
-        state: State = self.ask(address.server, "optimizer state", (optimizer, address.key)).wait()
+        body = optimizer, address.key
+        state: State = self.ask(address.server, requests.OPTIMIZER_STATE, body).wait()
         return state
 
     def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
-        self.ask(address.server, "load optimizer state", body).wait()
+        self.ask(address.server, requests.LOAD_OPTIMIZER_STATE, body).wait()
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """What goes to these servers now."""
@@ -237,57 +259,81 @@ class Client:
 
         Args: work: its number, which grows.
         """
-        self._work.begin(work)
+        self._numbers.begin(work)
         try:
             yield
         finally:
-            self._work.end()
+            self._numbers.end()
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Tell the servers which pieces of work nobody begins again: these, and all with smaller numbers."""
         for server in self.servers:
-            self.post.tell(server, "forget", (list(over), over_before))
-
-    def updates(self, addresses: Sequence[Address]) -> list[int]:
-        """How many updates each array has had."""
-        asked = [self.ask(one.server, "count", [one.key]) for one in addresses]
-        return [reply.wait()[0] for reply in asked]
+            self.post.tell(server, requests.FORGET, (list(over), over_before))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nobody else changes anything: what is read then was so at one time."""
-        held: dict[int, Any] = {}
-        asked: list[int] = []
+        holding: list[int] = []
         try:
-            for server in self.servers:  # in this order by everybody: no two hold some of them each
-                asked.append(server)
-                held[server] = self.ask(server, HOLD).wait()
-            missing = not_yet_everywhere(held)
-            for reply in [self.ask(one, ADMIT, missing[one]) for one in self.servers]:
-                reply.wait()
+            while not self._hold(holding):  # a server has died meanwhile: others go on in its place
+                self._release(holding)
             yield
         finally:
-            for server in asked:  # also one that has not answered in time
-                self.post.tell(server, RELEASE)
+            self._release(holding)
+
+    def _hold(self, holding: list[int]) -> bool:
+        """
+        Args: holding: is given the servers that were asked, those that have not answered in time, too.
+        Returns: False where it is to be done again. Raises: UnavailableError, StallError.
+        """
+        living = list(dict.fromkeys(map(self.routes.holder_of, self.servers)))
+        held: dict[int, Any] = {}
+        try:
+            for server in living:  # in this order by everybody: no two hold some of them each
+                holding.append(server)
+                held[server] = self.post.ask(server, HOLD).wait()
+            missing = not_yet_everywhere(held, self.routes.holder_of)
+            for reply in [self.post.ask(one, ADMIT, missing[one]) for one in living]:
+                reply.wait()
+        except UnavailableError:
+            if any(map(self.routes.is_lost_with, self.servers)):
+                raise
+            return False
+        return True
+
+    def _release(self, holding: list[int]) -> None:
+        while holding:
+            self.post.tell(holding.pop(), RELEASE)
 
     def publish(self, name: Any, value: Any) -> None:
         """Let all know that `name` is `value`."""
-        self.post.tell(self.servers[0], "publish", (name, value))
+        for server in self.routes.copies_of(self.servers[0]):
+            self.post.tell(server, requests.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
         """What the rank that makes arrays publishes under this name; waits for it as long as that uses the servers."""
-        return self.ask(self.servers[0], "published", name).wait(limited=False)
+        return self.ask(self.servers[0], requests.PUBLISHED, name).wait(limited=False)
 
     def done(self) -> None:
         """This rank needs the servers no more."""
         self._is_done = True
         for server in self.servers:
-            self.post.tell(server, "done")
+            self.post.tell(server, requests.DONE)
 
-    def ask(self, server: int, kind: str, body: Any = None) -> Reply:
-        """A request. Raises: RuntimeError after `done`."""
+    def ask(
+        self,
+        server: int,
+        kind: str,
+        body: Any = None,
+        by_value: Callable[[], Any] | None = None,
+    ) -> Request:
+        """Ask who has what is made on `server`.
+
+        Args: by_value: gives the body for a server that cannot map this process's memory, where `body` refers to that.
+        Raises: RuntimeError after `done`.
+        """
         self._check_not_done()
-        return self.post.ask(server, kind, body)
+        return self.routes.ask(server, kind, body, by_value)
 
     def _check_not_done(self) -> None:
         if self._is_done:
@@ -298,51 +344,37 @@ class Client:
 
     def _mapped(self, address: Address) -> MappedTable | None:
         self._check_not_done()
-        if self.post.mail.has_died(address.server):  # its memory would still be there
-            raise self.post.gone(address.server)
-        if address.key not in self._tables:
+        server = self.routes.holder_of(address.server)
+        if self.post.mail.has_died(server):  # its memory would still be there
+            raise self.post.gone(server)
+        which = server, address.key
+        if which not in self._tables:
             self._used[address.key] = address
             table = None
-            if self.post.mail.shares_memory_with(address.server):
-                _, kind, place = self.ask(address.server, "find", address.key).wait()
+            if self.post.mail.shares_memory_with(server):
+                _, kind, place = self.ask(address.server, requests.FIND, address.key).wait()
                 with contextlib.suppress(OSError):
                     table = MappedTable(kind, self._mappings.at(place))
-            self._tables[address.key] = table
-        return self._tables[address.key]
+            self._tables[which] = table
+        return self._tables[which]
 
     def _shared_with(self, server: int) -> Buffers | None:
         return self._buffers if self.post.mail.shares_memory_with(server) else None
+
+    def _by_value(self, packed: Placed | Carried) -> Carried:
+        return carried(unpack(packed, self._mappings))
+
+    def _updates_by_value(self, asks: Updates) -> Updates:
+        updates = [
+            update._replace(operand=[self._by_value(one) for one in update.operand])
+            for update in asks.updates
+        ]
+        return asks._replace(updates=updates)
 
     def _give_back(self, region: Region | None) -> None:
         """What a server does not answer for, it may still write to: that is not used again."""
         if region is not None:
             self._buffers.give_back(region)
-
-
-class _Work:
-    """The piece of work of this process, and how many changes of each array it has made."""
-
-    def __init__(self) -> None:
-        self._lock = (
-            threading.Lock()
-        )  # backward passes on GPUs, and programs, have threads of their own
-        self._work: int | None = None
-        self._made: Counter[int] = Counter()
-
-    def begin(self, work: int) -> None:
-        with self._lock:
-            self._work = work
-            self._made.clear()
-
-    def end(self) -> None:
-        self._work = None
-
-    def number(self, key: int) -> tuple[int | None, int]:
-        with self._lock:
-            if self._work is None:
-                return None, 0
-            self._made[key] += 1
-            return self._work, self._made[key] - 1
 
 
 def _arrays_of(operand: Any) -> list[Any]:

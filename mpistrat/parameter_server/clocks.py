@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import StallError, UnavailableError
-from mpistrat.parameter_server.post import Asked, Post, Reply
+from mpistrat.parameter_server.post import Asked, Post
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.client import Client
+    from mpistrat.parameter_server.routes import Request
 
 # Notices: so many steps are ended, and the `Push` that this is; the step after so many has failed, and the `Push`.
 # Requests: whether the next may begin; how many steps each has ended.
@@ -90,8 +91,8 @@ class WorkerClock:
     """A worker's steps.
 
     Args:
-        client: to the servers. The first one's clock is looked at; with 0 steps that of each, for each applies what the
-            workers sent to it when all have ended a step.
+        client: to the servers. The clock of the first one, and of who goes on in its place, is looked at; with 0 steps
+            that of each, for each applies what the workers sent to it when all have ended a step.
         max_staleness: how many steps ahead of the slowest worker a step may begin; None is any number.
     Attributes:
         steps: how many this worker has ended.
@@ -99,7 +100,8 @@ class WorkerClock:
 
     def __init__(self, client: Client, max_staleness: int | None) -> None:
         self._client, self._post, self._max_staleness = client, client.post, max_staleness
-        self._servers = client.servers if max_staleness == 0 else client.servers[:1]
+        first = client.routes.copies_of(client.servers[0])
+        self._servers = client.servers if max_staleness == 0 else first
         self.steps = 0
         self._slowest = 0  # as far as is known here
         self._has_sent = False
@@ -162,7 +164,7 @@ class WorkerClock:
         return dict(answer)
 
 
-def _all_of(replies: Sequence[Reply]) -> list[int]:
+def _all_of(replies: Sequence[Request]) -> list[int]:
     """Raises: StallError, UnavailableError at once; the first other error when all have come."""
     answers, refusals = [], []
     for reply in replies:

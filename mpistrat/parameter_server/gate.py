@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from mpistrat.parameter_server.post import Asked, Post
 
 # Requests, in this order: hold; let these through; and a notice: go on.
 HOLD, ADMIT, RELEASE = "hold", "admit", "release"
-_REMEMBERED = (
-    16  # of each client: it waits for one before it begins the next, in each of its threads
-)
+# Of each client, and part: it waits for one before it begins the next, in each of its threads.
+_REMEMBERED = 16
+
+
+# Of a push: its client, its number, and which part.
+_Part = tuple[int, int, "int | None"]
 
 
 class Push(NamedTuple):
@@ -25,22 +29,34 @@ class Push(NamedTuple):
     Attributes:
         number: which grows, of those of one client.
         servers: their ranks.
+        part: which of these this part of it was for, though another may go on in its place; None where each is told the
+            same.
     """
 
     number: int
     servers: tuple[int, ...]
+    part: int | None = None
+
+
+# By client and part.
+_Let = dict[tuple[int, "int | None"], "deque[Push]"]
 
 
 class Gate:
-    """Of a server: what others change goes through it."""
+    """Of a server: what others change goes through it.
 
-    def __init__(self, post: Post) -> None:
-        self._post = post
+    Args: then: calls what it is given when all that went through is safe from the server's death.
+    """
+
+    def __init__(
+        self, post: Post, then: Callable[[Callable[[], None]], None] = lambda call: call()
+    ) -> None:
+        self._post, self._then = post, then
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[tuple[int, Asked]] = deque()  # who wants to hold it after that
-        self._let: dict[int, deque[Push]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        self._admitted: set[tuple[int, int]] = set()  # client, and number
+        self._let: _Let = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._admitted: set[_Part] = set()
         self._asked: Asked | None = None  # to admit them
         post.handle(HOLD, self._hold)
         post.handle(ADMIT, self._admit)
@@ -48,17 +64,21 @@ class Gate:
 
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
         """Call `work` now, or when the gate is open again. Args: push: where the same goes to other servers, too."""
-        admitted = push is not None and (source, push.number) in self._admitted
+        part = push and (source, push.number, push.part)
+        admitted = part in self._admitted
         if self._holder not in (None, source) and not admitted:
             self._held.append((source, push, work))
             return
-        if push is not None:
-            self._let[source].append(push)
+        self.let(source, push)
         work()
-        if admitted:
-            assert push is not None
-            self._admitted.discard((source, push.number))
+        if part and admitted:
+            self._admitted.discard(part)
             self._answer_if_all_came()
+
+    def let(self, source: int, push: Push | None) -> None:
+        """This has been let through, here or by who keeps the first copy."""
+        if push is not None:
+            self._let[source, push.part].append(push)
 
     def lost(self, rank: int) -> None:
         self._admitted = {one for one in self._admitted if one[0] != rank}  # they never come
@@ -70,7 +90,7 @@ class Gate:
             self._next.append((source, asked))
             return
         self._holder = source
-        let = {client: list(pushes) for client, pushes in self._let.items()}
+        let = {which: list(pushes) for which, pushes in self._let.items()}
         self._post.answer(source, asked.ticket, let)
 
     def _admit(self, source: int, asked: Asked) -> None:
@@ -84,7 +104,7 @@ class Gate:
 
     def _answer_if_all_came(self) -> None:
         if self._asked is not None and not self._admitted and self._holder is not None:
-            self._post.answer(self._holder, self._asked.ticket)
+            self._then(partial(self._post.answer, self._holder, self._asked.ticket))
             self._asked = None
 
     def _release(self, source: int) -> None:
@@ -101,19 +121,29 @@ class Gate:
 
 
 def not_yet_everywhere(
-    let: Mapping[int, Mapping[int, Sequence[Push]]],
-) -> dict[int, set[tuple[int, int]]]:
-    """By server, the pushes, as client and number, that others have let through and it has not.
+    let: Mapping[int, Mapping[tuple[int, int | None], Sequence[Push]]],
+    holder: Callable[[int], int] = lambda server: server,
+) -> dict[int, set[_Part]]:
+    """By server, the parts of pushes that have to get to it, because others have let through their parts.
 
-    Args: let: what each server answered, by client. Threads of a client may send in another order than that of numbers.
+    Args:
+        let: what each server answered, by client and part. Threads of a client may send in another order than that of
+            numbers.
+        holder: the server that goes on in a server's place.
     """
-    missing: dict[int, set[tuple[int, int]]] = {server: set() for server in let}
+    missing: dict[int, set[_Part]] = {server: set() for server in let}
     for of_clients in let.values():
-        for client, pushes in of_clients.items():
+        for (client, some_part), pushes in of_clients.items():
             for push in pushes:
                 for server in push.servers:
-                    known = [one.number for one in let[server].get(client, ())]
-                    forgotten = len(known) == _REMEMBERED and push.number < min(known)
-                    if push.number not in known and not forgotten:
-                        missing[server].add((client, push.number))
+                    to = holder(server)
+                    part = None if some_part is None else server
+                    if to in let and not _knows(let[to].get((client, part), ()), push.number):
+                        missing[to].add((client, push.number, part))
     return missing
+
+
+def _knows(let: Sequence[Push], number: int) -> bool:
+    """Whether this is among what a server has let through, or so old that it does not remember."""
+    known = [push.number for push in let]
+    return number in known or (len(known) == _REMEMBERED and number < min(known))

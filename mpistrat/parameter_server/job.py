@@ -22,6 +22,7 @@ from mpistrat.notices import tell
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.mail import Mail
 from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.routes import keepers_of
 from mpistrat.parameter_server.server import ParameterServer
 
 # A notice to workers that run closures: the chief has no more.
@@ -42,14 +43,16 @@ def meeting() -> Iterator[None]:
     try:
         yield
     except MPI.Exception as error:
-        if not _outlives_ranks():
+        if _why_not_fault_tolerant():
             raise
         job_end.end_job(f"ending the job: a rank has died before all had met: {error}", 1)
 
 
-def _outlives_ranks() -> bool:
-    fault_tolerant = not why_not_fault_tolerant(MPI.Get_library_version())
-    return fault_tolerant and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+def _why_not_fault_tolerant() -> str:
+    """ "" where ranks can go on when one has died."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return "MPI was started without MPI_THREAD_MULTIPLE, its default in mpi4py"
+    return why_not_fault_tolerant(MPI.Get_library_version())
 
 
 class ServerJob:
@@ -57,32 +60,36 @@ class ServerJob:
 
     Args:
         comm: the ranks of `roles`.
+        replicated: whether each server keeps second copies of what another one makes.
     Attributes:
         outlives_ranks: whether it goes on when one has died: all but a chief can.
+        why_not_fault_tolerant: "" where MPI is.
         roles: who has which task.
         post: to all the ranks.
         client: to the servers; also on these.
         ended: whether the chief has said that there is no more to do.
     """
 
-    def __init__(self, comm: MPI.Intracomm, roles: JobRoles) -> None:
+    def __init__(self, comm: MPI.Intracomm, roles: JobRoles, replicated: bool = False) -> None:
         self.roles = roles
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
-        self.outlives_ranks = comm.Get_size() > 1 and _outlives_ranks()
+        self.why_not_fault_tolerant = _why_not_fault_tolerant()
+        self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
         mail = Mail(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
         self.post = Post(mail, self.name_of, stall_seconds())
         self.post.what_died = self._what_died
         self.servers = roles.ranks["ps"]
-        self.client = Client(self.post, self.servers)
+        self.client = Client(self.post, self.servers, replicated)
         self.ended = False
         self._done = False
         self.post.on_lost(self._lost)  # before the server's
-        self._server = (
-            ParameterServer(self.post, self.clients, self.trainers, self.trainers[0])
-            if roles.rank in self.servers
-            else None
-        )
+        self._server: ParameterServer | None = None
+        if roles.rank in self.servers:
+            keeper = keepers_of(self.servers)[roles.rank] if replicated else None
+            self._server = ParameterServer(
+                self.post, self.clients, self.trainers, self.trainers[0], keeper
+            )
         self._here, self._begun = 0, False
         self._coordinates = False  # whether this rank has others run functions
         self._coordinator: int | None = None  # the rank that does, once all have begun
@@ -185,10 +192,14 @@ class ServerJob:
         died = f"{self.name_of(rank)} has died"
         if rank not in self.servers:
             return died
-        names = self.client.used_of(rank)
+        holder = self.client.routes.holder_of(rank)
+        if holder != rank:
+            here = self._server if holder == self.post.rank else None
+            kept = _named(here.names_kept() if here is not None else [])
+            return f"{died}; {self.name_of(holder)} goes on with {kept}, of which there is no other copy now"
         return (
-            f"{died}, and with it {', '.join(map(repr, names)) or 'what it kept'}: the job must be started again, from "
-            "its last checkpoint"
+            f"{died}, and with it {_named(self.client.names_lost())}: the job must be started again, from its last "
+            "checkpoint"
         )
 
     def _lost(self, rank: int) -> None:
@@ -205,7 +216,10 @@ class ServerJob:
         if coordinator in lost:
             return
         teller = coordinator
-        if teller is None:
+        holder = self.client.routes.holder_of(rank)
+        if holder != rank:
+            teller = holder  # which has the names of what it keeps
+        elif teller is None:
             teller = next((one for one in self.servers if one not in lost), None)
         if self.post.rank != teller:
             return
@@ -247,3 +261,7 @@ class ServerJob:
         if self.post.rank != first:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end.end_job(f"ending the job: {why}", 1)
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "what it kept"

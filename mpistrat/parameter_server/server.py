@@ -1,144 +1,27 @@
-"""What a server does: it keeps arrays, and changes them in the order in which the updates come.
-
-Updates that carry a number are applied once, however often they come: who repeats a piece of work, because the rank
-that did it has died, repeats their numbers, too.
-"""
+"""What a server does: it keeps arrays, and changes them in the order in which the updates come."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-from mpistrat.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
-from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.errors import UnavailableError
+from mpistrat.notices import tell
+from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.clocks import ENDED, FAILED, Clock
 from mpistrat.parameter_server.gate import Gate, Push
-from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
-from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, unpack
+from mpistrat.parameter_server.parcels import Carried, Placed, carried, unpack
 from mpistrat.parameter_server.post import Asked, Post
-from mpistrat.parameter_server.segments import Mappings, Segments
+from mpistrat.parameter_server.replica import ABANDON, CHANGE, CHANGED, Passed, Replica
+from mpistrat.parameter_server.requests import Created, Updates
+from mpistrat.parameter_server.store import Store
 from mpistrat.parameter_server.tables import Table
-
-# An answer to an update brings the new value along, up to here.
-SMALL_VALUE = 1 << 12
-
-
-class Update(NamedTuple):
-    """What one message asks for, once for each array that it is about.
-
-    Attributes:
-        key: of the array.
-        method: of a variable, such as "assign_add"; or a step of an optimizer.
-        operand: an array, or two: the indices and values of rows.
-        work: the number of the piece of work that asks; None for what is not repeated.
-        number: of this update among those of this piece of work to this array.
-    """
-
-    key: int
-    method: str | Step
-    operand: list[Placed | Carried]
-    work: int | None = None
-    number: int = 0
-
-
-class Created(NamedTuple):
-    """A new array: its first value is `value`, or zeros."""
-
-    key: int
-    name: str
-    kind: Kind
-    value: Placed | Carried | None
-
-
-class Tables:
-    """The arrays of a server, and which updates they have had.
-
-    Attributes:
-        by_key: the arrays.
-        optimizers: theirs.
-    """
-
-    def __init__(self) -> None:
-        self.by_key: dict[int, Table] = {}
-        self.optimizers = OptimizerSteps()
-        self.mappings = Mappings()
-        self._segments = Segments()
-        # By piece of work, then array and number: the answers to its updates, or why they could not be made.
-        self._applied: dict[int, dict[tuple[int, int], Carried | Exception | None]] = {}
-        self._over_before = 0  # pieces of work
-
-    def create(self, new: Created) -> Table:
-        table = Table(new.name, new.kind, self._segments)
-        if new.value is not None:
-            with table.writing(updates=0) as array:
-                array[...] = unpack(new.value, self.mappings)
-        self.by_key[new.key] = table
-        return table
-
-    def table(self, key: int) -> Table:
-        try:
-            return self.by_key[key]
-        except KeyError:
-            raise NotFoundError(
-                f"this server has no array {key}: it has {len(self.by_key)}"
-            ) from None
-
-    def update(self, update: Update, worker: int) -> Carried | None:
-        """Apply it, unless that was done; returns the value then, if it is small."""
-        table = self.table(update.key)
-        if update.work is None:
-            return self._apply(table, update, worker)
-        if update.work < self._over_before:
-            raise FailedPreconditionError(
-                f"an update of {table.name!r} came after the work that it belongs to was over"
-            )
-        applied = self._applied.setdefault(update.work, {})
-        which = update.key, update.number
-        if which not in applied:
-            try:
-                applied[which] = self._apply(table, update, worker)
-            except OSError:  # who asked has died, with its memory; it will be asked again
-                raise
-            except Exception as error:
-                applied[which] = error
-        found = applied[which]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def _apply(self, table: Table, update: Update, worker: int) -> Carried | None:
-        operand: Any = [unpack(one, self.mappings) for one in update.operand]
-        operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
-        if isinstance(update.method, Step):
-            self.optimizers.step(update.key, table, update.method, operand, worker)
-            return None
-        table.update(update.method, operand)
-        return carried(table.array).copied() if table.kind.nbytes <= SMALL_VALUE else None
-
-    def map_operands(self, update: Update) -> None:
-        """Raises: OSError when the memory is gone."""
-        for operand in update.operand:
-            if isinstance(operand, Placed):
-                self.mappings.at(operand.place)
-
-    def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Nobody repeats these pieces of work any more, nor any with a smaller number than `over_before`."""
-        for work in over:
-            self._applied.pop(work, None)
-        if over_before > self._over_before:
-            self._over_before = over_before
-            # Those that were begun repeatedly are told of by this only.
-            for work in [work for work in self._applied if work < over_before]:
-                del self._applied[work]
+from mpistrat.parameter_server.told_errors import as_refusal
+from mpistrat.parameter_server.update_numbers import session_of
 
 
 class ParameterServer:
@@ -149,6 +32,7 @@ class ParameterServer:
         clients: the ranks that use the server; it leaves when all of them are done, or lost.
         workers: those whose steps it counts.
         maker: the rank that makes arrays, and tells of checkpoints.
+        keeper: the server that keeps a second copy of what is made here; None: nobody does.
     Attributes:
         clients: those that still use it.
     """
@@ -159,8 +43,13 @@ class ParameterServer:
         clients: Sequence[int],
         workers: Sequence[int] = (),
         maker: int | None = None,
+        keeper: int | None = None,
     ) -> None:
-        self.tables = Tables()
+        self.store = Store()
+        self._replica = Replica(post, keeper, self._differs)
+        self._kept: set[int] = (
+            set()
+        )  # arrays that were made on another server, whose second copies are here
         self._clock = Clock(post, workers, self._end_rounds)
         self._post = post
         self._maker = maker
@@ -170,55 +59,65 @@ class ParameterServer:
         self._not_made: dict[int, Exception] = {}  # why, by the key that the array would have
         self._published: dict[Any, Any] = {}
         self._awaiting: dict[Any, list[tuple[int, int]]] = {}
-        self._gate = Gate(post)
-        for kind, respond in (
-            ("create", self._create),
-            ("pull", self._pull),
-            ("rows", self._rows),
-            ("count", self._count),
-            ("make optimizer", self._make_optimizer),
-            ("optimizer state", self._optimizer_state),
-            ("load optimizer state", self._load_optimizer_state),
-        ):
-            self._respond(kind, respond)
-        post.handle("update", self._update)
-        post.handle("cannot create", self._cannot_create)
-        post.handle("find", self._find)
-        post.handle("publish", self._publish)
-        post.handle("published", self._await)
-        post.handle("forget", lambda _, body: self.tables.forget(*body))
+        self._gate = Gate(post, self._replica.then)
+        self._respond(requests.PULL, self._pull)
+        self._respond(requests.ROWS, self._rows)
+        self._respond(requests.OPTIMIZER_STATE, self._optimizer_state)
+        post.handle(requests.CREATE, self._create)
+        post.handle(requests.UPDATE, self._update)
+        post.handle(requests.MAKE_OPTIMIZER, self._make_optimizer)
+        post.handle(requests.LOAD_OPTIMIZER_STATE, self._load_optimizer_state)
+        post.handle(requests.CANNOT_CREATE, self._cannot_create)
+        post.handle(requests.FIND, self._find)
+        post.handle(requests.PUBLISH, self._publish)
+        post.handle(requests.PUBLISHED, self._await)
+        post.handle(requests.FORGET, lambda _, body: self.store.applied.forget(*body))
         post.handle(ENDED, self._ended)
         post.handle(FAILED, self._failed)
-        post.handle("done", lambda source, _: self._leave(source))
+        post.handle(CHANGE, self._keep)
+        post.handle(ABANDON, lambda source, _: self._abandon())
+        post.handle(requests.DONE, lambda source, _: self._leave(source))
         post.on_lost(self._lost)
 
     def serve(self) -> None:
         """Return when nobody uses the server any more."""
         self._post.attend(lambda: not self.clients)
 
+    def names_kept(self) -> list[str]:
+        """Of the arrays that another server made, of which this one has the second copies."""
+        return [self.store.by_key[key].name for key in sorted(self._kept)]
+
     def _respond(self, kind: str, respond: Callable[[int, Any], Any]) -> None:
         """Answer requests of `kind` with what `respond` returns."""
-        self._post.handle(
-            kind,
-            lambda source, asked: self._answer(
-                source, asked.ticket, lambda: respond(source, asked.body)
-            ),
-        )
 
-    def _answer(self, source: int, ticket: int, work: Callable[[], Any]) -> None:
-        """With what `work` returns; what it raises is the asker's."""
-        try:
-            answer = work()
-        except Exception as error:
-            self._post.refuse(source, ticket, _for_others(error))
+        def handle(source: int, asked: Asked) -> None:
+            self._answer(source, asked.ticket, _outcome(lambda: respond(source, asked.body)))
+
+        self._post.handle(kind, handle)
+
+    def _answer(self, source: int, ticket: int, outcome: Any) -> None:
+        """With a result; with an error, which the asker raises."""
+        if isinstance(outcome, Exception):
+            self._post.refuse(source, ticket, as_refusal(outcome))
         else:
-            self._post.answer(source, ticket, answer)
+            self._post.answer(source, ticket, outcome)
 
-    def _create(self, source: int, new: Created) -> Any:
-        table = self.tables.create(new)
-        for asker, ticket in self._waiting.pop(new.key, []):
-            self._post.answer(asker, ticket, self._found(table))
-        return self._found(table)
+    def _answer_when_safe(self, source: int, ticket: int, outcome: Any) -> None:
+        """When what it is about outlives this server, if there is a replica."""
+        self._replica.then(lambda: self._answer(source, ticket, outcome))
+
+    def _create(self, source: int, asked: Asked) -> None:
+        new: Created = asked.body
+        table = _outcome(lambda: self.store.create(new))
+        if isinstance(table, Exception):
+            self._answer(source, asked.ticket, table)
+            return
+        if self._replica.keeper is not None and new.key not in self._kept:
+            value = None if new.value is None else self._replica.array_of(table)
+            self._replica.pass_on(requests.CREATE, source, new._replace(value=value))
+        waiting = [(source, asked.ticket), *self._waiting.pop(new.key, [])]
+        for asker, ticket in waiting:
+            self._answer_when_safe(asker, ticket, _found(table))
 
     def _cannot_create(self, source: int, body: tuple[int, Exception]) -> None:
         key, error = body
@@ -226,16 +125,13 @@ class ParameterServer:
         for asker, ticket in self._waiting.pop(key, []):
             self._post.refuse(asker, ticket, error)
 
-    def _found(self, table: Table) -> Any:
-        return table.name, table.kind, table.place
-
     def _find(self, source: int, asked: Asked) -> None:
         """The array of a number, once it is there: another rank may not have made it yet."""
-        table = self.tables.by_key.get(asked.body)
+        table = self.store.by_key.get(asked.body)
         if asked.body in self._not_made:
             self._post.refuse(source, asked.ticket, self._not_made[asked.body])
         elif table is not None:
-            self._post.answer(source, asked.ticket, self._found(table))
+            self._answer_when_safe(source, asked.ticket, _found(table))
         elif self._why_no_more:
             self._refuse_to_wait(source, asked.ticket)
         else:
@@ -266,46 +162,126 @@ class ParameterServer:
     def _pull(self, source: int, body: tuple[int, Placed | None]) -> Carried | None:
         """The array: in memory of the asker's, or in the answer."""
         key, place = body
-        table = self.tables.table(key)
+        table = self.store.table(key)
         if place is None:
             return carried(table.array).copied()  # MPI may read it later, when it has changed
-        unpack(place, self.tables.mappings)[...] = table.array
+        unpack(place, self.store.mappings)[...] = table.array
         return None
 
     def _rows(self, source: int, body: tuple[int, Carried]) -> Carried:
         key, indices = body
-        table = self.tables.table(key)
-        return carried(table.rows(unpack(indices, self.tables.mappings)))
+        table = self.store.table(key)
+        return carried(table.rows(unpack(indices, self.store.mappings)))
 
     def _update(self, source: int, asked: Asked) -> None:
-        updates, push = asked.body
+        asks: Updates = asked.body
         try:  # now: if who asked dies meanwhile, it cannot be mapped any more
-            for update in updates:
-                self.tables.map_operands(update)
+            for update in asks.updates:
+                self.store.map_operands(update)
         except OSError as error:  # it has died
-            self._post.refuse(source, asked.ticket, _for_others(error))
+            self._answer(source, asked.ticket, error)
             return
 
-        def work() -> list[Carried | None]:
-            return [self.tables.update(update, source) for update in updates]
+        def work() -> None:
+            # Before they are made here: the other makes them meanwhile.
+            passed = _outcome(lambda: self._pass_on(source, asks))
+            if isinstance(passed, Exception):  # no memory for it
+                self._answer(source, asked.ticket, passed)
+                return
+            outcomes = self._make(source, asks)
+            if passed is not None:
+                mine = zip(asks.updates, outcomes, strict=True)
+                passed.failed = any(
+                    isinstance(outcome, Exception)
+                    for update, outcome in mine
+                    if update.key not in self._kept
+                )
+            failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            self._answer_when_safe(source, asked.ticket, failed[0] if failed else outcomes)
 
-        self._gate.enter(source, push, lambda: self._answer(source, asked.ticket, work))
+        self._gate.enter(source, asks.push, work)
 
-    def _make_optimizer(self, source: int, body: tuple[int, Any, list[tuple[int, bool]]]) -> None:
-        optimizer, packed, arrays = body
+    def _make(self, source: int, asks: Updates) -> list[Carried | Exception | None]:
+        """Also those after one that fails. Returns: what came of each."""
+        self.store.applied.settle(session_of(source), asks.settled)
+        return [_outcome(partial(self.store.update, update, source)) for update in asks.updates]
+
+    def _pass_on(self, source: int, asks: Updates) -> Passed | None:
+        mine = [update for update in asks.updates if update.key not in self._kept]
+        if self._replica.keeper is None or not mine:
+            return None
+        operands = [unpack(one, self.store.mappings) for update in mine for one in update.operand]
+        packed, region = self._replica.pack(operands)
+        parts = iter(packed)
+        again = [
+            update._replace(operand=list(itertools.islice(parts, len(update.operand))))
+            for update in mine
+        ]
+        body = asks._replace(updates=again)
+        return self._replica.pass_on(requests.UPDATE, source, body, region)
+
+    def _make_optimizer(self, source: int, asked: Asked) -> None:
+        optimizer, packed, arrays = asked.body
+        outcome = _outcome(partial(self._make_optimizer_here, *asked.body))
+        mine = [(key, shard) for key, shard in arrays if key not in self._kept]
+        if self._replica.keeper is not None and mine:
+            body = optimizer, packed, mine
+            passed = self._replica.pass_on(requests.MAKE_OPTIMIZER, source, body)
+            passed.failed = isinstance(outcome, Exception)
+        self._answer_when_safe(source, asked.ticket, outcome)
+
+    def _make_optimizer_here(
+        self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]
+    ) -> None:
         recipe = pickle.loads(packed)
-        tables = [(key, self.tables.table(key), shard) for key, shard in arrays]
-        self.tables.optimizers.make(optimizer, recipe, tables)
+        tables = [(key, self.store.table(key), shard) for key, shard in arrays]
+        self.store.optimizers.make(optimizer, recipe, tables)
+
+    def _load_optimizer_state(self, source: int, asked: Asked) -> None:
+        _, key, _ = asked.body
+        outcome = _outcome(partial(self.store.optimizers.load_state, *asked.body))
+        if self._replica.keeper is not None and key not in self._kept:
+            passed = self._replica.pass_on(requests.LOAD_OPTIMIZER_STATE, source, asked.body)
+            passed.failed = isinstance(outcome, Exception)
+        self._answer_when_safe(source, asked.ticket, outcome)
+
+    def _keep(self, primary: int, body: tuple[int, str, int, Any]) -> None:
+        """Make a change in the second copies, as the server that has the first ones makes it there."""
+        number, kind, source, change = body
+        outcomes: list[Any] = []
+        if kind == requests.CREATE:
+            outcomes = [_outcome(lambda: self._kept_table(change))]
+        elif kind == requests.UPDATE:
+            self._gate.let(source, change.push)
+            outcomes = self._make(source, change)
+        elif kind == requests.MAKE_OPTIMIZER:
+            outcomes = [_outcome(partial(self._make_optimizer_here, *change))]
+        elif kind == requests.LOAD_OPTIMIZER_STATE:
+            outcomes = [_outcome(partial(self.store.optimizers.load_state, *change))]
+        failed = any(isinstance(outcome, Exception) for outcome in outcomes)
+        self._post.tell(primary, CHANGED, (number, failed))
+
+    def _kept_table(self, new: Created) -> Table:
+        table = self.store.create(new)
+        self._kept.add(new.key)
+        return table
+
+    def _differs(self) -> None:
+        """The other could not do what was done here: it has less memory, say."""
+        names = ", ".join(repr(table.name) for table in self.store.by_key.values())
+        tell(
+            f"{self._post.name_of(self._post.rank)} has no replica any more, for that came to differ; without it are: "
+            f"{names}"
+        )
+
+    def _abandon(self) -> None:
+        for key in self._kept:
+            self.store.by_key.pop(key, None)
+        self._kept.clear()
 
     def _optimizer_state(self, source: int, body: tuple[int, int]) -> Any:
-        state = self.tables.optimizers.state(*body)
+        state = self.store.optimizers.state(*body)
         return {name: copy.copy(value) for name, value in state.items()}  # as in `_pull`
-
-    def _load_optimizer_state(self, source: int, body: tuple[int, int, Any]) -> None:
-        self.tables.optimizers.load_state(*body)
-
-    def _count(self, source: int, keys: Sequence[int]) -> list[int]:
-        return [self.tables.table(key).updates for key in keys]
 
     def _ended(self, source: int, body: tuple[int, Push | None]) -> None:
         """With the last worker's step, arrays change, where the gradients of all are combined."""
@@ -314,24 +290,24 @@ class ParameterServer:
 
     def _end_rounds(self, before: int) -> Exception | None:
         """Returns: why a round's step of an array could not be made, if one could not."""
-        failed = self.tables.optimizers.end_rounds(before, self._clock.who_ended)
+        failed = self.store.optimizers.end_rounds(before, self._clock.who_ended)
         if not failed:
             return None
         name, error = failed[0]
         others = f" (nor those of {len(failed) - 1} more arrays)" if failed[1:] else ""
-        told = _for_others(error)
+        told = as_refusal(error)
         return type(told)(
             f"the step of {name!r} by all workers' gradients could not be made{others}: {told.args[0]}"
         )
 
     def _failed(self, source: int, body: tuple[int, Push | None]) -> None:
         steps, push = body
-        self._gate.enter(source, push, lambda: self.tables.optimizers.forget(source, steps))
+        self._gate.enter(source, push, lambda: self.store.optimizers.forget(source, steps))
 
     def _leave(self, rank: int, died: bool = False) -> None:
         def leave() -> None:
             if died:
-                self.tables.optimizers.forget(rank, self._clock.steps_of(rank))
+                self.store.optimizers.forget(rank, self._clock.steps_of(rank))
             self._clock.leave(rank)
 
         self.clients.discard(rank)
@@ -347,27 +323,21 @@ class ParameterServer:
 
     def _lost(self, rank: int) -> None:
         """What of its work has come whole is done; nobody waits for the rest."""
+        self._replica.lost(rank)
         self._gate.lost(rank)
         self._leave(rank, died=True)
         # After what it has pushed, which may be held back.
         pid = self._post.mail.pid_of(rank)
-        self._gate.enter(rank, None, lambda: self.tables.mappings.forget(pid))
+        self._gate.enter(rank, None, lambda: self.store.mappings.forget(pid))
 
 
-_KNOWN: tuple[type[Exception], ...] = (
-    InvalidArgumentError,
-    NotFoundError,
-    FailedPreconditionError,
-    ValueError,
-    IndexError,
-    TypeError,
-)
+def _found(table: Table) -> Any:
+    return table.name, table.kind, table.place
 
 
-def _for_others(error: Exception) -> Exception:
-    """`error`, as another process can have it."""
-    for kind in _KNOWN:  # others may be of classes that only this process has
-        if isinstance(error, kind):
-            return kind(str(error))
-    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return RuntimeError(f"the server failed:\n{told}")
+def _outcome(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the error that it raises."""
+    try:
+        return work()
+    except Exception as error:
+        return error

@@ -44,6 +44,10 @@ class Table:
         return self._region.place
 
     @property
+    def place_of_array(self) -> Place:
+        return self.place._replace(first=self.place.first + _HEADER, nbytes=self.kind.nbytes)
+
+    @property
     def updates(self) -> int:
         return self._words[_UPDATES]
 

@@ -1,14 +1,33 @@
-"""Errors of one rank, as others raise them that wait for what it did not manage."""
+"""Errors of one process, as others raise them: those of classes that only it has come as others."""
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 
 from mpistrat import errors
 
+_REFUSALS: tuple[type[Exception], ...] = (
+    errors.InvalidArgumentError,
+    errors.NotFoundError,
+    errors.FailedPreconditionError,
+    ValueError,
+    IndexError,
+    TypeError,
+)
+
+
+def as_refusal(error: Exception) -> Exception:
+    """Of a server, for who asked it: what was wrong with the request, as the same error; else all that is known."""
+    for kind in _REFUSALS:
+        if isinstance(error, kind):
+            return kind(str(error))
+    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return RuntimeError(f"the server failed:\n{told}")
+
 
 def as_told(error: BaseException, who: str) -> Exception:
-    """An error for other ranks: of the same class, if each process has that and a text makes one; else a RuntimeError.
+    """Of a rank, for those that wait for what it did not manage: of the same class, if a text makes one of it.
 
     Args: who: failed at what, such as "worker 0 (rank 0) has not restored".
     """

@@ -19,6 +19,7 @@ from mpistrat.strategies.served import (
     ServedExtended,
     check_max_staleness,
     check_partitioner,
+    check_replication,
     join_job,
     resolver_of,
 )
@@ -48,6 +49,7 @@ class BetweenGraphStrategy(Strategy):
         max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous. With 0
             a run whose optimizers step returns when the steps of all workers are made, and raises what they could not
             be made for; the gradients of one that raises are dropped.
+        replication: as of `mpistrat.ParameterServerStrategy`.
         devices: this worker's devices, one replica each; None is one replica on the rank's own device.
         gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,
             too.
@@ -60,6 +62,7 @@ class BetweenGraphStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         *,
         num_ps: int | None = None,
+        replication: int = 1,
         variable_partitioner: Partitioner | None = None,
         max_staleness: int | None = None,
         devices: Sequence[str] | None = None,
@@ -68,6 +71,7 @@ class BetweenGraphStrategy(Strategy):
     ) -> None:
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
+        check_replication(replication)
         check_max_staleness(max_staleness)
         if num_ps is not None:
             check_num_ps(num_ps)
@@ -86,6 +90,7 @@ class BetweenGraphStrategy(Strategy):
             devices,
             chief=False,
             told=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
+            replication=replication,
         )
         self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
         if job.roles.task_type == "ps":

@@ -15,7 +15,13 @@ from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.mirrored import check_strategy_arguments
-from mpistrat.strategies.served import ServedExtended, check_partitioner, join_job, resolver_of
+from mpistrat.strategies.served import (
+    ServedExtended,
+    check_partitioner,
+    check_replication,
+    join_job,
+    resolver_of,
+)
 from mpistrat.strategies.travelling import Travelling
 from mpistrat.strategy import Strategy
 from mpistrat.variables import Variable
@@ -79,6 +85,9 @@ class ParameterServerStrategy(Strategy):
             the servers.
         variable_partitioner: how variables are split over servers; None splits none.
         num_ps: so many ranks are servers, the last of each node in turn; rank 0 is the chief.
+        replication: 2 keeps a second copy of each server's variables, and of their optimizers' state, on the next
+            server, which goes on with them when the first has died; fault tolerant MPI is needed for that. A change
+            is answered for when both have it.
         devices: of each worker, one replica each; None is one replica on the rank's own device.
         gradients: as of `MirroredStrategy`, over the replicas of one worker.
         comm: the mpi4py communicator of the ranks that take part; None is all.
@@ -94,14 +103,22 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Partitioner | None = None,
         *,
         num_ps: int | None = None,
+        replication: int = 1,
         devices: Sequence[str] | None = None,
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
+        check_replication(replication)
         job, devices = join_job(
-            cluster_resolver, num_ps, comm, devices, chief=True, told=type(self).__name__
+            cluster_resolver,
+            num_ps,
+            comm,
+            devices,
+            chief=True,
+            told=type(self).__name__,
+            replication=replication,
         )
         self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
         self._gradients = gradients
@@ -121,7 +138,7 @@ class ParameterServerStrategy(Strategy):
             references,
             job.client.forget,
             self._refresh,
-            servers=job.servers,
+            is_needed=job.client.routes.is_lost_with,
         )
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -274,11 +275,15 @@ def join_job(
     *,
     chief: bool | None,
     told: str | None = None,
+    replication: int = 1,
 ) -> tuple[ServerJob, tuple[str, ...]]:
     """This rank's job, and its devices. Called by: every rank of `comm`.
 
-    Args: told: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
-    Raises: CollectiveMismatchError on all ranks, when they were given different ones; what `job_roles` raises.
+    Args:
+        told: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
+        replication: on how many servers each variable is to be.
+    Raises: CollectiveMismatchError on all ranks, when they were given different ones; ValueError when there is but one
+        server for two copies; what `job_roles` raises.
     """
     checked = check_devices(devices) if devices else None
     resolver = MPIClusterResolver(comm)
@@ -292,16 +297,29 @@ def join_job(
         roles = job_roles(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
-        everyone = communicator.all_gather_object(told, label="strategies")
-        if len({one for one in everyone if one is not None}) > 1:
-            raise CollectiveMismatchError(
-                f"the ranks make different strategies, by rank: {everyone}"
+        own = told and f"{told}, replication={replication}"
+        everyone = communicator.all_gather_object((own, replication), label="strategies")
+        if len({one for one, _ in everyone if one is not None}) > 1:
+            given = [one for one, _ in everyone]
+            raise CollectiveMismatchError(f"the ranks make different strategies, by rank: {given}")
+        replication = max(copies for _, copies in everyone)  # a `Server` is not told
+        if replication > len(roles.ranks["ps"]):
+            raise ValueError(
+                f"replication={replication} needs as many parameter servers, each with a copy of its own, but there is "
+                "1: give num_ps=2 or more, or list more of them"
             )
         share_cores(communicator, topology)
-        job = ServerJob(resolver.comm, roles)
+        job = ServerJob(resolver.comm, roles, replication > 1)
         serves = roles.task_type == "ps"
         # Servers need no GPU: what a node has is for the others.
         bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
+    if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
+        warnings.warn(
+            f"replication={replication} is of no use here, where the death of any rank is that of the job: "
+            f"{job.why_not_fault_tolerant}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     job.begin(chief is True and roles.task_type == "chief")
     return job, bound
 
@@ -318,6 +336,14 @@ def check_partitioner(partitioner: Any) -> None:
         raise ValueError(
             f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."
             f"FixedShardsPartitioner(2), got {partitioner!r:.60}"
+        )
+
+
+def check_replication(replication: Any) -> None:
+    if isinstance(replication, bool) or replication not in (1, 2):
+        raise ValueError(
+            "replication must be the number of parameter servers that have a copy of each variable, 1 or 2, got "
+            f"{replication!r:.60}"
         )
 
 

@@ -14,6 +14,7 @@ from mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
 WORKERS, SERVERS = 6, 2
+REPLICATED_SERVERS = 3
 KILLS = WORKERS - 1  # in a job: one worker goes on
 SECONDS = 90.0  # for a job, on a busy machine; each rank shows its stack before
 SECONDS_TO_BE_REMOVED = 10.0
@@ -60,9 +61,10 @@ def run(folder: Path, ranks: int, *words: str | int) -> Job:
     return job
 
 
-def went_on(folder: Path, what: str, seed: int, kills: int) -> Job:
+def went_on(folder: Path, what: str, seed: int, kills: int, workers: int = WORKERS) -> Job:
     """A job of which so many workers were killed, each of which is told of once."""
-    ranks = WORKERS + SERVERS + (what == "closures")
+    servers = REPLICATED_SERVERS if what.startswith("replicated") else SERVERS
+    ranks = workers + servers + what.endswith("closures")
     folder = folder / str(seed)
     folder.mkdir()
     job = run(folder, ranks, what, seed, kills)
@@ -150,6 +152,71 @@ def test_all_workers_are_killed(tmp_path: Path) -> None:
     assert job.returncode == 0, job.output
     assert job.stdout.count("UnavailableError: no worker is left") == 3, job.output
     assert "the chief goes on" in job.stdout
+
+
+SERVER_GOES_ON = r"ps \d \(rank \d\) has died; ps \d \(rank \d\) goes on with .*, of which there is no other copy now"
+
+
+@pytest.mark.parametrize("what", ["replicated closures", "replicated steps"])
+@pytest.mark.parametrize(
+    "jobs", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.time_limit(3600)])]
+)
+def test_a_server_with_a_replica_and_workers_are_killed(
+    tmp_path: Path, what: str, jobs: int
+) -> None:
+    """At any moment, one after the other: every count is exact."""
+    for seed in range(jobs):
+        job = went_on(tmp_path, what, seed, 2, workers=3)
+        assert len(re.findall(SERVER_GOES_ON, job.stderr)) == 1, job.output
+        told = "2 workers killed: all is exact" if "closures" in what else "is done after 3 deaths"
+        assert job.stdout.count(told) == 1, job.output
+
+
+@pytest.mark.parametrize("what", ["replicated closures", "replicated steps"])
+def test_a_server_is_killed_whose_messages_go_by_mpi(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPISTRAT_SHARED_MB", "0")
+    job = went_on(tmp_path, what, 100, 1, workers=3)
+    assert len(re.findall(SERVER_GOES_ON, job.stderr)) == 1, job.output
+
+
+def test_training_goes_on_with_the_same_bits_when_a_server_is_killed(tmp_path: Path) -> None:
+    """The replica has the optimizer's state, too."""
+    weights = set()
+    for kills in (0, 1):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        job = run(folder, 5, "training", 3, kills)
+        assert job.returncode == 0, job.output
+        told = re.findall(r"^weights (\w+)$", job.stdout, re.M)
+        assert len(told) == 3, job.output
+        weights.update(told)
+        assert bool(re.search(SERVER_GOES_ON, job.stderr)) == bool(kills), job.output
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize(
+    "jobs", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.time_limit(3600)])]
+)
+def test_what_is_saved_while_a_server_is_killed_was_so_at_one_time(
+    tmp_path: Path, jobs: int
+) -> None:
+    for seed in range(jobs):
+        job = run(tmp_path, 6, "looks", seed, 1)
+        assert job.returncode == 0, job.output
+        assert "updates, none torn" in job.stdout, job.output
+        assert re.search(SERVER_GOES_ON, job.stderr), job.output
+
+
+def test_a_server_and_its_replica_are_killed(tmp_path: Path) -> None:
+    """What only these two had is lost, and named; the rest is there."""
+    job = run(tmp_path, 6, "both copies", 0)
+    assert job.returncode == 0, job.output
+    assert re.search(SERVER_GOES_ON, job.stderr), job.output
+    said = "ps 1 (rank 4) has died, and with it 'first': the job must be started again, from its last checkpoint"
+    assert job.stdout.count(f"UnavailableError: {said}") == 3, job.output
+    assert job.stdout.count("the worker goes on with 3") == 3, job.output
 
 
 @pytest.mark.parametrize("what", ["closures", "steps"])

@@ -1,11 +1,13 @@
 """Jobs with parameter servers of which ranks are killed: `parameter_server_faults.py WHAT SEED [KILLS]`, on every rank.
 
 WHAT is "closures" (a chief, workers, servers) or "steps" (workers that train by themselves, and servers), whose workers
-are killed one after the other; or who is killed once: "chief", "server", "server of steps", "all workers".
-When and where the seed says.
+are killed one after the other; "replicated closures" or "replicated steps", of which one server is killed, too; "looks" or
+"training" with replicas, of which that one is killed if KILLS is 1; or who is killed once: "chief", "server", "server of steps",
+"both copies", "all workers". When and where the seed says.
 """
 
 import faulthandler
+import hashlib
 import os
 import random
 import signal
@@ -92,9 +94,9 @@ def prepare_to_die(*_: Any) -> None:
         die_at_call(*PLACES[place], own_plan.randint(1, 3))
 
 
-def kill_workers(workers: list[int]) -> None:
+def kill(ranks: list[int]) -> None:
     """One after the other: at any moment, or somewhere in the code."""
-    for rank in workers:
+    for rank in ranks:
         time.sleep(plan.random() * 2 * SECONDS_BETWEEN_KILLS)
         os.kill(pids[rank], plan.choice((signal.SIGKILL, signal.SIGUSR1)))
 
@@ -107,8 +109,10 @@ def expect_unavailable(does: Callable[[], Any]) -> None:
         print(f"UnavailableError: {error}", flush=True)
 
 
-def closures(victims: Callable[[list[int]], list[int]]) -> None:
-    strategy = ms.ParameterServerStrategy(num_ps=2)
+def closures(replication: int = 1) -> None:
+    strategy = ms.ParameterServerStrategy(
+        num_ps=max(2, 2 * replication - 1), replication=replication
+    )
     coordinator = ms.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         counter = ms.Variable(0, name="counter")
@@ -129,11 +133,13 @@ def closures(victims: Callable[[list[int]], list[int]]) -> None:
 
     cluster = strategy.extended.cluster
     assert cluster is not None
-    workers = victims(list(cluster.workers))
-    killer = threading.Thread(target=kill_workers, args=(workers,))
+    victims = plan.sample(list(cluster.workers), kills)
+    if replication > 1:
+        victims.insert(plan.randint(0, kills), plan.choice(strategy.extended.job.servers))
+    killer = threading.Thread(target=kill, args=(victims,))
     killer.start()
     results = []
-    while killer.is_alive() or cluster.post.mail.lost < set(workers):
+    while killer.is_alive() or cluster.post.mail.lost < set(victims):
         number = len(results)
         seconds = plan.random() * 4e-3
         results.append(coordinator.schedule(work, args=(number, seconds, plan.random() < 0.5)))
@@ -144,7 +150,7 @@ def closures(victims: Callable[[list[int]], list[int]]) -> None:
     assert [int(one.mean()) for one in coordinator.fetch(results)] == list(range(len(results)))
     counts = {int(counter.numpy()) / 2, *np.unique(large.numpy()), *np.unique(small.numpy())}
     assert counts == {len(results)}, (counts, len(results))
-    print(f"{len(results)} closures, {len(workers)} workers killed: all is exact", flush=True)
+    print(f"{len(results)} closures, {kills} workers killed: all is exact", flush=True)
 
 
 def chief_dies() -> None:
@@ -178,10 +184,12 @@ def lost_for_good(ranks: Callable[[Any], list[int]]) -> None:
     print("the chief goes on", flush=True)
 
 
-def steps() -> None:
+def steps(replication: int = 1) -> None:
     """Each worker counts its own steps, here and on the servers; the others' deaths change nothing."""
     strategy = ms.compat.v1.ParameterServerStrategy(
-        num_ps=2, max_staleness=plan.choice((None, 0, 2))
+        num_ps=max(2, 2 * replication - 1),
+        replication=replication,
+        max_staleness=plan.choice((None, 0, 2)),
     )
     job = strategy.extended.job
     workers = list(job.workers)
@@ -199,8 +207,10 @@ def steps() -> None:
     survivor = plan.randrange(len(workers))
     others = [rank for index, rank in enumerate(workers) if index != survivor]
     victims = plan.sample(others, kills)
+    if replication > 1:
+        victims.insert(plan.randint(0, kills), plan.choice(job.servers))
     if mine == survivor:
-        threading.Thread(target=kill_workers, args=(victims,), daemon=True).start()
+        threading.Thread(target=kill, args=(victims,), daemon=True).start()
     taken = 0
     record = os.open(f"steps-{mine}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     while workers[mine] in victims or not set(victims) <= job.post.mail.lost or taken < 20:
@@ -220,6 +230,72 @@ def steps() -> None:
     print(f"worker {mine} is done after {len(victims)} deaths", flush=True)
 
 
+def training() -> None:
+    """Synchronous, with Adam on the servers: the same bits, whether one of them is killed or not."""
+    import torch
+
+    strategy = ms.compat.v1.ParameterServerStrategy(
+        num_ps=2, replication=2, max_staleness=0, gradients="mean"
+    )
+    job = strategy.extended.job
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = torch.nn.Sequential(
+            torch.nn.Linear(40, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1)
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+    data = torch.Generator().manual_seed(me)
+    checkpoint = ms.checkpoint.Checkpoint(model=model, optimizer=optimizer)
+    manager = ms.checkpoint.CheckpointManager(checkpoint, "saved")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 40, generator=data)).square().mean().backward()
+        optimizer.step()
+
+    for number in range(20):
+        if kills and number == 10 and job.roles.task_id == 0:
+            os.kill(pids[plan.choice(job.servers)], signal.SIGKILL)
+        strategy.run(step)
+        if number in (9, 19):
+            manager.save()
+    manager.wait()
+    with torch.no_grad():
+        bits = torch.cat([p.flatten() for p in model.state_dict().values()]).numpy().tobytes()
+    print(f"weights {hashlib.sha256(bits).hexdigest()}", flush=True)
+
+
+def looks() -> None:
+    """What is pushed to all servers at once is in what one rank reads of them at one time, or is not."""
+    strategy = ms.compat.v1.ParameterServerStrategy(
+        num_ps=3,
+        replication=2,
+        variable_partitioner=ms.experimental.partitioners.FixedShardsPartitioner(3),
+    )
+    job = strategy.extended.job
+    with strategy.scope():
+        parts = ms.Variable(np.zeros(3 * SMALL), name="parts")
+        still = ms.Variable(np.zeros(len(job.workers)), name="still")
+    if job.roles.task_id:
+        while not still.numpy()[0]:
+            parts.assign_add(np.ones(3 * SMALL))
+        return
+    if kills:
+        victim = plan.choice(job.servers)
+        threading.Thread(target=kill, args=([victim],), daemon=True).start()
+    taken, after = 0, 0
+    while after < 30 and taken < 10_000:
+        with strategy.extended.unchanging():
+            seen = parts.numpy()
+            time.sleep(own_plan.random() * 2e-3)
+            again = parts.numpy()
+        assert np.ptp(seen) == 0 and np.array_equal(seen, again), (taken, seen, again)
+        taken += 1
+        after += not kills or bool(job.post.mail.lost)
+    print(f"{taken} looks of {seen[0]:g} updates, none torn", flush=True)
+    still.assign(np.ones(len(job.workers)))
+
+
 def server_of_steps_dies() -> None:
     strategy = ms.compat.v1.ParameterServerStrategy(num_ps=2)
     job = strategy.extended.job
@@ -236,13 +312,41 @@ def server_of_steps_dies() -> None:
     print("the worker goes on", flush=True)
 
 
+def both_copies_die() -> None:
+    strategy = ms.compat.v1.ParameterServerStrategy(num_ps=3, replication=2)
+    job = strategy.extended.job
+    names = ("first", "second", "third")
+    with strategy.scope():
+        first, second, third = (ms.Variable(np.zeros(10), name=name) for name in names)
+    for variable in (first, second, third):
+        variable.assign_add(np.ones(10))
+    if job.roles.task_id == 0:
+        while not all(
+            variable.numpy()[0] == len(job.workers) for variable in (first, second, third)
+        ):
+            time.sleep(0.01)
+        os.kill(pids[job.servers[0]], signal.SIGKILL)
+        assert first.numpy()[0] == len(job.workers)  # of the replica, by who goes on
+        os.kill(pids[job.servers[1]], signal.SIGKILL)
+    expect_unavailable(
+        first.read_value if job.roles.task_id == 0 else lambda: first.assign_add(1.0)
+    )
+    while second.numpy()[0] < len(job.workers):
+        time.sleep(0.01)
+    print(f"the worker goes on with {second.numpy()[0]:g}", flush=True)
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(SECONDS_FOR_STACKS, exit=True)
     signal.signal(signal.SIGUSR1, prepare_to_die)
-    if what == "closures":
-        closures(lambda workers: plan.sample(workers, kills))
-    elif what == "steps":
-        steps()
+    if what in ("closures", "replicated closures"):
+        closures(2 if what.startswith("replicated") else 1)
+    elif what in ("steps", "replicated steps"):
+        steps(2 if what.startswith("replicated") else 1)
+    elif what in ("training", "looks"):
+        (training if what == "training" else looks)()
+    elif what == "both copies":
+        both_copies_die()
     elif what == "chief":
         chief_dies()
     elif what == "server":

@@ -1,6 +1,7 @@
 """Stale synchronous parallel: who may begin a step, and who holds whom back."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ class _Client:
         self.servers, self.post, self._rank = list(range(len(servers))), self, rank
         self._posts, self._clocks = zip(*servers, strict=True)
         self.asked = 0
+        self.routes = SimpleNamespace(copies_of=lambda server: (server,))
 
     def next_push(self, servers):
         return None

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from mpistrat.parameter_server.gate import (
+    _REMEMBERED,
     ADMIT,
     HOLD,
     RELEASE,
@@ -31,7 +32,7 @@ def test_what_a_dead_rank_has_pushed_to_all_is_let_through_everywhere(post: Any)
     post.mail.lost.add(DEAD)
     gate.lost(DEAD)
     assert not made
-    ticket = post.asked(HOLDER, ADMIT, {(DEAD, 5), (DEAD, 6)})
+    ticket = post.asked(HOLDER, ADMIT, {(DEAD, 5, None), (DEAD, 6, None)})
     assert made == ["push"]
     post.answer_to(ticket)  # nobody waits for number 6, which never comes
 
@@ -48,11 +49,12 @@ def test_who_gave_up_waiting_does_not_hold_it_later(post: Any) -> None:
 
 def test_pushes_of_threads_may_come_in_any_order() -> None:
     fifth, sixth = Push(5, SERVERS), Push(6, SERVERS)
-    let = {0: {OTHER: [fifth, sixth]}, 9: {OTHER: [sixth]}}
-    assert not_yet_everywhere(let) == {0: set(), 9: {(OTHER, 5)}}
+    let = {0: {(OTHER, None): [fifth, sixth]}, 9: {(OTHER, None): [sixth]}}
+    assert not_yet_everywhere(let) == {0: set(), 9: {(OTHER, 5, None)}}
 
 
 def test_what_was_let_through_long_ago_is_not_missing() -> None:
-    pushes = [Push(number, SERVERS) for number in range(20)]
-    let = {0: {OTHER: pushes[:16]}, 9: {OTHER: pushes[4:20]}}
-    assert not_yet_everywhere(let) == {0: {(OTHER, number) for number in range(16, 20)}, 9: set()}
+    pushes = [Push(number, SERVERS) for number in range(_REMEMBERED + 4)]
+    let = {0: {(OTHER, None): pushes[:-4]}, 9: {(OTHER, None): pushes[4:]}}
+    late = {(OTHER, push.number, None) for push in pushes[-4:]}
+    assert not_yet_everywhere(let) == {0: late, 9: set()}

@@ -11,9 +11,11 @@ from mpistrat.parameter_server.clocks import ENDED, FAILED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
 from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.parcels import Kind, Placed, carried, unpack
+from mpistrat.parameter_server.requests import Created, Update, Updates
 from mpistrat.parameter_server.segments import Mappings, Place
-from mpistrat.parameter_server.server import Created, ParameterServer, Update, _for_others
+from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
+from mpistrat.parameter_server.told_errors import as_refusal
 from noted_post import NotedPost
 
 KEY = 3
@@ -40,7 +42,7 @@ def add(number, key=KEY, work=None, n=0):
 
 
 def update(post, source, *updates, push=None):
-    return post.asked(source, "update", (list(updates), push))
+    return post.asked(source, "update", Updates(list(updates), push))
 
 
 def test_updates_answer_with_small_values(post) -> None:
@@ -99,9 +101,9 @@ def test_work_that_was_begun_repeatedly_is_forgotten_with_all_before_it(post) ->
     for work in range(5):
         update(post, 1, add(1, work=work, n=0))
     post.told(1, "forget", ([3], 2))  # 2 was begun twice, and is not named
-    assert sorted(post.server.tables._applied) == [2, 4]
+    assert len(post.server.store.applied) == 2
     post.told(1, "forget", ([4], 5))
-    assert not post.server.tables._applied
+    assert len(post.server.store.applied) == 0
 
 
 def test_what_the_maker_of_arrays_did_not_make_nobody_waits_for(post) -> None:
@@ -141,8 +143,7 @@ def test_an_array_that_could_not_be_made_is_refused_before_and_after(post) -> No
 def test_nonsense_is_refused(post) -> None:
     for error, kind, body in (
         (errors.NotFoundError, "pull", (99, None)),
-        (errors.NotFoundError, "update", ([add(1, key=99)], None)),
-        (errors.NotFoundError, "count", [99]),
+        (errors.NotFoundError, "update", Updates([add(1, key=99)])),
         (errors.NotFoundError, "optimizer state", (1, KEY)),
         (errors.NotFoundError, "make optimizer", (1, pickle.dumps(None), [(99, False)])),
         (IndexError, "rows", (KEY, carried(np.array([3])))),
@@ -222,7 +223,7 @@ def test_a_push_that_went_elsewhere_too_is_let_through_when_asked(post) -> None:
     push = Push(5, (0, 9))
     here = update(post, 2, add(1), push=push)
     other = update(post, 2, add(10))
-    admit = post.asked(1, ADMIT, {(2, 5)})
+    admit = post.asked(1, ADMIT, {(2, 5, None)})
     assert here in dict(post.answers)
     assert admit in dict(post.answers)
     assert other not in dict(post.answers)
@@ -260,7 +261,7 @@ def test_errors_of_other_classes_come_as_those_that_all_ranks_have() -> None:
             super().__init__(f"{one} and {two}")
 
     for error in (Odd("this", "that"), KeyError("that")):
-        told = pickle.loads(pickle.dumps(_for_others(error)))
+        told = pickle.loads(pickle.dumps(as_refusal(error)))
         assert type(told) is (ValueError if isinstance(error, ValueError) else RuntimeError)
         assert "that" in str(told)
 
@@ -270,7 +271,7 @@ OPTIMIZER = 1
 
 def descend(post, source, gradient, number, lr=1.0, mean=False) -> None:
     """Send a gradient of a round."""
-    if (OPTIMIZER, KEY) not in post.server.tables.optimizers._optimizers:
+    if (OPTIMIZER, KEY) not in post.server.store.optimizers._optimizers:
         recipe = pickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
         post.answer_to(post.asked(source, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)])))
     step = Step(OPTIMIZER, {"lr": lr}, number, mean)
@@ -303,7 +304,7 @@ def test_an_error_of_any_class_is_told_as_one_that_all_know(post) -> None:
         raise Odd("no")
 
     descend(post, 1, 1, 0)
-    post.server.tables.optimizers._optimizers[OPTIMIZER, KEY].step = fail
+    post.server.store.optimizers._optimizers[OPTIMIZER, KEY].step = fail
     for worker in (1, 2):
         post.told(worker, ENDED, (1, None))
     with pytest.raises(RuntimeError, match=r"(?s)the step of 'v3'.*Odd: no"):

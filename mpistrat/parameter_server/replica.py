@@ -1,0 +1,108 @@
+"""A server's second copy, on another server, which goes on with it when the first has died.
+
+As in primary-backup replication: the server passes on, in the order in which it makes them, all changes of the arrays
+that were made on it, and answers for them when the other has them, too. What it had not answered for is asked again,
+of the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpistrat.arrays import Array
+from mpistrat.parameter_server.parcels import Carried, Placed, carried, pack
+from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.segments import Buffers, Region
+from mpistrat.parameter_server.tables import Table
+
+# Notices, between the two: a change, as number, kind, who asked for it, and body; the number of one that was made, and
+# whether it failed; all that was passed on is to be forgotten.
+CHANGE, CHANGED, ABANDON = "change of a replica", "changed replica", "abandon replica"
+
+
+@dataclass
+class Passed:
+    """A change that was passed on.
+
+    Attributes:
+        failed: whether it failed here; to be set before the next message is read.
+        region: memory that the message refers to, by `pack`.
+    """
+
+    number: int
+    region: Region | None
+    failed: bool = False
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Replica:
+    """A server's copy elsewhere, as the server sees it.
+
+    Args:
+        keeper: the rank that keeps it; None where there is none.
+        unlike: is called when the two have come to differ, after which this one goes on without.
+    """
+
+    def __init__(self, post: Post, keeper: int | None, unlike: Callable[[], None]) -> None:
+        self._post, self.keeper, self._unlike = post, keeper, unlike
+        self._buffers = Buffers()
+        self._passed: deque[Passed] = deque()
+        self._count = 0
+        post.handle(CHANGED, lambda source, body: self._changed(*body))
+
+    def pass_on(self, kind: str, source: int, body: Any, region: Region | None = None) -> Passed:
+        """Have the keeper make the change that `source` asked for."""
+        assert self.keeper is not None
+        self._count += 1
+        passed = Passed(self._count, region)
+        self._passed.append(passed)
+        self._post.tell(self.keeper, CHANGE, (self._count, kind, source, body))
+        return passed
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call it when the keeper has made all that was passed on before; now, where there is none."""
+        if self._passed:
+            self._passed[-1].waiting.append(call)
+        else:
+            call()
+
+    def pack(self, operands: Sequence[Array]) -> tuple[list[Placed | Carried], Region | None]:
+        """In memory of this process: that of who has sent them goes with him."""
+        return pack(operands, self._buffers if self._shares_memory() else None)
+
+    def array_of(self, table: Table) -> Placed | Carried:
+        """Of one that nobody changes before `then`."""
+        if self._shares_memory():
+            return Placed(table.place_of_array, table.kind)
+        return carried(table.array)
+
+    def _shares_memory(self) -> bool:
+        assert self.keeper is not None
+        return self._post.mail.shares_memory_with(self.keeper)
+
+    def lost(self, rank: int) -> None:
+        if rank == self.keeper:
+            self._end()
+
+    def _changed(self, number: int, failed: bool) -> None:
+        if not self._passed or self._passed[0].number != number:
+            return  # it was given up meanwhile
+        passed = self._passed.popleft()
+        if passed.region is not None:
+            self._buffers.give_back(passed.region)
+        for call in passed.waiting:
+            call()
+        if failed != passed.failed and self.keeper is not None:
+            self._post.tell(self.keeper, ABANDON)
+            self._unlike()
+            self._end()
+
+    def _end(self) -> None:
+        self.keeper = None
+        passed, self._passed = self._passed, deque()
+        for one in passed:
+            for call in one.waiting:
+                call()

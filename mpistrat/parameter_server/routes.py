@@ -1,0 +1,88 @@
+"""Which server has what: the one that has made it, or the one that keeps its second copy, when the first has died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrat.errors import UnavailableError
+from mpistrat.parameter_server.post import Post
+
+
+def keepers_of(servers: Sequence[int]) -> dict[int, int]:
+    """By server, the one that keeps the second copies of what it makes: the next one, in a ring."""
+    return dict(zip(servers, (*servers[1:], servers[0]), strict=True))
+
+
+class Routes:
+    """
+    Args:
+        servers: ranks, in task order.
+        replicated: whether there are second copies.
+    """
+
+    def __init__(self, post: Post, servers: Sequence[int], replicated: bool = False) -> None:
+        self._post = post
+        self._keepers = keepers_of(servers) if replicated else {}
+        self._servers = tuple(servers)
+
+    def copies_of(self, server: int) -> tuple[int, ...]:
+        """The servers that have what is made on `server`, itself first."""
+        return (server, self._keepers[server]) if server in self._keepers else (server,)
+
+    def holder_of(self, server: int) -> int:
+        """The one that lives, and is asked for what is made on `server`; that itself, if none does."""
+        if server not in self._keepers:
+            return server
+        living = (one for one in self.copies_of(server) if not self._post.mail.has_died(one))
+        return next(living, server)
+
+    def is_lost_with(self, rank: int) -> bool:
+        """Whether this rank had the last copy of what some server has made."""
+        lost = self._post.mail.lost
+        copies = map(self.copies_of, self._servers)
+        return any(rank in one and lost.issuperset(one) for one in copies)
+
+    def ask(
+        self, server: int, kind: str, body: Any, by_value: Callable[[], Any] | None = None
+    ) -> Request:
+        """As `Client.ask`."""
+        return Request(self._post, self, server, kind, body, by_value)
+
+
+class Request:
+    """A request that goes to the server's keeper when the server has died. What is asked of servers can be repeated.
+
+    Args: those of `Client.ask`.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        routes: Routes,
+        server: int,
+        kind: str,
+        body: Any,
+        by_value: Callable[[], Any] | None,
+    ) -> None:
+        self._post, self._routes = post, routes
+        self._server, self._kind, self._body, self._by_value = server, kind, body, by_value
+        self._reply = post.ask(routes.holder_of(server), kind, body)
+
+    @property
+    def come(self) -> bool:
+        return self._reply.come
+
+    def wait(self, *, limited: bool = True) -> Any:
+        """As that of `Reply`."""
+        while True:
+            try:
+                return self._reply.wait(limited=limited)
+            except UnavailableError:
+                asked, holder = self._reply.to, self._routes.holder_of(self._server)
+                if asked not in self._post.mail.lost or holder == asked:
+                    raise
+                body = self._body
+                if self._by_value is not None and not self._post.mail.shares_memory_with(holder):
+                    body = self._by_value()
+                self._reply = self._post.ask(holder, self._kind, body)
