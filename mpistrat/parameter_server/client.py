@@ -85,9 +85,9 @@ class Client:
 
     def names_lost(self) -> list[str]:
         """Of the arrays that were used from here, and of which no copy is left."""
-        lost = self.post.mail.lost
+        is_lost = self.post.mail.has_died
         used = list(self._used.values())
-        return [one.name for one in used if lost.issuperset(self.routes.copies_of(one.server))]
+        return [one.name for one in used if all(map(is_lost, self.routes.copies_of(one.server)))]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array, with this value."""

@@ -1,9 +1,9 @@
 """Jobs with parameter servers of which ranks are killed: `parameter_server_faults.py WHAT SEED [KILLS]`, on every rank.
 
 WHAT is "closures" (a chief, workers, servers) or "steps" (workers that train by themselves, and servers), whose workers
-are killed one after the other; "replicated closures" or "replicated steps", of which one server is killed, too; "looks" or
-"training" with replicas, of which that one is killed if KILLS is 1; or who is killed once: "chief", "server", "server of steps",
-"both copies", "all workers". When and where the seed says.
+are killed one after the other; "replicated closures" or "replicated steps", of which one server is killed, too; "looks"
+or "training" with replicas, of which that one is killed if KILLS is 1; or who is killed once: "chief", "server",
+"server of steps", "both copies", "all workers". When and where the seed says.
 """
 
 import faulthandler
@@ -289,7 +289,8 @@ def looks() -> None:
             seen = parts.numpy()
             time.sleep(own_plan.random() * 2e-3)
             again = parts.numpy()
-        assert np.ptp(seen) == 0 and np.array_equal(seen, again), (taken, seen, again)
+        assert np.ptp(seen) == 0, (taken, seen)
+        assert np.array_equal(seen, again), (taken, seen, again)
         taken += 1
         after += not kills or bool(job.post.mail.lost)
     print(f"{taken} looks of {seen[0]:g} updates, none torn", flush=True)
@@ -329,7 +330,7 @@ def both_copies_die() -> None:
         assert first.numpy()[0] == len(job.workers)  # of the replica, by who goes on
         os.kill(pids[job.servers[1]], signal.SIGKILL)
     expect_unavailable(
-        first.read_value if job.roles.task_id == 0 else lambda: first.assign_add(1.0)
+        first.read_value if job.roles.task_id == 0 else lambda: first.assign_add(np.ones(10))
     )
     while second.numpy()[0] < len(job.workers):
         time.sleep(0.01)
