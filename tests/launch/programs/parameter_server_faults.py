@@ -327,7 +327,7 @@ def both_copies_die() -> None:
         ):
             time.sleep(0.01)
         os.kill(pids[job.servers[0]], signal.SIGKILL)
-        assert first.numpy()[0] == len(job.workers)  # of the replica, by who goes on
+        assert first.numpy()[0] >= len(job.workers)  # of the replica, by who goes on
         os.kill(pids[job.servers[1]], signal.SIGKILL)
     expect_unavailable(
         first.read_value if job.roles.task_id == 0 else lambda: first.assign_add(np.ones(10))
