@@ -1,0 +1,168 @@
+"""replication=2: what a server makes is on the next one, too, to the last bit."""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from errors_of_ranks import errors_of_ranks
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.compat.v1 import ParameterServerStrategy
+from mpistrat.experimental.partitioners import FixedShardsPartitioner
+from mpistrat.parameter_server import job as job_module
+from mpistrat.parameter_server import requests
+from mpistrat.parameter_server.mail import Mail
+from mpistrat.parameter_server.parcels import unpack
+from mpistrat.parameter_server.segments import Mappings
+from served_jobs import served, workers_of
+
+WORLD = MPI.COMM_WORLD
+SERVERS = 2
+pytestmark = [
+    pytest.mark.mpi(min_size=SERVERS + 1),
+    pytest.mark.filterwarnings("ignore:replication=2 is of no use here"),
+]
+
+
+@pytest.fixture(params=["pipes", "mpi"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "mpi":
+        monkeypatch.setattr(job_module, "Mail", functools.partial(Mail, pipes=False))
+    return request.param
+
+
+def made(**keywords):
+    return served(lambda: ParameterServerStrategy(num_ps=SERVERS, replication=2, **keywords))
+
+
+def copies(strategy, address):
+    """The array on each of the servers that have it."""
+    client = strategy.extended.job.client
+    servers = client.routes.copies_of(address.server)
+    assert len(set(servers)) == 2
+    body = address.key, None
+    replies = [client.post.ask(server, requests.PULL, body) for server in servers]
+    return [unpack(reply.wait(), Mappings()) for reply in replies]
+
+
+def addresses_of(strategy):
+    return list(strategy.extended.job.client._used.values())
+
+
+def assert_alike(strategy):
+    workers_of(strategy).Barrier()
+    for address in addresses_of(strategy):
+        first, second = copies(strategy, address)
+        assert np.array_equal(np.asarray(first), np.asarray(second)), address.name
+    workers_of(strategy).Barrier()
+
+
+def test_every_update_is_made_on_both(way) -> None:
+    with made(variable_partitioner=FixedShardsPartitioner(2)) as strategy:
+        if strategy is None:
+            return
+        mine = strategy.extended.job.roles.task_id + 1
+        with strategy.scope():
+            large = ms.Variable(np.linspace(0, 1, 90_000).reshape(300, 300), name="large")
+            small = ms.Variable(torch.ones(5, dtype=torch.bfloat16), name="small")
+            number = ms.Variable(0, name="number")
+        assert_alike(strategy)  # the first values
+        for _ in range(5):
+            large.assign_add(np.full((300, 300), 0.1 * mine))
+            rows = ms.IndexedSlices(np.full((2, 300), 1.1), np.array([0, 299]))
+            large.scatter_mul(rows)
+            large.scatter_add(rows)
+            small.assign_add(torch.full((5,), 0.3, dtype=torch.bfloat16))
+            number.assign_add(mine)
+        with pytest.raises(ms.errors.InvalidArgumentError):
+            number.assign_add(np.ones(3))
+        assert_alike(strategy)
+        total = sum(range(1, workers_of(strategy).size + 1))
+        assert number.numpy() == 5 * total
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 2])
+def test_an_optimizers_state_is_on_both(way, max_staleness) -> None:
+    with made(max_staleness=max_staleness, gradients="mean") as strategy:
+        if strategy is None:
+            return
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = torch.nn.Linear(40, 30)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        data = torch.Generator().manual_seed(WORLD.rank)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 40, generator=data)).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(4):
+            strategy.run(step)
+        assert_alike(strategy)
+        client = strategy.extended.job.client
+        for address in addresses_of(strategy):
+            states = [
+                client.post.ask(server, requests.OPTIMIZER_STATE, (0, address.key)).wait()
+                for server in client.routes.copies_of(address.server)
+            ]
+            assert states[0].keys() == states[1].keys() >= {"exp_avg", "exp_avg_sq", "step"}
+            assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+            assert states[0]["exp_avg"].any()
+
+
+def test_what_is_loaded_is_on_both(way) -> None:
+    with made() as strategy:
+        if strategy is None:
+            return
+        with strategy.scope():
+            model = torch.nn.Linear(40, 30)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        strategy.run(lambda: (model(torch.ones(2, 40)).sum().backward(), optimizer.step()))
+        workers_of(strategy).Barrier()
+        if strategy.extended.job.roles.task_id == 0:
+            state = optimizer.state_dict()
+            for one in state["state"].values():
+                one["momentum_buffer"] = torch.full_like(one["momentum_buffer"], 7.0)
+            optimizer.load_state_dict(state)
+        workers_of(strategy).Barrier()
+        client = strategy.extended.job.client
+        for address in addresses_of(strategy):
+            keeper = client.routes.copies_of(address.server)[1]
+            found = client.post.ask(keeper, requests.OPTIMIZER_STATE, (0, address.key)).wait()
+            assert (found["momentum_buffer"] == 7.0).all()
+
+
+@pytest.mark.parametrize("wrong", [0, 3, True, "2", None, 2.5])
+def test_no_number_of_copies(wrong) -> None:
+    for strategy in (ParameterServerStrategy, ms.ParameterServerStrategy):
+        with pytest.raises(ValueError, match="replication must be .* 1 or 2, got"):
+            strategy(num_ps=1, replication=wrong)
+
+
+def test_one_server_is_too_few() -> None:
+    errors = errors_of_ranks(lambda: ParameterServerStrategy(num_ps=1, replication=2))
+    assert all("replication=2 needs as many parameter servers" in error for error in errors)
+
+
+def test_all_ranks_need_the_same() -> None:
+    errors = errors_of_ranks(
+        lambda: ParameterServerStrategy(num_ps=SERVERS, replication=1 + (WORLD.rank == 0))
+    )
+    assert all("the ranks make different strategies" in error for error in errors)
+
+
+@pytest.mark.filterwarnings("always:replication=2 is of no use here")
+def test_where_a_death_ends_the_job_one_rank_warns() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with made() as strategy:
+            if strategy is not None:
+                workers_of(strategy).Barrier()
+    told = [str(one.message) for one in caught if "replication=2 is of no use" in str(one.message)]
+    everybody = WORLD.allgather(told)
+    assert sum(map(len, everybody)) == 1
+    assert len(everybody[0]) == 1
