@@ -7,7 +7,6 @@ replicas hold copies: k replicas on each of `communicator.size` ranks.
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from mpistrat.context import (
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.cross_replica_ops import AllReduceCall, CrossReplicaOps
-from mpistrat.initial_values import initial_array
 from mpistrat.input.splitting import Share
 from mpistrat.local_replicas import LocalReplicas
 from mpistrat.multi_step import MultiStepContext
@@ -39,13 +37,13 @@ from mpistrat.values import (
     regroup,
     select_replica,
 )
+from mpistrat.variable_arguments import VariableArguments, checked_arguments
 from mpistrat.variables import (
     DistributedVariable,
     MirroredVariable,
     PlainVariable,
     SyncOnReadVariable,
     Variable,
-    check_variable_arguments,
 )
 
 if TYPE_CHECKING:
@@ -410,49 +408,36 @@ class StrategyExtended:
     ) -> Variable:
         """The work of `mpistrat.Variable(...)`, in the scope or inside run. Called by every rank."""
         with self.communicator.raising_together():
-            check_variable_arguments(trainable, name, synchronization, aggregation)
-            size = None if shape is None else tuple(operator.index(length) for length in shape)
-        on_read = synchronization is VariableSynchronization.ON_READ
-        trainable = (not on_read) if trainable is None else trainable
+            asked = checked_arguments(
+                initial_value, trainable, name, dtype, synchronization, aggregation, shape
+            )
 
         def create(strategy: Strategy, initial: Any) -> Variable:
-            return self._new_variable(
-                select_replica(0, initial),
-                trainable,
-                name or "Variable",
-                dtype,
-                VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE,
-                aggregation,
-                size,
-            )
+            return self._new_variable(asked._replace(initial_value=select_replica(0, initial)))
 
         context = get_replica_context() if has_strategy() else None
         if context is None:
             return create(self.strategy, initial_value)
         return context.merge_call(create, (initial_value,))
 
-    def _new_variable(
-        self,
-        initial_value: Any,
-        trainable: bool,
-        name: str,
-        dtype: Any,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-        shape: tuple[int, ...] | None,
-    ) -> Variable:
+    def _new_variable(self, asked: VariableArguments) -> Variable:
         with self.communicator.raising_together():
-            value = initial_array(initial_value, dtype, shape)
-            if aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
+            value = asked.initial_array()
+            if asked.aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
                 raise ValueError(
-                    f"variable {name!r}: aggregation MEAN needs a floating dtype, got "
+                    f"variable {asked.name!r}: aggregation MEAN needs a floating dtype, got "
                     f"{arrays.dtype_name(value)}"
                 )
+        name, synchronization, aggregation = asked.name, asked.synchronization, asked.aggregation
         made = f"initial value of {name!r} ({synchronization.name}, {aggregation.name})"
         value = self.cross_replica_ops.from_first_replica(value, made)
         components = [
             PlainVariable(
-                value, trainable, f"{name}/replica_{i}" if i else name, synchronization, aggregation
+                value,
+                asked.trainable,
+                f"{name}/replica_{i}" if i else name,
+                synchronization,
+                aggregation,
             )
             for i in range(self.num_local_replicas)
         ]

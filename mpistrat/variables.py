@@ -355,24 +355,6 @@ class SyncOnReadVariable(DistributedVariable):
         return None if self.aggregation is VariableAggregation.NONE else self.read_value()
 
 
-def check_variable_arguments(
-    trainable: Any, name: Any, synchronization: Any, aggregation: Any
-) -> None:
-    """ValueError or TypeError for arguments of `Variable` that no strategy takes."""
-    for argument, given, kind in (
-        ("synchronization", synchronization, VariableSynchronization),
-        ("aggregation", aggregation, VariableAggregation),
-    ):
-        if not isinstance(given, kind):
-            raise ValueError(f"{argument} must be a {kind.__name__}, got {given!r:.60}")
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError("VariableSynchronization.NONE is not supported; use ON_WRITE or ON_READ")
-    if not isinstance(trainable, (bool, type(None))):
-        raise TypeError(f"trainable must be True, False or None, got {trainable!r:.60}")
-    if not isinstance(name, (str, type(None))):
-        raise TypeError(f"name must be a string or None, got {name!r:.60}")
-
-
 def check_scatter(variable: Variable, method: str) -> None:
     if (
         method.startswith("scatter_")

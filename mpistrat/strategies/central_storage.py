@@ -5,66 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.aggregating_variable import AggregatingVariable
 from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.context import get_replica_context, per_thread
 from mpistrat.devices import check_device, check_devices
-from mpistrat.initial_values import initial_array
 from mpistrat.node_variable import variable_of_node
 from mpistrat.options import CommunicationOptions
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.values import DistributedValues
-from mpistrat.variables import (
-    DistributedVariable,
-    Variable,
-    check_scatter,
-)
+from mpistrat.variable_arguments import VariableArguments
+from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class AggregatingVariable(DistributedVariable):
-    """One copy; what the replicas assign inside `run` is combined and applied once."""
-
-    def read_value(self) -> Any:
-        self._here()
-        return self._values[0].read_value()
-
-    def state(self) -> Any:
-        return self._values[0].state()
-
-    def load_state(self, state: Any) -> None:
-        self._update_all("assign", state)
-
-    def sparse_read(self, indices: Any) -> Any:
-        self._here()
-        return self._values[0].sparse_read(indices)
-
-    def _update(self, method: str, operand: Any) -> Any:
-        replica = self._here()
-        check_scatter(self, method)
-        if replica is None:
-            self._update_all(method, operand)
-            return self.read_value()
-        if per_thread.updated_replica is not None:
-            return self._values[0]._update(method, operand)
-        if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"variable {self.name!r} has one copy for all replicas: to update it inside run, give it "
-                "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
-            )
-        context = get_replica_context()
-        assert context is not None
-        return context.merge_call(self._merge_update, (method, operand))
-
-    def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
-        combined = strategy.extended.cross_replica_ops.aggregate(
-            self.aggregation, operand, f"{method} to {self.name!r}"
-        )
-        return self._values[0]._update(method, combined)
 
 
 class CentralStorageExtended(StrategyExtended):
@@ -81,26 +35,16 @@ class CentralStorageExtended(StrategyExtended):
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         return min(variables, key=lambda variable: variable.name)
 
-    def _new_variable(
-        self,
-        initial_value: Any,
-        trainable: bool,
-        name: str,
-        dtype: Any,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-        shape: tuple[int, ...] | None,
-    ) -> Variable:
+    def _new_variable(self, asked: VariableArguments) -> Variable:
         with self.communicator.raising_together():
-            value = initial_array(initial_value, dtype, shape)
-        value = self.cross_replica_ops.from_first_replica(value, f"initial value of {name!r}")
-        component = variable_of_node(
-            self.communicator, value, trainable, name, synchronization, aggregation
-        )
+            value = asked.initial_array()
+        value = self.cross_replica_ops.from_first_replica(value, f"initial value of {asked.name!r}")
+        how = asked.synchronization, asked.aggregation
+        component = variable_of_node(self.communicator, value, asked.trainable, asked.name, *how)
         if self.num_replicas_in_sync == 1:
             component.strategy = self.strategy
             return component
-        return AggregatingVariable(self.strategy, [component], synchronization, aggregation)
+        return AggregatingVariable(self.strategy, [component], *how)
 
     def _update(
         self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,10 +7,9 @@ from typing import Any
 
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.devices import check_device
-from mpistrat.initial_values import initial_array
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.variable_arguments import VariableArguments
 from mpistrat.variables import PlainVariable, Variable
 
 
@@ -24,18 +23,14 @@ class OneReplicaExtended(StrategyExtended):
     def __init__(self, strategy: Strategy, device: str) -> None:
         super().__init__(strategy, LocalCommunicator(), [device])
 
-    def _new_variable(
-        self,
-        initial_value: Any,
-        trainable: bool,
-        name: str,
-        dtype: Any,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-        shape: tuple[int, ...] | None,
-    ) -> Variable:
-        value = initial_array(initial_value, dtype, shape)
-        variable = PlainVariable(value, trainable, name, synchronization, aggregation)
+    def _new_variable(self, asked: VariableArguments) -> Variable:
+        variable = PlainVariable(
+            asked.initial_array(),
+            asked.trainable,
+            asked.name,
+            asked.synchronization,
+            asked.aggregation,
+        )
         variable.strategy = self.strategy
         return variable
 

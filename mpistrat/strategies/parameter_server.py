@@ -13,7 +13,6 @@ from mpistrat.coordinator.worker import Worker
 from mpistrat.input.input_context import InputContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.mirrored import check_strategy_arguments
 from mpistrat.strategies.served import (
     ServedExtended,
@@ -24,6 +23,7 @@ from mpistrat.strategies.served import (
 )
 from mpistrat.strategies.travelling import Travelling
 from mpistrat.strategy import Strategy
+from mpistrat.variable_arguments import VariableArguments
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
@@ -51,24 +51,13 @@ class _CoordinatedExtended(ServedExtended):
         ):
             yield
 
-    def _new_variable(
-        self,
-        initial_value: Any,
-        trainable: bool,
-        name: str,
-        dtype: Any,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-        shape: tuple[int, ...] | None,
-    ) -> Variable:
+    def _new_variable(self, asked: VariableArguments) -> Variable:
         if self.job.roles.task_type == "worker":
             raise ValueError(
-                f"variable {name!r} was made on {self.job.name_of(self.job.post.rank)}, inside a scheduled function or "
-                "a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
+                f"variable {asked.name!r} was made on {self.job.name_of(self.job.post.rank)}, inside a scheduled "
+                "function or a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
             )
-        return super()._new_variable(
-            initial_value, trainable, name, dtype, synchronization, aggregation, shape
-        )
+        return super()._new_variable(asked)
 
 
 class ParameterServerStrategy(Strategy):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays
+from mpistrat.aggregating_variable import AggregatingVariable
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.communicators import LocalCommunicator
@@ -22,13 +23,12 @@ from mpistrat.parameter_server.served_shards import ServedShards
 from mpistrat.parameter_server.served_variable import ServedVariable
 from mpistrat.parameter_server.told_errors import as_told
 from mpistrat.partitioners import Partitioner
-from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.strategies.binding import bind
-from mpistrat.strategies.central_storage import AggregatingVariable
 from mpistrat.strategies.mirrored import communicator_of
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.variable_arguments import VariableArguments
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
@@ -128,19 +128,10 @@ class ServedExtended(StrategyExtended):
         k = self.num_local_replicas
         return Share(workers, worker, k * workers, range(k))
 
-    def _new_variable(
-        self,
-        initial_value: Any,
-        trainable: bool,
-        name: str,
-        dtype: Any,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-        shape: tuple[int, ...] | None,
-    ) -> Variable:
-        addresses = self.place(initial_value, name, dtype, shape)
-        how = trainable, synchronization, aggregation
-        return variable_of(self.strategy, self.job, name, addresses, how)
+    def _new_variable(self, asked: VariableArguments) -> Variable:
+        addresses = self.place(asked.initial_value, asked.name, asked.dtype, asked.shape)
+        how = asked.trainable, asked.synchronization, asked.aggregation
+        return variable_of(self.strategy, self.job, asked.name, addresses, how)
 
     def place(
         self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None

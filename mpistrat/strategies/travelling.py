@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.aggregating_variable import AggregatingVariable
 from mpistrat.parameter_server.served_shards import ServedShards
 from mpistrat.parameter_server.served_variable import ServedVariable
-from mpistrat.strategies.central_storage import AggregatingVariable
 from mpistrat.strategies.served import variable_of
 
 if TYPE_CHECKING:
