@@ -1,17 +1,14 @@
 """A job never hangs on its own mistakes: real programs that fail, leave early, or are interrupted, under either MPI."""
 
-import os
 import re
-import shlex
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher, run_job
+from launch.signalled_jobs import signalled
+from mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "endings.py"
 SECONDS = 5.0
@@ -188,30 +185,6 @@ def test_pytest_ends_normally(launcher: Launcher, tmp_path: Path) -> None:
     assert "mpistrat: " not in job.output
 
 
-def signalled(
-    launcher: Launcher, folder: Path, name: str, number: signal.Signals, to: str
-) -> tuple[Job, float]:
-    """Start a program on three ranks, send a signal once all are ready, and wait for the end."""
-    command = launcher.command(3, [sys.executable, str(PROGRAM), name, str(folder)])
-    started = f"echo $$ > {shlex.quote(str(folder / 'launcher'))}; exec {shlex.join(command)}"
-    sent = []
-
-    def send() -> None:
-        deadline = time.monotonic() + 50
-        while len(list(folder.glob("ready*"))) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)  # they are in the collective by now
-        sent.append(time.monotonic())
-        os.kill(int((folder / to).read_text()), number)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    job = run_job(["sh", "-c", started], launcher.environment(), 60.0)
-    sender.join()
-    assert job.left_behind == ()
-    return job, time.monotonic() - sent[0]
-
-
 SLOW = pytest.mark.slow
 
 
@@ -232,7 +205,7 @@ SLOW = pytest.mark.slow
 def test_a_signal_while_ranks_are_in_a_collective(
     launcher: Launcher, tmp_path: Path, number: signal.Signals, to: str, program: str
 ) -> None:
-    job, seconds = signalled(launcher, tmp_path, program, number, to)
+    job, seconds = signalled(launcher, tmp_path, [PROGRAM, program], number, to)
     assert job.returncode != 0, job.output
     assert seconds < SECONDS
     if (number, to) == (signal.SIGINT, "ready1"):

@@ -1,12 +1,14 @@
 """One script for all ranks of a job with parameter servers: who goes on with it, and how it ends."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch.signalled_jobs import signalled
 from mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
@@ -71,6 +73,56 @@ def test_bad_arguments(launcher, tmp_path: Path, name: str, told: str) -> None:
     assert job.returncode != 0
     assert told in job.output
     assert job.seconds < 40
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("told_to_coordinate", {(2, "chief 0", 20)}),
+        ("told_to_train", {(1, "worker 1", 3), (2, "chief 0", 3), (3, "worker 0", 3)}),
+    ],
+)
+def test_tf_config_tells_each_rank_its_task(launcher, tmp_path: Path, name: str, seen) -> None:
+    """In another order than that of ranks."""
+    job = run(launcher, tmp_path, name)
+    assert job.returncode == 0, job.output
+    said = re.findall(r"rank (\d): (\w+ \d) sees (\d+)", job.stdout)
+    assert {(int(rank), task, int(value)) for rank, task, value in said} == seen, job.output
+    assert job.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "two_chiefs",
+            "ValueError: the cluster has 2 tasks of type 'chief', expected at most one",
+        ),
+        ("two_ranks_are_chief", "TopologyError: ranks 2 and 3 are both chief 0 (told by TFConfig"),
+    ],
+)
+def test_two_chiefs(launcher, tmp_path: Path, name: str, told: str) -> None:
+    job = run(launcher, tmp_path, name)
+    assert job.returncode != 0
+    assert {rank for rank in range(4) if f"rank {rank}: {told}" in job.stdout} == {0, 1, 2, 3}
+    assert job.seconds < 40
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("works", "launcher"),
+        ("works", "pid3"),  # the server
+        ("schedules", "launcher"),
+        ("schedules", "pid0"),  # the chief, which waits
+    ],
+)
+def test_sigterm_ends_the_job(launcher, tmp_path: Path, name: str, to: str) -> None:
+    job, seconds = signalled(
+        launcher, tmp_path, [PROGRAM, name], signal.SIGTERM, to, ranks=4, ready=3
+    )
+    assert job.returncode != 0, job.output
+    assert seconds < 20, job.output
 
 
 def test_without_a_launcher(tmp_path: Path) -> None:

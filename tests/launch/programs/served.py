@@ -1,5 +1,7 @@
 """Programs of jobs with parameter servers: one script for all ranks. Usage: served.py NAME FOLDER."""
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -101,6 +103,90 @@ def idles() -> None:
     _, v = v1()
     v.assign(np.ones(3))
     time.sleep(5)
+
+
+def works() -> None:
+    """v1, for ever."""
+    (FOLDER / f"pid{RANK}").write_text(str(os.getpid()))
+    strategy, v = v1(max_staleness=0)
+    while True:
+        strategy.run(lambda: v.assign_add(np.ones(3)))
+        (FOLDER / f"ready{RANK}").touch()
+
+
+def schedules() -> None:
+    """v2: both workers are in functions that do not end, and the chief waits for them."""
+    (FOLDER / f"pid{RANK}").write_text(str(os.getpid()))
+    strategy, v = v2()
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    for _ in range(2):
+        coordinator.schedule(wait, args=(v,))
+    (FOLDER / f"ready{RANK}").touch()
+    coordinator.join()
+
+
+def wait(v) -> None:
+    v.assign_add(np.ones(3))
+    (FOLDER / f"ready{MPI.COMM_WORLD.rank}").touch()
+    time.sleep(100)
+
+
+def tell_task(cluster: dict[str, list[str]], task: str, index: int) -> None:
+    """As a launcher that knows the tasks would."""
+    told = {"cluster": cluster, "task": {"type": task, "index": index}}
+    os.environ["TF_CONFIG"] = json.dumps(told)
+
+
+TASKS = (("ps", 0), ("worker", 1), ("chief", 0), ("worker", 0))  # by rank
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
+
+
+def told_to_coordinate() -> None:
+    tell_task(CLUSTER, *TASKS[RANK])
+    strategy = ms.ParameterServerStrategy()
+    with strategy.scope():
+        v = ms.Variable(np.zeros(3))
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    for _ in range(20):
+        coordinator.schedule(add, args=(v,))
+    coordinator.join()
+    say_task(strategy, v)
+
+
+def told_to_train() -> None:
+    tell_task(CLUSTER, *TASKS[RANK])
+    trainers = MPI.COMM_WORLD.Split(TASKS[RANK][0] == "ps")
+    strategy = ParameterServerStrategy()
+    with strategy.scope():
+        v = ms.Variable(np.zeros(3))
+    strategy.run(add, args=(v,))
+    trainers.Barrier()
+    say_task(strategy, v)
+
+
+def say_task(strategy, v) -> None:
+    resolver = strategy.cluster_resolver
+    say(f"{resolver.task_type} {resolver.task_id} sees {v.numpy()[0]:g}")
+
+
+def two_chiefs() -> None:
+    cluster = {**CLUSTER, "chief": ["a:1", "e:1"], "worker": ["b:1"]}
+    tell_task(cluster, *(("ps", 0), ("worker", 0), ("chief", 0), ("chief", 1))[RANK])
+    fails_everywhere(ms.ParameterServerStrategy)
+
+
+def two_ranks_are_chief() -> None:
+    tell_task(CLUSTER, *(("ps", 0), ("worker", 0), ("chief", 0), ("chief", 0))[RANK])
+    fails_everywhere(ms.ParameterServerStrategy)
+
+
+def fails_everywhere(make) -> None:
+    try:
+        make()
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+        MPI.COMM_WORLD.Barrier()  # one that is not caught ends the others
+        raise
 
 
 def no_servers() -> None:
