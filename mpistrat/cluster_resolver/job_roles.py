@@ -39,11 +39,6 @@ class JobRoles:
     def task_id(self) -> int:
         return self._own_task()[1]
 
-    def rank_of(self, task_type: str, task_id: int) -> int:
-        """Raises: ValueError when there is no such task."""
-        self.cluster_spec.task_address(task_type, task_id)
-        return self.ranks[task_type][task_id]
-
     def _own_task(self) -> tuple[str, int]:
         return next(
             (job, ranks.index(self.rank)) for job, ranks in self.ranks.items() if self.rank in ranks

@@ -31,7 +31,7 @@ def assert_all_agree(mine):
         WORLD.allgather((mine.ranks, mine.cluster_spec)) == [(mine.ranks, mine.cluster_spec)] * SIZE
     )
     tasks = WORLD.allgather((mine.task_type, mine.task_id))
-    assert [mine.rank_of(*task) for task in tasks] == list(range(SIZE))
+    assert [mine.ranks[job][task] for job, task in tasks] == list(range(SIZE))
 
 
 @pytest.mark.parametrize("chief", [True, False])

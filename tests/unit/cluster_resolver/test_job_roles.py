@@ -61,7 +61,7 @@ def agreed(*args, **kwargs):
             first.ranks,
             first.cluster_spec,
         )
-        assert roles.rank_of(roles.task_type, roles.task_id) == rank
+        assert roles.ranks[roles.task_type][roles.task_id] == rank
     return first.ranks
 
 
@@ -122,11 +122,7 @@ def test_addresses_are_the_nodes_names():
     assert roles.cluster_spec == ClusterSpec(
         {"chief": ["n0"], "worker": ["n0", "n1"], "ps": ["n1"]}
     )
-    assert (roles.task_type, roles.task_id, roles.rank_of("worker", 1)) == ("ps", 0, 2)
-    with pytest.raises(ValueError, match="no task 2 in job 'worker'"):
-        roles.rank_of("worker", 2)
-    with pytest.raises(ValueError, match="no job 'evaluator'"):
-        roles.rank_of("evaluator", 0)
+    assert (roles.task_type, roles.task_id, roles.ranks["worker"]) == ("ps", 0, (1, 2))
 
 
 @pytest.mark.parametrize(
