@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -14,12 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_floating, is_on_gpu
-from mpistrat.communicators.agreement import (
-    DIGEST_BITS,
-    Agreement,
-    BoardAgreement,
-    MessageAgreement,
-)
+from mpistrat.communicators.agreement import Agreement, BoardAgreement, MessageAgreement
+from mpistrat.communicators.call_signature import describe, explain_difference, recorded
 from mpistrat.communicators.call_site import call_site, outside
 from mpistrat.communicators.communicator import (
     REDUCTIONS,
@@ -31,7 +26,7 @@ from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.flight_recorder.record import ABORT, text_of
+from mpistrat.flight_recorder.record import ABORT
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
@@ -299,7 +294,9 @@ class CheckedCommunicator(Communicator):
         self.waiting_in = signature
         frame = outside(sys._getframe(2))
         code = frame.f_code
-        digest, text, call_bytes = _told(signature, code.co_filename, code.co_name, frame.f_lineno)
+        digest, text, call_bytes = recorded(
+            signature, code.co_filename, code.co_name, frame.f_lineno
+        )
         self._called_at = code, frame.f_lineno
         self._record.enter(self._board, calls, text, call_bytes)
         try:
@@ -311,7 +308,7 @@ class CheckedCommunicator(Communicator):
             if not agreed:
                 told = signature if cause is None else (*signature, str(cause))
                 everyone = self.inner.all_gather_object((told, call_site(frame)))
-                raise CollectiveMismatchError(_explain(everyone, self.rank)) from cause
+                raise CollectiveMismatchError(explain_difference(everyone, self.rank)) from cause
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):
                 self._abandoned = error
@@ -388,40 +385,3 @@ def _check_parts(buffer: Array, out: Array, size: int) -> None:
             f"reduce_scatter over {size} ranks into {dtype_name(out)} of {tuple(out.shape)} needs a buffer of {size} "
             f"times as many rows, got {dtype_name(buffer)} of {tuple(buffer.shape)}"
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def _told(
-    signature: tuple[Any, ...], file: str, function: str, line: int
-) -> tuple[int, bytes, int]:
-    """The digest of a signature, and what is recorded of the call."""
-    import hashlib  # here, because it makes importing mpistrat slower
-
-    hashed = hashlib.blake2b(repr(signature).encode(), digest_size=DIGEST_BITS // 8).digest()
-    site = f"{file}:{line} in {function}"
-    return int.from_bytes(hashed, "little"), *text_of(describe(signature), site)
-
-
-def describe(signature: tuple[Any, ...]) -> str:
-    """A collective as a user would write it."""
-    operation, *rest = signature
-    if operation == "raise":
-        return f"raised {': '.join(rest)}"
-    return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
-
-
-def _explain(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -> str:
-    """One line for each group of consecutive ranks that made the same call at the same place."""
-    lines = []
-    start = 0
-    for r in range(1, len(everyone) + 1):
-        if r == len(everyone) or everyone[r] != everyone[start]:
-            ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
-            signature, site = everyone[start]
-            lines.append(f"  {ranks}: {describe(signature)}\n      at {site}")
-            start = r
-    return (
-        f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"
-        + "\n".join(lines)
-        + "\nEvery rank must make the same calls, in the same order, with the same shapes and dtypes."
-    )

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
-from mpistrat.communicators import checked
+from mpistrat.communicators.call_signature import describe
 from mpistrat.communicators.call_site import call_site
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.departures import Left, Registrar, Waits
@@ -111,7 +111,7 @@ class _Group:
             elif not stuck.told and now - stuck.since >= SECONDS_UNTIL_STUCK:
                 stuck.told = True
                 _flush()  # what was printed so far may be all that this rank will ever say
-                collective = f"{checked.describe(signature)}\n      at {communicator.called_at}"
+                collective = f"{describe(signature)}\n      at {communicator.called_at}"
                 self._tell(Waits(who, communicator.name, call, collective))
         self._hear()
 

@@ -7,7 +7,8 @@ import itertools
 import re
 from typing import Any
 
-from mpistrat.communicators.checked import CheckedCommunicator, _Inside, describe
+from mpistrat.communicators.call_signature import describe
+from mpistrat.communicators.checked import CheckedCommunicator, _Inside
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.station import Station
 from mpistrat.flight_recorder.record import SINCE

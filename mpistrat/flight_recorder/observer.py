@@ -24,8 +24,9 @@ from mpistrat.flight_recorder.job_folder import JobFolder, report_of
 from mpistrat.flight_recorder.processes import (
     DEAD,
     describe_exit,
+    end_launcher,
+    exit_code,
     exit_status,
-    is_launcher,
     launcher_of,
     open_pidfd,
     state_of,
@@ -54,6 +55,7 @@ from mpistrat.flight_recorder.report import (
     Wait,
     death_report,
     find_ranks,
+    first_death,
     leaving_notice,
     stall_report,
     waits,
@@ -75,7 +77,6 @@ SECONDS_FOR_THE_FIRST_NODE = 4.0  # its report speaks for the job
 SECONDS_TO_REPORT = 15.0
 SECONDS_TO_START = 60.0
 SECONDS_FOR_A_LATE_RANK = 2.0
-_KILLS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class Observer:
@@ -121,7 +122,7 @@ class Observer:
         codes = [rank.status for rank in self._unexplained_deaths()]
         if self._reported and self._launcher and (0 in codes or None in codes):
             time.sleep(SECONDS_TO_BE_READ)
-            _end_launcher(self._launcher)
+            end_launcher(self._launcher)
 
     def _nobody_is_left(self) -> bool:
         return len(self._deaths) == len(self._ranks)
@@ -209,9 +210,9 @@ class Observer:
             waiting = time.monotonic() - self._first_death < SECONDS_TO_LEAVE_TOGETHER
             if not missed and waiting and not all_dead:
                 return
-        first = _first(unexplained)
+        first = first_death(unexplained)
         ranks = list(self._ranks.values())
-        self._report(lambda: death_report(ranks, first), END, _code(first.status))
+        self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
 
     def _others_went_on(self) -> bool:
         """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
@@ -349,30 +350,6 @@ class Observer:
             self._looked = time.monotonic()
 
 
-def _first(deaths: list[Rank]) -> Rank:
-    """Whose death was the cause of the others', which the launcher may have killed in its clean-up.
-
-    Under load the kernel may tell of one of those first: a process closes its connection to the launcher a while
-    before it counts as dead. Those that were killed in a collective which another had not entered were waiting.
-    """
-    own_end = [
-        rank for rank in deaths if rank.status is not None and rank.status & 0x7F not in _KILLS
-    ]
-    missing = [
-        rank
-        for rank in deaths
-        if any(rank in wait.missing for wait in waits(deaths, of_the_dead=True))
-    ]
-    return (own_end or missing or deaths)[0]
-
-
-def _code(status: int | None) -> int:
-    """What a shell would say of a process with this wait status; never 0."""
-    if status is None:
-        return 1
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) or 1
-
-
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
@@ -390,16 +367,6 @@ def _write_file(text: str) -> str:
                 file.write(text)
             return path
     return ""
-
-
-def _end_launcher(pid: int) -> None:
-    """Its exit code must not be 0: no rank is left that could see to that."""
-    for number in (signal.SIGHUP, signal.SIGKILL):
-        if not is_launcher(pid):  # it ended, and the number may be another's
-            return
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-        time.sleep(0.2)
 
 
 def main() -> None:

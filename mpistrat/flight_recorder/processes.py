@@ -1,4 +1,4 @@
-"""What Linux says about another process of the same user: how it does, where its Python stands, how it died."""
+"""What Linux says about another process of the same user: what it does, how it died, what started it."""
 
 from __future__ import annotations
 
@@ -83,6 +83,13 @@ def describe_exit(status: int | None) -> str:
     return f"ended with exit code {os.WEXITSTATUS(status)} and without MPI_Finalize, as os._exit() does"
 
 
+def exit_code(status: int | None) -> int:
+    """What a shell would say of a process with this wait status; never 0."""
+    if status is None:
+        return 1
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) or 1
+
+
 class StackRequest:
     """Asks a process for the Python frames of its main thread.
 
@@ -130,7 +137,17 @@ def launcher_of(pid: int) -> int | None:
     return daemon
 
 
-def is_launcher(pid: int) -> bool:
+def end_launcher(pid: int) -> None:
+    """Kill it, so that its exit code is not 0: for when no rank is left that could see to that."""
+    for number in (signal.SIGHUP, signal.SIGKILL):
+        if not _is_launcher(pid):  # it ended, and the number may be another's
+            return
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+        time.sleep(0.2)
+
+
+def _is_launcher(pid: int) -> bool:
     name = _name(pid)
     return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
 

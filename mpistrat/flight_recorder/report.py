@@ -172,6 +172,25 @@ def stall_report(
     return "\n".join(lines)
 
 
+def first_death(deaths: list[Rank]) -> Rank:
+    """Whose death was the cause of the others', which the launcher may have killed in its clean-up.
+
+    Under load the kernel may tell of one of those first: a process closes its connection to the launcher a while
+    before it counts as dead. Those that were killed in a collective which another had not entered were waiting.
+    """
+    own_end = [
+        rank
+        for rank in deaths
+        if rank.status is not None and rank.status & 0x7F not in _LAUNCHERS_SIGNALS
+    ]
+    missing = [
+        rank
+        for rank in deaths
+        if any(rank in wait.missing for wait in waits(deaths, of_the_dead=True))
+    ]
+    return (own_end or missing or deaths)[0]
+
+
 def death_report(ranks: list[Rank], first: Rank) -> str:
     lines = [f"{first.who} {describe_exit(first.status)}"]
     lines.append(f"  it {_last_words(first)}")
