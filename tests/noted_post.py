@@ -14,6 +14,7 @@ class NotedPost:
     """
     Attributes:
         answers: (ticket, answer) in the order in which they were given; an error that was refused with as itself.
+        notices: (to, kind, body) that were sent.
     """
 
     rank = 0
@@ -24,6 +25,7 @@ class NotedPost:
         )
         self.name_of = "rank {}".format
         self.answers: list[tuple[int, Any]] = []
+        self.notices: list[tuple[int, str, Any]] = []
         self._handlers: dict[str, Callable[[int, Any], None]] = {}
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count()
@@ -33,6 +35,9 @@ class NotedPost:
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         self._when_lost.append(handler)
+
+    def tell(self, to: int, kind: str, body: Any = None) -> None:
+        self.notices.append((to, kind, body))
 
     def answer(self, source: int, ticket: int, value: Any = None) -> None:
         self.answers.append((ticket, value))

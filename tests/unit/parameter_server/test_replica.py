@@ -1,0 +1,166 @@
+"""A server answers for what its replica has, too; and what comes to both comes to the same."""
+
+import numpy as np
+import pytest
+
+from mpistrat import errors
+from mpistrat.parameter_server import requests
+from mpistrat.parameter_server.gate import ADMIT, HOLD, Push
+from mpistrat.parameter_server.parcels import Kind, carried, unpack
+from mpistrat.parameter_server.replica import ABANDON, CHANGE, CHANGED
+from mpistrat.parameter_server.requests import Created, Update, Updates
+from mpistrat.parameter_server.segments import Mappings
+from mpistrat.parameter_server.server import ParameterServer
+from mpistrat.parameter_server.update_numbers import session_of
+from noted_post import NotedPost
+
+KEY, PRIMARY, KEEPER, CLIENT = 3, 8, 9, 1
+
+
+class Pair:
+    """Two servers; what the first passes on comes to the second when the test says so."""
+
+    def __init__(self) -> None:
+        self.first, self.second = NotedPost(), NotedPost()
+        self.primary = ParameterServer(self.first, [CLIENT], [CLIENT], CLIENT, KEEPER)
+        self.keeper = ParameterServer(self.second, [CLIENT], [CLIENT], CLIENT)
+        self.failed_there = False
+
+    def carry(self, most: int = 100) -> None:
+        """Changes to the keeper, and its answers back."""
+        notices, self.first.notices = self.first.notices, []
+        for to, kind, body in notices[:most]:
+            assert to == KEEPER
+            self.second.told(PRIMARY, kind, body)
+        self.first.notices = notices[most:]
+        answers, self.second.notices = self.second.notices, []
+        for to, kind, (number, failed) in answers:
+            assert (to, kind) == (PRIMARY, CHANGED)
+            self.first.told(KEEPER, CHANGED, (number, failed or self.failed_there))
+
+    def values(self) -> list[list[float]]:
+        return [
+            unpack(post.answer_to(post.asked(CLIENT, "pull", (KEY, None))), Mappings()).tolist()
+            for post in (self.first, self.second)
+        ]
+
+
+def created() -> Created:
+    value = np.zeros(3)
+    return Created(KEY, "v", Kind.of(value), carried(value))
+
+
+def add(number: float, n: int, size: int = 3, key: int = KEY) -> Update:
+    return Update(key, "assign_add", [carried(np.full(size, number))], session_of(CLIENT), n)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    pair = Pair()
+    pair.first.asked(CLIENT, requests.CREATE, created())
+    pair.carry()
+    return pair
+
+
+def is_answered(post: NotedPost, ticket: int) -> bool:
+    return ticket in dict(post.answers)
+
+
+def test_an_array_is_found_when_both_have_it() -> None:
+    pair = Pair()
+    tickets = [pair.first.asked(CLIENT, "find", KEY)]
+    tickets.append(pair.first.asked(CLIENT, requests.CREATE, created()))
+    tickets.append(pair.first.asked(CLIENT, "find", KEY))
+    assert not any(is_answered(pair.first, ticket) for ticket in tickets)
+    pair.carry()
+    assert [pair.first.answer_to(ticket)[0] for ticket in tickets] == ["v"] * 3
+    assert pair.keeper.names_kept() == ["v"]
+
+
+def test_updates_are_answered_for_in_turn_when_both_have_them(pair) -> None:
+    tickets = [
+        pair.first.asked(CLIENT, "update", Updates([add(number, number)])) for number in (1, 10)
+    ]
+    assert pair.values() == [[11] * 3, [0] * 3]
+    pair.carry(1)
+    assert [is_answered(pair.first, ticket) for ticket in tickets] == [True, False]
+    pair.carry()
+    assert pair.values() == [[11] * 3] * 2
+    (first,), (second,) = map(pair.first.answer_to, tickets)
+    assert (unpack(first, Mappings())[0], unpack(second, Mappings())[0]) == (1, 11)
+
+
+def test_what_was_not_answered_for_is_made_once_by_who_goes_on(pair) -> None:
+    """One of two updates came to the keeper; both are asked again, of it."""
+    for number in (1, 10):
+        pair.first.asked(CLIENT, "update", Updates([add(number, number)]))
+    pair.carry(1)
+    pair.second.lose(PRIMARY)
+    for number in (1, 10):
+        pair.second.answer_to(pair.second.asked(CLIENT, "update", Updates([add(number, number)])))
+    pair.second.asked(CLIENT, requests.CREATE, created())  # as if its answer had not come
+    assert pair.values()[1] == [11] * 3
+    assert not pair.second.notices
+
+
+def test_without_its_replica_a_server_answers_alone(pair) -> None:
+    ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    assert not is_answered(pair.first, ticket)
+    pair.first.lose(KEEPER)
+    pair.first.answer_to(ticket)
+    pair.first.notices.clear()
+    pair.first.answer_to(pair.first.asked(CLIENT, "update", Updates([add(1, 2)])))
+    assert not pair.first.notices
+
+
+def test_an_update_that_fails_fails_on_both_and_those_beside_it_are_made(pair, capsys) -> None:
+    asked = Updates([add(1, 1), add(5, 2, size=4), add(10, 3)])
+    ticket = pair.first.asked(CLIENT, "update", asked)
+    pair.carry()
+    with pytest.raises(ValueError, match="broadcast"):
+        pair.first.answer_to(ticket)
+    assert pair.values() == [[11] * 3] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_replica_that_could_not_do_the_same_is_given_up(pair, capsys) -> None:
+    pair.failed_there = True
+    ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    pair.carry()
+    pair.first.answer_to(ticket)
+    assert "has no replica any more" in capsys.readouterr().err
+    assert [(to, kind) for to, kind, _ in pair.first.notices] == [(KEEPER, ABANDON)]
+    pair.second.told(PRIMARY, ABANDON)
+    with pytest.raises(errors.NotFoundError):
+        pair.values()
+    assert pair.keeper.names_kept() == []
+
+
+def test_answers_are_remembered_as_long_as_they_may_be_asked_again(pair) -> None:
+    for number in range(5):
+        pair.first.asked(CLIENT, "update", Updates([add(1, number)], settled=max(0, number - 1)))
+    pair.carry()
+    assert len(pair.primary.store.applied) == len(pair.keeper.store.applied) == 2
+
+
+def test_who_holds_all_servers_reads_what_outlives_one(pair) -> None:
+    """Else what it reads may be gone with the server, and what came to others not."""
+    push = Push(5, (PRIMARY, KEEPER), PRIMARY)
+    pair.first.asked(CLIENT, "update", Updates([add(1, 1)], push))
+    hold = pair.first.asked(2, HOLD)
+    assert pair.first.answer_to(hold) == {(CLIENT, PRIMARY): [push]}
+    admit = pair.first.asked(2, ADMIT, set())
+    assert not is_answered(pair.first, admit)
+    pair.carry()
+    assert pair.first.answer_to(admit) is None
+    there = pair.second.asked(2, HOLD)
+    assert pair.second.answer_to(there) == {(CLIENT, PRIMARY): [push]}  # known to who goes on
+
+
+def test_a_change_for_a_replica_is_made_though_one_rank_holds_the_server(pair) -> None:
+    pair.second.asked(2, HOLD)
+    ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    pair.carry()
+    pair.first.answer_to(ticket)
+    kinds = [kind for _, kind, _ in pair.first.notices]
+    assert CHANGE not in kinds
