@@ -105,8 +105,17 @@ class StrategyExtended(StrategyVariables):
         """Whether this rank writes a part of each checkpoint, or reads it; else another does that for it."""
         return True
 
+    @property
+    def has_followers(self) -> bool:
+        """Whether others restore what this rank tells them, for it alone reads checkpoints."""
+        return False
+
     def unchanging(self) -> contextlib.AbstractContextManager[None]:
         """Inside, no other rank changes the variables by itself: what is read of several was so at one time."""
+        return contextlib.nullcontext()
+
+    def already_written(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, variables stay as they are: another rank has written what this one would."""
         return contextlib.nullcontext()
 
     def tell_followers(self, what: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_STRATEGY, _RANDOM, _RESIDUALS = "strategy", "random", "residuals"
+_STRATEGY, RANDOM, _RESIDUALS = "strategy", "random", "residuals"
 
 
 class Checkpoint:
@@ -47,14 +47,14 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        for name in (_STRATEGY, _RANDOM, _RESIDUALS):
+        for name in (_STRATEGY, RANDOM, _RESIDUALS):
             if name in objects:
                 raise ValueError(f"Checkpoint({name}=…): that name is taken; choose another")
         self.strategy = _strategy_of(objects.values())
         self.objects: dict[str, Any] = {
             _STRATEGY: self.strategy.extended,
             **objects,
-            _RANDOM: RandomStates(self.strategy),
+            RANDOM: RandomStates(self.strategy),
         }
         options = self.strategy.extended.cross_replica_ops.options
         if options.wire_format is not None or options.wire_dtype is not None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.context import require_cross_replica
@@ -225,13 +226,13 @@ class CheckpointManager:
         """Restore all objects from a checkpoint, which was saved on any number of ranks.
 
         Rank 0's `path` is everybody's. What is saved of other objects is left alone. After an error, some objects may
-        have been restored.
+        have been restored. With parameter servers the chief, or worker 0, reads it, and other workers wait for that.
         Raises: ValueError for a checkpoint that is damaged, naming the file; KeyError when it has no state of an
             object; what the objects raise.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
         if not self._extended.takes_part_in_checkpoints:
-            self._extended.follow("restored")
+            self._follow()
             return
         with self._extended.telling_failure("restored"):
             self.wait()
@@ -242,8 +243,9 @@ class CheckpointManager:
                 )
             )
             chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
-            self._load(self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}"))
-        self._extended.tell_followers("restored", chosen)
+            stored = self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}")
+            states = self._load(stored)
+        self._extended.tell_followers("restored", (chosen, states))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -252,17 +254,23 @@ class CheckpointManager:
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
-        path: str | None
         if not self._extended.takes_part_in_checkpoints:
-            path = self._extended.follow("restored")
-            return path
+            return self._follow()
         with self._extended.telling_failure("restored"):
             self.wait()
-            path = self._restore_newest()
-        self._extended.tell_followers("restored", path)
+            path, states = self._restore_newest()
+        self._extended.tell_followers("restored", (path, states))
         return path
 
-    def _restore_newest(self) -> str | None:
+    def _follow(self) -> str | None:
+        """Go on from what another rank has restored. Returns: its path."""
+        path: str | None
+        path, states = self._extended.follow("restored")
+        if states is not None:
+            load_as_follower(self.checkpoint, states)
+        return path
+
+    def _restore_newest(self) -> tuple[str | None, dict[str, Any] | None]:
         communicator = self._communicator
 
         def look() -> tuple[list[str], list[str]]:
@@ -285,25 +293,30 @@ class CheckpointManager:
                     warnings.warn(
                         f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=3
                     )
-                self._load(stored)
-                return path
+                return path, self._load(stored)
         if wrong:
             raise ValueError(
                 f"no checkpoint in {self.directory} can be read: {'; '.join(wrong)}. To begin anew, remove them, or "
                 "choose another directory"
             )
-        return None
+        return None, None
 
     def _read(self, path: str) -> StoredCheckpoint:
         stored = StoredCheckpoint(path, self.checkpoint.objects)
         stored.verify_ranks(self._communicator.rank, self._communicator.size)
         return stored
 
-    def _load(self, stored: StoredCheckpoint) -> None:
+    def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
+        """Returns: what followers load, where there are any."""
+        states = None
         # Some loading is collective.
         with self._communicator.raising_together(), self._extended.unchanging():
+            if self._extended.has_followers:
+                states = states_for_followers(self.checkpoint, stored)
             self.checkpoint.load_state_dict(stored)
+            have_loaded(self.checkpoint)
         self._communicator.raise_any(None, "could not restore")
+        return states
 
 
 def _checked_step(step: Any) -> int:

@@ -53,9 +53,7 @@ class RandomStates:
             random.setstate((version, tuple(words.tolist()), gauss))
             np.random.set_state(own["numpy"])
         else:
-            seed = _seed(some["numpy"][1].tobytes(), first)
-            random.seed(seed)
-            np.random.seed(seed)
+            _seed_rank(some, first)
         if some["torch"]:
             from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
 
@@ -64,8 +62,7 @@ class RandomStates:
                 saved = of(replica)
                 if saved is None:
                     missing.append(replica)
-                    seed = _seed(some["torch"][0][0].numpy().tobytes(), replica)
-                    generators.append(seeded_generators(seed))
+                    generators.append(seeded_generators(_seed_of_replica(some, replica)))
                 else:
                     generators.append(saved["torch"][replica - saved["first_replica"]])
             set_generators_of(extended, generators)
@@ -75,6 +72,30 @@ class RandomStates:
                 UserWarning,
                 stacklevel=2,
             )
+
+    def draw_own(self, saved: Mapping[str, Any], first: int) -> None:
+        """Let this rank's replicas, numbered from `first`, draw numbers of their own, as those without a state do.
+
+        Args: saved: of another rank.
+        """
+        _seed_rank(saved, first)
+        if saved["torch"]:
+            from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
+
+            extended = self._strategy.extended
+            replicas = range(first, first + extended.num_local_replicas)
+            states = [seeded_generators(_seed_of_replica(saved, replica)) for replica in replicas]
+            set_generators_of(extended, states)
+
+
+def _seed_rank(saved: Mapping[str, Any], first: int) -> None:
+    seed = _seed(saved["numpy"][1].tobytes(), first)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _seed_of_replica(saved: Mapping[str, Any], replica: int) -> int:
+    return _seed(saved["torch"][0][0].numpy().tobytes(), replica)
 
 
 def _seed(state: bytes, replica: int) -> int:

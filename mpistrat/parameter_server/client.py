@@ -82,6 +82,7 @@ class Client:
         self._is_done = False
         self._numbers = UpdateNumbers(session_of(post.rank) if replicated else None)
         self._pushes = itertools.count()
+        self._already_written = False
 
     def names_lost(self) -> list[str]:
         """Of the arrays that were used from here, and of which no copy is left."""
@@ -170,6 +171,8 @@ class Client:
 
     def push(self, changes: Sequence[Change]) -> Callable[[], list[Array | None]]:
         """Begin to make changes. Returns: what waits until they are made, which must be called; as `change`."""
+        if self._already_written:
+            return lambda: [None] * len(changes)
         by_server: dict[int, list[tuple[int, Change]]] = {}
         for position, change in enumerate(changes):
             self._used[change.address.key] = change.address
@@ -264,6 +267,15 @@ class Client:
             yield
         finally:
             self._numbers.end()
+
+    @contextlib.contextmanager
+    def already_written(self) -> Iterator[None]:
+        """Inside, no changes are made: another rank has made them."""
+        self._already_written = True
+        try:
+            yield
+        finally:
+            self._already_written = False
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Tell the servers which pieces of work nobody begins again: these, and all with smaller numbers."""

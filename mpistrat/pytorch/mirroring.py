@@ -80,6 +80,9 @@ class Mirroring:
     def after_run(self) -> None:
         """A run has ended well."""
 
+    def have_loaded(self, objects: Iterable[Any]) -> None:
+        """These, of all kinds, have been given the states of a checkpoint."""
+
     def mirror(self, module: Any) -> None:
         """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""
         require_cross_replica(self._extended.strategy, "mirror")

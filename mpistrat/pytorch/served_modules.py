@@ -112,6 +112,16 @@ class ServedModules(Mirroring):
         if changes:
             self._client.change(changes)
 
+    def have_loaded(self, objects: Iterable[Any]) -> None:
+        """Now, before other workers train: the servers get what this rank has, if it owns that.
+
+        Called by: every worker, with the same objects, for optimizers have numbers in the order in which they come.
+        """
+        self.before_run()
+        for one in objects:
+            if isinstance(one, torch.optim.Optimizer) and served_steps.has_served_parameters(one):
+                self._steps.of(one)
+
     def mirror(self, module: Any) -> None:
         super().mirror(module)
         self.before_run()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -64,6 +64,9 @@ class TravellingModules(ServedModules):
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
         """How modules and optimizers are copied of which the worker takes note; None for all others."""
         return None
+
+    def have_loaded(self, objects: Iterable[Any]) -> None:
+        """What the chief has loaded goes to the servers with the functions that use it."""
 
     def clear(self) -> None:
         """A function comes."""

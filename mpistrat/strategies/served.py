@@ -78,8 +78,15 @@ class ServedExtended(StrategyExtended):
     def takes_part_in_checkpoints(self) -> bool:
         return self.makes_variables
 
+    @property
+    def has_followers(self) -> bool:
+        return self.makes_variables and len(self.job.clients) > 1
+
     def unchanging(self) -> contextlib.AbstractContextManager[None]:
         return self.job.client.alone()
+
+    def already_written(self) -> contextlib.AbstractContextManager[None]:
+        return self.job.client.already_written()
 
     def tell_followers(self, what: str, value: Any) -> None:
         self._tell(what, value, None)

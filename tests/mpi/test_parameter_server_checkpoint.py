@@ -152,23 +152,24 @@ def test_a_coordinator_goes_on_after_a_checkpoint_that_failed() -> None:
 @pytest.mark.mpi(min_size=3)
 def test_a_restore_that_fails_fails_for_all_workers_and_they_go_on(folder: Path) -> None:
     class Moody:
-        """A stateful object whose state cannot be loaded at first, and then only after a while."""
+        """A stateful object whose state worker 0 cannot load at first, and then only after a while."""
 
-        loads = 0
+        def __init__(self, leads: bool) -> None:
+            self.loads = 0 if leads else 1
 
         def state_dict(self) -> dict[str, int]:
             return {}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            Moody.loads += 1
-            if Moody.loads == 1:
+            self.loads += 1
+            if self.loads == 1:
                 raise KeyboardInterrupt
             time.sleep(1)
 
     def body(strategy: Any) -> None:
         leads = strategy.extended.makes_variables
         count, rows, _ = variables(strategy, 0.0)
-        checkpoint = ms.checkpoint.Checkpoint(count=count, rows=rows, moody=Moody())
+        checkpoint = ms.checkpoint.Checkpoint(count=count, rows=rows, moody=Moody(leads))
         manager = ms.checkpoint.CheckpointManager(checkpoint, folder)
         who = "" if leads else r"worker 0 \(rank \d\) has not restored: "
         missing = str(folder / "step-00000009")

@@ -1,0 +1,81 @@
+"""Restoring on workers that do not take part in checkpoints, where variables are on servers.
+
+Another worker reads the checkpoint, and writes to the servers what they keep. The rest of the states is each worker's
+own, and was saved by one: from that the others go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from mpistrat.checkpoint.checkpoint import RANDOM, Checkpoint
+from mpistrat.checkpoint.object_states import has_common_state
+from mpistrat.checkpoint.random_states import RandomStates
+from mpistrat.checkpoint.replica_states import state_of_some_rank
+from mpistrat.variables import Variable
+
+
+def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not on servers of a state that is about to be loaded here: for `load_as_follower`."""
+    states = {
+        name: rest
+        for name, value in checkpoint.objects.items()
+        if has_common_state(value)
+        and name in stored["common"]
+        and (rest := _beside_servers(value, stored["common"][name])) is not None
+    }
+    rank = checkpoint.strategy.extended.communicator.rank
+    of_rank = state_of_some_rank(stored["ranks"], rank)
+    if RANDOM in checkpoint.objects and RANDOM in of_rank:
+        states[RANDOM] = of_rank[RANDOM]
+    return copy.deepcopy(states)  # objects may take theirs apart
+
+
+def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
+    """Go on from these. Random numbers are this worker's own; what else is each rank's own stays as it is."""
+    extended = checkpoint.strategy.extended
+    with extended.already_written():
+        for name, value in checkpoint.objects.items():
+            if name not in states:
+                continue
+            if isinstance(value, RandomStates):
+                _, worker = extended.input_pipelines
+                value.draw_own(states[name], worker * extended.num_local_replicas)
+            elif _is_module(value):
+                value.load_state_dict(states[name], strict=False)
+            else:
+                value.load_state_dict(states[name])
+    have_loaded(checkpoint)
+
+
+def have_loaded(checkpoint: Checkpoint) -> None:
+    """Its objects have been given their states: let the servers have them, where one gives them theirs."""
+    mirroring = checkpoint.strategy._mirroring
+    if mirroring is not None:
+        mirroring.have_loaded(checkpoint.objects.values())
+
+
+def _beside_servers(value: Any, state: Any) -> Any:
+    """The part of its state that the servers do not keep; None where they keep all of it."""
+    if isinstance(value, Variable):
+        return None
+    if _is_module(value):
+        served = dict(value.named_parameters(remove_duplicate=False))
+        served |= value.named_buffers(remove_duplicate=False)
+        return {name: one for name, one in state.items() if name not in served} or None
+    if "torch" in sys.modules:
+        from torch.optim import Optimizer
+
+        from mpistrat.pytorch.served_steps import has_served_parameters
+
+        if isinstance(value, Optimizer) and has_served_parameters(value):
+            return {**state, "state": {}}
+    return state
+
+
+def _is_module(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
