@@ -101,8 +101,13 @@ class StrategyExtended(StrategyVariables):
         return self.communicator.rank == 0
 
     @property
-    def takes_part_in_checkpoints(self) -> bool:
-        """Whether this rank writes a part of each checkpoint, or reads it; else another does that for it."""
+    def saves_checkpoints(self) -> bool:
+        """Whether this rank writes a part of each checkpoint now; else another does that for it."""
+        return True
+
+    @property
+    def restores_checkpoints(self) -> bool:
+        """Whether this rank reads checkpoints; else it is told by another what was in them."""
         return True
 
     @property

@@ -87,7 +87,7 @@ class CheckpointManager:
         """
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
-        if self._claimed or not self._extended.takes_part_in_checkpoints:
+        if self._claimed or not self._extended.saves_checkpoints:
             return
 
         def open_directory() -> str | None:
@@ -113,13 +113,13 @@ class CheckpointManager:
             step: a number of steps done, the same on all ranks; None is one more than the newest checkpoint's.
             wait: False returns when the state is copied in memory; a thread writes it. The next `save` or `wait` raises
                 what goes wrong there. The program does not end before it is written.
-        Returns: where it is, or will be. With parameter servers the chief, or worker 0, saves, while the servers change
-            nothing; other workers return at once, with the newest that there is.
+        Returns: where it is, or will be. With parameter servers the chief, or the first worker that is alive, saves,
+            while the servers change nothing; other workers return at once, with the newest that there is.
         """
         began = time.monotonic()
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
-        if not self._extended.takes_part_in_checkpoints:
+        if not self._extended.saves_checkpoints:
             return self.latest_checkpoint or self.directory
         self.wait()
         self.claim()
@@ -231,7 +231,7 @@ class CheckpointManager:
             object; what the objects raise.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
-        if not self._extended.takes_part_in_checkpoints:
+        if not self._extended.restores_checkpoints:
             self._follow()
             return
         with self._extended.telling_failure("restored"):
@@ -254,7 +254,7 @@ class CheckpointManager:
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
-        if not self._extended.takes_part_in_checkpoints:
+        if not self._extended.restores_checkpoints:
             return self._follow()
         with self._extended.telling_failure("restored"):
             self.wait()

@@ -237,7 +237,12 @@ class ServerJob:
     def _who_goes_on(self, lost: int, others: Sequence[int]) -> str:
         number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
         if self._coordinator is None:
-            return f"{self.name_of(lost)} has died; the job goes on with {number}"
+            told = f"{self.name_of(lost)} has died; the job goes on with {number}"
+            told += ", and nobody reads its share of the data"
+            workers = [one for one in self.workers if one in others or one == lost]
+            if workers[0] == lost and workers[1:]:
+                told += f"; {self.name_of(workers[1])} saves checkpoints from now on"
+            return told
         if not others:
             return f"{self.name_of(lost)} has died, and no worker is left"
         return f"{self.name_of(lost)} has died; {number} will execute what it had begun"

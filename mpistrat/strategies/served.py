@@ -72,10 +72,20 @@ class ServedExtended(StrategyExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        return self.makes_variables
+        return self.saves_checkpoints
 
     @property
-    def takes_part_in_checkpoints(self) -> bool:
+    def saves_checkpoints(self) -> bool:
+        """The rank that makes variables; of workers that train by themselves the first that is still there."""
+        if self.makes_variables or "chief" in self.job.roles.ranks:
+            return self.makes_variables
+        died = self.job.post.mail.has_died
+        return self.job.post.rank == next(
+            (rank for rank in self.job.workers if not died(rank)), None
+        )
+
+    @property
+    def restores_checkpoints(self) -> bool:
         return self.makes_variables
 
     @property

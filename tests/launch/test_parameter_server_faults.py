@@ -13,6 +13,7 @@ import two_nodes
 from mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
+SAVING = PROGRAM.with_name("parameter_server_saving.py")
 WORKERS, SERVERS = 6, 2
 REPLICATED_SERVERS = 3
 KILLS = WORKERS - 1  # in a job: one worker goes on
@@ -145,6 +146,28 @@ def test_a_server_of_workers_that_train_by_themselves_is_killed(tmp_path: Path) 
     said = "UnavailableError: ps 1 (rank 4) has died, and with it 'second'"
     assert job.stdout.count(said) == 3, job.output
     assert job.stdout.count("the worker goes on") == 3
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_another_worker_saves_when_the_one_that_did_is_killed(tmp_path: Path, kills: int) -> None:
+    launcher = FaultTolerant.named("Open MPI")
+    job, again = (
+        launcher.run_python(4, SAVING, str(number), seconds=SECONDS, cwd=tmp_path)
+        for number in (kills, 0)
+    )
+    assert job.returncode == 0, job.output
+    for worker in range(kills):
+        others = f"{2 - worker} other worker{'s' * (worker == 0)}"
+        told = (
+            f"worker {worker} (rank {worker}) has died; the job goes on with {others}, and nobody reads its share of "
+            f"the data; worker {worker + 1} (rank {worker + 1}) saves checkpoints from now on\n"
+        )
+        assert job.stderr.count(told) == 1, job.output
+    (steps,) = re.findall(rf"worker {kills} has saved (\d+) steps", job.stdout)
+    assert again.returncode == 0, again.output
+    for worker in range(3):
+        assert f"worker {worker} goes on after {steps} steps" in again.stdout, again.output
+    assert f"worker {kills} goes on after {steps} steps, {steps}\n" in again.stdout, again.output
 
 
 def test_all_workers_are_killed(tmp_path: Path) -> None:
