@@ -13,7 +13,8 @@ from mpistrat.context import get_replica_context, get_strategy
 def _replicas(call: str) -> int:
     if get_replica_context() is None:
         raise RuntimeError(f"{call} was called outside run; it scales one replica's loss")
-    return get_strategy().num_replicas_in_sync
+    strategy = get_strategy()
+    return strategy.num_replicas_in_sync * strategy.workers_combined
 
 
 def _check_positive_integer(global_batch_size: Any) -> None:

@@ -43,6 +43,8 @@ class Strategy:
     _mirroring: Mirroring | None = None
     # Set by compute_average_loss: the gradients of averaged losses are to be summed.
     losses_are_averaged = False
+    # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
+    workers_combined = 1
     # Calls of `run` so far: ranks whose counts differ at a backward are not in the same step.
     runs = 0
 

@@ -108,7 +108,8 @@ class GradientReducer:
         assert context is not None
         replica = context.local_index
         synchronizes = id(self) not in _not_synchronizing.get()
-        rule = self._reduction_rule() if synchronizes else None
+        replicas = self._extended.num_replicas_in_sync
+        rule = self.rule_of(f"backward() over {replicas} replicas") if synchronizes else None
         parameters = self.registry.parameters()
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
@@ -147,16 +148,16 @@ class GradientReducer:
         unsynchronized.clear()
         _install(parameters, reduced[replica], aside)
 
-    def _reduction_rule(self) -> str:
+    def rule_of(self, what: str) -> str:
+        """Whether gradients are summed ("sum") or averaged ("mean"). Raises: RuntimeError where nothing says it."""
         if self._rule is not None:
             return self._rule
         if self._strategy.losses_are_averaged:
             return "sum"
         raise RuntimeError(
-            f"backward() over {self._extended.num_replicas_in_sync} replicas: are gradients to be summed "
-            "or averaged? Scale the loss with mpistrat.compute_average_loss(per_example_loss, "
-            "global_batch_size=...), whose gradients are summed, or make the strategy with "
-            'gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
+            f"{what}: are gradients to be summed or averaged? Scale the loss with "
+            "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), whose gradients are summed, or "
+            'make the strategy with gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
         )
 
     def _scale(self, rule: str) -> float | None:

@@ -53,10 +53,14 @@ class ServedModules(Mirroring):
         super().__init__(strategy, gradients)
         self._client, self._place, self._owns = client, place, owns
         self._served: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._steps = served_steps.ServedSteps(client, owns, clock, gradients == "mean")
+        self._steps = served_steps.ServedSteps(client, owns, clock, self._rule)
         # Buffers, and what was pulled: what a run adds to them is sent.
         self._pulled: list[tuple[ServedTensor, BufferSlot, torch.Tensor, torch.Tensor]] = []
         served_steps.install()
+
+    def _rule(self) -> str:
+        workers = self.strategy.workers_combined
+        return "sum" if workers == 1 else self.reducer.rule_of(f"step() over {workers} workers")
 
     def before_run(self) -> None:
         """Serve what is new, send what this rank has written if it owns that, and pull everything."""

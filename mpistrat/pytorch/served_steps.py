@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,12 +95,20 @@ def _with_nothing_to_step(optimizer: Optimizer) -> Optimizer:
 class ServedSteps:
     """The steps of all optimizers over the parameters that one strategy has on servers.
 
-    Args: as of `ServedModules`.
+    Args:
+        client, owns, clock: as of `ServedModules`.
+        rule: tells whether the gradients of workers are combined to their "sum" or "mean".
     """
 
-    def __init__(self, client: Client, owns: bool, clock: WorkerClock | None, mean: bool) -> None:
+    def __init__(
+        self,
+        client: Client,
+        owns: bool,
+        clock: WorkerClock | None,
+        rule: Callable[[], str] = lambda: "sum",
+    ) -> None:
         self.client, self.owns = client, owns
-        self._clock, self._mean = clock, mean
+        self._clock, self._rule = clock, rule
         self._numbers = itertools.count()  # equal on all workers, whose programs are the same
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, ServedOptimizers] = (
             weakref.WeakKeyDictionary()
@@ -107,11 +116,12 @@ class ServedSteps:
 
     def step(self, optimizer: Optimizer) -> None:
         """Have the servers step by the gradients that are there."""
+        mean = self._rule() == "mean"
         served = self.of(optimizer)
         now = None if self._clock is None else self._clock.round_to_send_in()
         changes = []
         for group in optimizer.param_groups:
-            step = Step(served.number, hyperparameters(group), now, self._mean)
+            step = Step(served.number, hyperparameters(group), now, mean)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     changes += _changes(parameter, step)

@@ -152,7 +152,7 @@ class ModulesOfWorker(TravellingModules):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._steps = _KnownSteps(self._client, False, None, False)
+        self._steps = _KnownSteps(self._client, False, None)
         self._tensors: dict[Places, torch.Tensor] = {}
         self._modules: list[torch.nn.Module] = []
 

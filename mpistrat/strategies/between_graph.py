@@ -52,7 +52,7 @@ class BetweenGraphStrategy(Strategy):
         replication: as of `mpistrat.ParameterServerStrategy`.
         devices: this worker's devices, one replica each; None is one replica on the rank's own device.
         gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,
-            too.
+            too, where an optimizer's step is refused as long as nothing says which.
         comm: the mpi4py communicator of the ranks that take part; None is all.
     Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
     """
@@ -98,6 +98,8 @@ class BetweenGraphStrategy(Strategy):
             raise SystemExit(0)
         self._extended = ServedExtended(self, job, devices, variable_partitioner)
         self._clock = WorkerClock(job.client, max_staleness)
+        if self._clock.combines:
+            self.workers_combined = len(job.trainers)
 
     def run(
         self,

@@ -74,7 +74,9 @@ def test_embeddings_stay_on_servers(split: bool, sparse: bool) -> None:
             model.table(torch.tensor([ROWS]))
 
     partitioner = ms.experimental.partitioners.MinSizePartitioner(64, max_shards=3)
-    train(body, max_staleness=0, variable_partitioner=partitioner if split else None)
+    train(
+        body, max_staleness=0, gradients="sum", variable_partitioner=partitioner if split else None
+    )
 
 
 def test_what_else_computes_with_an_embedding() -> None:
@@ -117,4 +119,4 @@ def test_what_else_computes_with_an_embedding() -> None:
             torch.nn.init.constant_(weight, 4.0)
             assert (weight == 3).all()
 
-    train(body, max_staleness=0)
+    train(body, max_staleness=0, gradients="sum")

@@ -52,7 +52,7 @@ def test_state_of_optimizers(split: bool) -> None:
                 torch.testing.assert_close(got, value, rtol=2e-4, atol=2e-6)
 
     partitioner = ms.experimental.partitioners.FixedShardsPartitioner(2) if split else None
-    train(body, max_staleness=0, variable_partitioner=partitioner)
+    train(body, max_staleness=0, gradients="sum", variable_partitioner=partitioner)
 
 
 def test_what_worker_0_writes_is_everybody_s() -> None:

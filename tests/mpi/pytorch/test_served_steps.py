@@ -64,7 +64,7 @@ def test_synchronous_steps(name: str, split: bool) -> None:
         assert not optimizer.state
 
     partitioner = ms.experimental.partitioners.FixedShardsPartitioner(2) if split else None
-    train(body, max_staleness=0, variable_partitioner=partitioner)
+    train(body, max_staleness=0, gradients="sum", variable_partitioner=partitioner)
 
 
 def test_several_replicas_of_a_worker() -> None:
@@ -137,7 +137,7 @@ def test_a_round_has_the_numbers_of_the_lowest_rank() -> None:
         strategy.run(lambda: None)
         assert model.weight.item() == -WORKERS
 
-    train(body, max_staleness=0)
+    train(body, max_staleness=0, gradients="sum")
 
 
 def test_the_last_step_is_in_what_is_read_after_it() -> None:
@@ -153,7 +153,7 @@ def test_the_last_step_is_in_what_is_read_after_it() -> None:
             COMM_OF_WORKERS.Barrier()  # or another may be in the next step
             assert seen == -WORKERS * number
 
-    train(body, max_staleness=0)
+    train(body, max_staleness=0, gradients="sum")
 
 
 def test_workers_with_different_numbers_of_steps() -> None:
@@ -168,7 +168,7 @@ def test_workers_with_different_numbers_of_steps() -> None:
             steps = sum(2 + one for one in range(WORKERS))
             assert model.state_dict()["weight"].item() == -steps
 
-    train(body, max_staleness=0)
+    train(body, max_staleness=0, gradients="sum")
 
 
 def test_all_workers_hear_that_a_step_could_not_be_made() -> None:
@@ -182,7 +182,7 @@ def test_all_workers_hear_that_a_step_could_not_be_made() -> None:
         strategy.run(step)
         assert model.state_dict()["weight"].item() == -2 * WORKERS
 
-    train(body, max_staleness=0)
+    train(body, max_staleness=0, gradients="sum")
 
 
 def test_a_run_that_failed_is_tried_again() -> None:
@@ -203,7 +203,7 @@ def test_a_run_that_failed_is_tried_again() -> None:
         assert model.state_dict()["weight"].item() == -WORKERS
         assert strategy.steps["worker 0 (rank 0)"] == 1
 
-    train(body, max_staleness=0)
+    train(body, max_staleness=0, gradients="sum")
 
 
 def test_the_mean_is_over_all_workers() -> None:
@@ -216,3 +216,25 @@ def test_the_mean_is_over_all_workers() -> None:
         assert model.weight.item() == pytest.approx(-1 / WORKERS)
 
     train(body, max_staleness=0, gradients="mean")
+
+
+def test_whether_workers_gradients_are_summed_or_averaged_must_be_said() -> None:
+    """As with replicas; a loss that is averaged over all workers' examples says it."""
+
+    def body(strategy: Any, worker: int) -> None:
+        model, optimizer, step = one_weight(strategy)
+        if WORKERS > 1:
+            with pytest.raises(RuntimeError, match=r'.*"sum" or gradients="mean"') as told:
+                strategy.run(step)
+            assert f"step() over {WORKERS} workers" in str(told.value)
+
+        def averaged() -> None:
+            optimizer.zero_grad()
+            ms.compute_average_loss(model(torch.ones(2, 1)).sum(1)).backward()
+            optimizer.step()
+
+        strategy.run(averaged)
+        seen = model.state_dict()["weight"].item()
+        assert seen == pytest.approx(-1.0)
+
+    train(body, max_staleness=0)
