@@ -26,9 +26,15 @@ from mpistrat.fault_tolerance.announced_end import (
 from mpistrat.fault_tolerance.riding_word import RidingWord
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.notices import tell
+from mpistrat.strategies.served import ServedExtended
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
+_SERVERS = (
+    "PreemptionCheckpointHandler is for strategies whose replicas step together; this cluster has parameter servers, "
+    "which the signal that announces the end would end, too. Call CheckpointManager.save after every so many steps, "
+    "and CheckpointManager.restore_or_initialize when the program begins"
+)
 
 
 class PreemptionCheckpointHandler:
@@ -60,13 +66,12 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ) -> None:
         if cluster_resolver is not None and "ps" in cluster_resolver.cluster_spec().jobs:
-            raise NotImplementedError(
-                "PreemptionCheckpointHandler is for strategies whose replicas step together; this cluster has "
-                "parameter servers"
-            )
-        self._config = completed(termination_config, detect_platform())
+            raise NotImplementedError(_SERVERS)
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         extended = self._manager.checkpoint.strategy.extended
+        if isinstance(extended, ServedExtended):
+            raise NotImplementedError(_SERVERS)
+        self._config = completed(termination_config, detect_platform())
         self._communicator = extended.communicator
         self._job = slurm_job()
         self._counter = _Counter()

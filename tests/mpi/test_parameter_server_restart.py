@@ -166,3 +166,19 @@ def test_every_worker_goes_on(folder: Path, k: int | None) -> None:
         weight = weight - 0.125 * momentum
     assert now[2] == steps + len(gradients)
     torch.testing.assert_close(now[0], weight)
+
+
+@pytest.mark.parametrize("coordinated", [False, True], ids=["between_graph", "coordinated"])
+def test_no_handler_of_preemption(folder: Path, coordinated: bool) -> None:
+    """It would wait for a signal that ends the servers."""
+    if coordinated and COMM.size < 3:
+        return
+    cls = ms.ParameterServerStrategy if coordinated else ms.compat.v1.ParameterServerStrategy
+    with served(lambda: cls(num_ps=1)) as strategy:
+        if strategy is None:
+            return
+        with strategy.scope():
+            checkpoint = ms.checkpoint.Checkpoint(one=ms.Variable(0.0))
+        with pytest.raises(NotImplementedError, match=r"servers.* Call CheckpointManager\.save"):
+            ms.experimental.PreemptionCheckpointHandler(None, checkpoint, folder)
+        assert not folder.exists()
