@@ -31,7 +31,8 @@ class CheckpointManager:
     Each is a folder, `step-00000120`, which appears under that name when all of it is on disk, so that a job that is
     killed leaves the previous one whole. What is the same on all ranks is written once, by rank 0; each rank writes
     what is its own. Made by every rank; `claim`, `save`, `wait`, `restore` and `restore_or_initialize` are called by
-    every rank, outside `run`, and their errors are raised on all ranks.
+    every rank, outside `run`, and their errors are raised on all ranks. With parameter servers, `save` is one rank's:
+    it waits for no other, and its errors are raised there alone.
 
     Args:
         checkpoint: what is saved.

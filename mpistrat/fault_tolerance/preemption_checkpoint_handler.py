@@ -54,7 +54,7 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: of a Checkpoint: the folder, of which the newest one is kept.
         termination_config: what ends the program, and how.
     Raises:
-        TypeError: a Checkpoint without a folder. NotImplementedError: the cluster has parameter servers.
+        TypeError: a Checkpoint without a folder. NotImplementedError: variables are on parameter servers.
         RuntimeError: not on the main thread; another job saves to the folder. OSError: the folder cannot be made.
     """
 

@@ -38,6 +38,11 @@ class BetweenGraphStrategy(Strategy):
     for other workers, unless `max_staleness` says so. Worker 0's initial values are everybody's. A worker with several
     replicas combines what they do first.
 
+    What is said elsewhere of all ranks, or of replicas in sync, holds of this worker's replicas: `reduce`, `gather` and
+    a replica's collectives combine these only, and wait for no other worker. Of a DataLoader that shuffles each worker
+    has its own sampler: seeded alike, together they read each example once. What a checkpoint has beside variables is
+    what the worker has that saves: the first that is alive. A signal that ends the job ends servers at once.
+
     Called by: every rank of the job (or of `comm`). On a server's rank the constructor serves, and leaves by SystemExit
     when all workers have come to their ends.
     Args:
@@ -108,6 +113,15 @@ class BetweenGraphStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
+        """One step of this worker: call `fn` on each of its replicas, with what the servers have now.
+
+        Called by: each worker, as often as it likes; with `max_staleness` it waits for those that are behind.
+        Args: as of `Strategy.run`.
+        Returns: what `fn` returned; with several replicas a structure of `PerReplica` values.
+        Raises: what `fn` raised: then it counts as no step, and what was sent to be combined is dropped. StallError:
+            others are too far behind for too long. With `max_staleness=0`, why a step by all workers' gradients could
+            not be made.
+        """
         if self._clock is None:
             return super().run(fn, args, kwargs, options)
         self._clock.begin()

@@ -65,7 +65,9 @@ class ParameterServerStrategy(Strategy):
 
     The chief makes variables, and schedules functions; workers run them, each when it is free, and read and change the
     variables there. On the ranks of workers and servers the constructor works for the chief, and leaves by SystemExit
-    when the chief has come to its end: what follows it in the program is the chief's alone.
+    when the chief has come to its end: what follows it in the program is the chief's alone. What is said elsewhere of
+    all ranks holds of the one that calls: `run`, `reduce`, `gather` and a replica's collectives, on the chief or in a
+    function, are of its own replicas.
 
     Called by: every rank of the job (or of `comm`).
     Args:
