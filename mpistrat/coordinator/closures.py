@@ -7,13 +7,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrat.coordinator.recipes import Recipe
 from mpistrat.coordinator.remote_value import RemoteValue
 from mpistrat.errors import CancelledError
 
 MOST_QUEUED = 262_144  # as in TensorFlow
+MOST_BYTES = 1 << 30  # of closures, pickled, that have not ended
 
 
 @dataclass(eq=False)
@@ -39,18 +40,36 @@ class Closure:
     id: int = 0
 
 
+class Unfinished(NamedTuple):
+    """What nobody has waited for.
+
+    Attributes:
+        waiting: how many closures nobody had begun.
+        under_way: how many may have been executed, or begun, or not.
+        error: the first one of a closure, where nobody has raised it.
+    """
+
+    waiting: int
+    under_way: int
+    error: BaseException | None
+
+
 class ClosureQueue:
     """First in, first out. All of its methods may be called by any thread.
 
     The first error of a closure is kept, and raised by the next `put`, `wait` or `done`, once: when those under way
     have ended, and those that wait have been cancelled.
 
+    Args:
+        most: how many may wait.
+        most_bytes: of those that have not ended; one more is taken as long as they are fewer.
     Attributes: changed: notified when closures have ended.
     """
 
-    def __init__(self, most: int = MOST_QUEUED) -> None:
+    def __init__(self, most: int = MOST_QUEUED, most_bytes: int = MOST_BYTES) -> None:
         self.changed = threading.Condition()
-        self._most = most
+        self._most, self._most_bytes = most, most_bytes
+        self._bytes = 0
         self._waiting: collections.deque[Closure] = collections.deque()
         self._under_way: set[Closure] = set()
         self._error: BaseException | None = None
@@ -68,6 +87,7 @@ class ClosureQueue:
             self.changed.wait_for(self._has_room)
             if self._closed is None:
                 closure.id, self._next = self._next, self._next + 1
+                self._bytes += len(closure.payload)
                 if closure.asked_alone:
                     self._waiting.appendleft(closure)
                 else:
@@ -78,9 +98,8 @@ class ClosureQueue:
                 raise self._closed.with_traceback(None)
 
     def _has_room(self) -> bool:
-        return not self._cancelling and (
-            len(self._waiting) < self._most or self._closed is not None
-        )
+        is_full = len(self._waiting) >= self._most or self._bytes >= self._most_bytes
+        return not self._cancelling and (not is_full or self._closed is not None)
 
     def __len__(self) -> int:
         """How many wait."""
@@ -160,9 +179,10 @@ class ClosureQueue:
             self._raise_error()
             return self._is_empty()
 
-    def close(self, error: Exception) -> None:
+    def close(self, error: Exception) -> Unfinished:
         """Nobody takes closures any more, or tells of those under way: all have failed, and so will those to come."""
         with self.changed:
+            unfinished = Unfinished(len(self._waiting), len(self._under_way), self._error)
             self._closed = error
             if self._error is None and not self._is_empty():
                 self._error = error
@@ -170,6 +190,7 @@ class ClosureQueue:
             self._under_way.clear()
             self._waiting.clear()
             self.changed.notify_all()
+        return unfinished
 
     def _is_empty(self) -> bool:
         return not self._waiting and not self._under_way
@@ -203,6 +224,7 @@ class ClosureQueue:
 
     def _end(self, closure: Closure, packed: bytes | None, error: BaseException | None) -> None:
         closure.result.put(packed, error)
+        self._bytes -= len(closure.payload)
         if not closure.repeated:
             self._over.append(closure.id)
         self._over_later.add(closure.id)

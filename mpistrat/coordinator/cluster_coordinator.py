@@ -111,7 +111,7 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Have any worker call `fn(*args, **kwargs)`; returns at once, unless 262,144 wait.
+        """Have any worker call `fn(*args, **kwargs)`; returns at once, unless 262,144 wait, or 1 GiB.
 
         The function, what it captures and its arguments are pickled now. The strategy, its variables and what was made
         in its scope are not copied: the worker uses its own. Per-worker values and iterators are replaced by the

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.coordinator.closures import Closure, ClosureQueue
+from mpistrat.coordinator.closures import Closure, ClosureQueue, Unfinished
 from mpistrat.coordinator.failures import unpack
 from mpistrat.coordinator.recipes import RecipeBook
 from mpistrat.coordinator.worker import CLOSURES, OUTCOMES, RETURNED, SECONDS_TO_KEEP
 from mpistrat.errors import UnavailableError
+from mpistrat.notices import tell
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.post import Post
@@ -77,8 +78,11 @@ class Dispatcher:
         atexit.unregister(self.end)
         with self._lock:  # not between another thread's taking a closure and sending it
             self._ended = True
-            self._queue.close(UnavailableError("the strategy was shut down: its workers have left"))
+            left = self._queue.close(
+                UnavailableError("the strategy was shut down: its workers have left")
+            )
         self._post.mail.wake()
+        _tell_of(left)
 
     def _send(self, worker: _Worker, closures: list[Closure]) -> None:
         if not closures:
@@ -158,6 +162,18 @@ class Dispatcher:
             )
             failed.__cause__ = error
             self._queue.close(failed)
+
+
+def _tell_of(left: Unfinished) -> None:
+    told = []
+    if left.waiting or left.under_way:
+        told.append(
+            f"of the scheduled functions {left.waiting} were not executed, and of {left.under_way} it is not known"
+        )
+    if left.error is not None:
+        told.append(f"one has raised {type(left.error).__name__}: {left.error!s:.300}")
+    if told:
+        tell(f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(told)}")
 
 
 class _Worker:

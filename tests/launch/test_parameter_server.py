@@ -34,6 +34,16 @@ def test_who_goes_on_with_the_program(launcher, tmp_path: Path, name: str, goes_
     assert job.stderr == ""
 
 
+def test_a_chief_that_does_not_join_tells_what_was_not_executed(launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "does_not_join")
+    assert job.returncode == 0, job.output
+    assert job.stdout == "rank 0: after\n"
+    (line,) = job.stderr.splitlines()
+    told = re.search(r"without ClusterCoordinator.join\(\): .* (\d+) were not executed", line)
+    assert told is not None, line
+    assert 30 < int(told[1]) <= 48  # of 50; two workers have begun with one each
+
+
 def test_a_worker_that_raises_ends_the_job(launcher, tmp_path: Path) -> None:
     job = run(launcher, tmp_path, "worker_raises")
     assert job.returncode != 0

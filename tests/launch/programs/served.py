@@ -47,6 +47,14 @@ def coordinates() -> None:
     say("after")
 
 
+def does_not_join() -> None:
+    strategy, _ = v2()
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    for _ in range(50):
+        coordinator.schedule(time.sleep, args=(0.2,))
+    say("after")
+
+
 def forgets() -> None:
     import gc
 

@@ -40,6 +40,25 @@ def test_a_full_queue_waits() -> None:
     assert names(queue.take(5)) == ["b", "c"]
 
 
+def test_a_queue_of_many_bytes_waits() -> None:
+    def put_bytes(name: str, count: int) -> None:
+        queue.put(Closure(name, bytes(count), [], RemoteValue(queue.changed, lambda data: data)))
+
+    queue = ClosureQueue(most_bytes=100)
+    put_bytes("a", 30)
+    put_bytes("larger than all may be", 1000)
+    thread = threading.Thread(target=put_bytes, args=("c", 1))
+    thread.start()
+    a, larger = queue.take(5)
+    queue.end([(a, b"", None)])
+    queue.put_back([larger])
+    thread.join(0.1)
+    assert thread.is_alive()
+    queue.end([(one, b"", None) for one in queue.take(1)])
+    thread.join(20)
+    assert names(queue.take(5)) == ["c"]
+
+
 def test_what_is_over() -> None:
     queue = ClosureQueue()
     put(queue, *"abcde")
@@ -65,3 +84,15 @@ def test_what_is_put_back_after_an_error_is_cancelled_and_over() -> None:
         queue.wait()
     assert queue.over() == ([1, 2, 3], 4)
     assert queue.done()
+
+
+def test_what_nobody_has_waited_for() -> None:
+    queue = ClosureQueue()
+    put(queue, *"abcde")
+    a, _, _ = queue.take(3)
+    error = ValueError("a")
+    queue.end([(a, None, error)])
+    assert queue.close(RuntimeError("over")) == (2, 2, error)
+    with pytest.raises(ValueError, match="a"):
+        queue.wait()
+    assert queue.close(RuntimeError("over")) == (0, 0, None)
