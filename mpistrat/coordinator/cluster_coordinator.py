@@ -168,8 +168,9 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """A dataset for each worker; `iter` gives what is passed to `schedule`.
 
-        Each worker makes its own when it first needs it, and so it has all elements: shuffle them differently, or let
-        the function look at `experimental_get_current_worker_index`. One worker makes it now, to see that it can.
+        Each worker makes its own when it first needs it, and so it has all elements. Workers' random numbers differ,
+        also where the program has seeded them; a generator that the function seeds itself has the same on all, unless
+        it looks at `experimental_get_current_worker_index`. One worker makes it now, to see that it can.
 
         Args: dataset_fn: a function that returns a dataset, or a dataset that can be pickled: a DataLoader, any
             iterable, what `experimental_distribute_dataset` returns.

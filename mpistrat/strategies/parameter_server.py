@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
 from mpistrat.coordinator.worker import Worker
+from mpistrat.coordinator.worker_seeds import seed_for_worker
 from mpistrat.input.input_context import InputContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
@@ -142,6 +143,7 @@ class ParameterServerStrategy(Strategy):
     def work(self) -> None:
         """Run the chief's functions until it has come to its end. Called by: a worker."""
         job = self._extended.job
+        seed_for_worker(job.roles.task_id)
         worker = Worker(
             job.post,
             job.roles.ranks["chief"][0],

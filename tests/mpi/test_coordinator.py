@@ -1,14 +1,18 @@
 """ClusterCoordinator over MPI: rank 0 is the chief, the last rank has the variables, those between are workers."""
 
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.coordinator import ClusterCoordinator
+from mpistrat.coordinator import experimental_get_current_worker_index as get_worker_index
 
 pytestmark = pytest.mark.mpi(min_size=3)
 WORKERS = MPI.COMM_WORLD.size - 2
@@ -92,6 +96,33 @@ def test_variables_are_not_made_in_closures() -> None:
         with pytest.raises(ValueError, match="scheduled function"):
             coordinator.join()
         assert coordinator.schedule(lambda: 5).get() == 5
+
+    on_chief(program)
+
+
+def test_each_worker_shuffles_differently() -> None:
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+
+    def make() -> Any:
+        drawn = random.sample(range(1000), 1000), np.random.permutation(1000).tolist()
+        loader = torch.utils.data.DataLoader(range(1000), batch_size=None, shuffle=True)
+        return [get_worker_index(), *drawn, list(loader)]
+
+    def slowly(iterator: Any) -> list[Any]:
+        time.sleep(0.1)  # for others to take the next one
+        return list(iterator)
+
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        dataset = coordinator.create_per_worker_dataset(make)
+        orders: dict[int, list[list[int]]] = {}
+        while len(orders) < WORKERS:
+            values = [coordinator.schedule(slowly, args=(iter(dataset),)) for _ in range(WORKERS)]
+            orders.update({worker: of_worker for worker, *of_worker in coordinator.fetch(values)})
+        for of_one in zip(*orders.values(), strict=True):
+            assert all(sorted(order) == list(range(1000)) for order in of_one)
+            assert len({tuple(order) for order in of_one}) == WORKERS
 
     on_chief(program)
 
