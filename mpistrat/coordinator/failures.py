@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ def pack(error: BaseException, reference_of: Callable[[Any], Any | None]) -> Fai
     stack = "".join(traceback.format_exception(error)).rstrip()
     told = _as_error(error)
     try:
-        packed = dumps(told, reference_of)
+        packed = dumps(told, reference_of, _without_init)
     except Exception:
         packed = None
     return Failure(packed, _text(told), stack)
@@ -51,6 +52,31 @@ def unpack(failure: Failure, worker: str, resolve: Callable[[Any], Any]) -> Base
         error = RuntimeError(failure.text)
     error.__cause__ = WorkerTraceback(f"on {worker}:\n{failure.stack}")
     return error
+
+
+def _without_init(value: Any) -> tuple[Any, ...] | None:
+    """How an exception of a user's class is copied: Python's way calls its `__init__`, with what it told its base."""
+    kind = type(value)
+    if (
+        not isinstance(value, BaseException)
+        or not _is_of_python(kind, "__init__")
+        or any(_is_of_python(kind, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
+    ):
+        return None
+    reduced: Any = value.__reduce__()
+    _, args, *state = reduced
+    return _made_of, (kind, args), *state
+
+
+def _made_of(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    base: Any = next(one for one in kind.__mro__ if not _is_of_python(one, "__init__"))
+    base.__init__(error, *args)
+    return error
+
+
+def _is_of_python(kind: type, method: str) -> bool:
+    return isinstance(getattr(kind, method), types.FunctionType)
 
 
 def _as_error(error: BaseException) -> Exception:

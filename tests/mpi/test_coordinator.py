@@ -100,6 +100,24 @@ def test_variables_are_not_made_in_closures() -> None:
     on_chief(program)
 
 
+def test_errors_of_the_programs_own_classes() -> None:
+    class OfProgram(Exception):
+        def __init__(self, first: int, second: int) -> None:
+            super().__init__(f"{first} and {second}")
+
+    def broken() -> None:
+        raise OfProgram(1, 2)
+
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        with pytest.raises(OfProgram, match="1 and 2") as caught:
+            coordinator.schedule(broken).get()
+        assert "on worker" in str(caught.value.__cause__)
+        with pytest.raises(OfProgram):
+            coordinator.join()
+
+    on_chief(program)
+
+
 def test_each_worker_shuffles_differently() -> None:
     random.seed(7)
     np.random.seed(7)
