@@ -105,6 +105,11 @@ class ClosureQueue:
         """How many wait."""
         return len(self._waiting)
 
+    @property
+    def under_way(self) -> int:
+        """How many have been taken, and have not ended."""
+        return len(self._under_way)
+
     def take(self, most: int) -> list[Closure]:
         """The next ones, which are under way from now on; none in a pause, and while others are being cancelled."""
         with self.changed:

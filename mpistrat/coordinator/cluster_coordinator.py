@@ -196,6 +196,11 @@ class ClusterCoordinator:
             raise error.original from error.__cause__
         return dataset
 
+    def __repr__(self) -> str:
+        waiting, under_way = len(self._queue), self._queue.under_way
+        workers = self._book.workers
+        return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
+
     def end(self) -> None:
         """Nothing is scheduled any more, and what has not ended has failed. Called by: the strategy, as it ends."""
         self._dispatcher.end()
@@ -212,7 +217,7 @@ class ClusterCoordinator:
             payload, recipes = self._book.pack((fn, args, kwargs))
         except Exception as error:
             raise self._why_not(name, fn, args, kwargs, error) from error
-        result = RemoteValue(self._queue.changed, self._unpack)
+        result = RemoteValue(self._queue.changed, self._unpack, name)
         closure = Closure(name, payload, recipes, result, asked_alone)
         self._queue.put(closure)
         self._dispatcher.hand_out()

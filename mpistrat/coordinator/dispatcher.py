@@ -90,6 +90,7 @@ class Dispatcher:
         recipes: dict[int, bytes] = {}
         for closure in closures:
             worker.in_hand[closure.id] = closure
+            closure.result.worker = worker.index
             for recipe in closure.recipes:
                 for one in recipe.with_needs():
                     if one.id not in worker.known:

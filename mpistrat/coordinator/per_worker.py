@@ -33,6 +33,9 @@ class PerWorkerValues(PerWorker):
         self._values = tuple(values)
         self._recipe: Recipe | None = None
 
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({list(self._values)!r:.400})"
+
     def recipe(self, book: RecipeBook) -> Recipe:
         """Waits for the values. Raises: their errors; ValueError for another number of them."""
         if len(self._values) != book.workers:

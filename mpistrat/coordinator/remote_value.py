@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpistrat import arrays, nest
+from mpistrat.input.element_spec import ArraySpec
 from mpistrat.variables import Variable
 
 
@@ -16,10 +17,16 @@ class RemoteValue:
     Args:
         changed: notified when it is there.
         unpack: makes the value of the bytes that came.
+        name: the function's.
+    Attributes:
+        worker: the number of the one that was given the function last; None before.
     """
 
-    def __init__(self, changed: threading.Condition, unpack: Callable[[bytes], Any]) -> None:
-        self._changed, self._unpack = changed, unpack
+    def __init__(
+        self, changed: threading.Condition, unpack: Callable[[bytes], Any], name: str = "a function"
+    ) -> None:
+        self._changed, self._unpack, self._name = changed, unpack, name
+        self.worker: int | None = None
         self._finished = False
         self._packed: bytes | None = None
         self._value: Any = None
@@ -51,8 +58,24 @@ class RemoteValue:
         self._packed, self._error = packed, error
         self._finished = True
 
+    def __repr__(self) -> str:
+        """Does not wait, and fetches nothing."""
+        if not self._finished:
+            state = "waiting" if self.worker is None else f"with worker {self.worker}"
+        elif self._error is not None:
+            state = f"{type(self._error).__name__}: {self._error!s:.60}"
+        elif self._packed is not None:
+            state = f"ready, by worker {self.worker}"
+        else:
+            state = f"{nest.map_structure(_outline, self._value)!r:.80}, by worker {self.worker}"
+        return f"<RemoteValue of {self._name}: {state}>"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RemoteValue cannot be sent to a worker: fetch() it, and pass the value")
+
+
+def _outline(leaf: Any) -> Any:
+    return ArraySpec.of(leaf) if arrays.is_array(leaf) else leaf
 
 
 def _fetched(leaf: Any) -> Any:

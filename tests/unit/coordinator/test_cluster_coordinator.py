@@ -15,10 +15,10 @@ import mpistrat as ms
 from coordinated_threads import Threads, eventually
 from mpistrat.coordinator import (
     ClusterCoordinator,
+    PerWorkerValues,
     RemoteValue,
     experimental_get_current_worker_index,
 )
-from mpistrat.coordinator.failures import WorkerTraceback
 from mpistrat.errors import CancelledError, UnavailableError
 
 Start = Callable[..., Threads]
@@ -35,27 +35,6 @@ class Waiting:
         self.begun.set()
         assert self.gate.wait(30)
         return self.name
-
-
-class CustomError(Exception):
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
-        self.first = first
-
-
-class NoSuchFile(OSError):
-    def __init__(self, *, name: str) -> None:
-        super().__init__(2, "no such file", name)
-
-
-class Wrong(UnicodeDecodeError):
-    def __init__(self, reason: str) -> None:
-        super().__init__("utf-8", b"abc", 0, 1, reason)
-
-
-class NotRead(Exception):
-    def __reduce__(self) -> Any:
-        return int, ("not a number",)
 
 
 def fail(text: str = "no") -> None:
@@ -249,80 +228,6 @@ def test_an_error_cancels_what_waits_and_waits_for_what_runs(start: Start) -> No
     coordinator.join()
 
 
-def test_errors_keep_their_class_and_tell_the_workers_stack(start: Start) -> None:
-    class Mine(ValueError):
-        pass
-
-    def broken() -> None:
-        raise Mine("text")
-
-    value = start(1).coordinator.schedule(broken)
-    with pytest.raises(Mine, match="text") as caught:
-        value.get()
-    assert isinstance(caught.value.__cause__, WorkerTraceback)
-    told = str(caught.value.__cause__)
-    assert told.startswith("on worker 0 (rank 1):\nTraceback")
-    assert "in broken\n" in told
-    assert "_execute" not in told
-
-
-def raised_by(coordinator: ClusterCoordinator, make: Callable[[], Exception]) -> Exception:
-    """What the chief gets."""
-
-    def broken() -> None:
-        raise make()
-
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        coordinator._put(broken, (), {}, asked_alone=True).get()
-    told = str(caught.value.__cause__)
-    assert told.startswith("on worker 0 (rank 1):\nTraceback")
-    assert "in broken\n" in told
-    return caught.value
-
-
-def test_errors_whose_class_is_made_by_other_arguments(start: Start) -> None:
-    class Local(CustomError):
-        def __init__(self, third: int) -> None:
-            super().__init__(third, third)
-
-    coordinator = start(1).coordinator
-    error = raised_by(coordinator, lambda: CustomError(1, 2))
-    assert isinstance(error, CustomError)
-    assert (str(error), error.first) == ("1 and 2", 1)
-    error = raised_by(coordinator, lambda: Local(3))
-    assert isinstance(error, Local)
-    assert (str(error), error.first) == ("3 and 3", 3)
-    error = raised_by(coordinator, lambda: NoSuchFile(name="x"))
-    assert isinstance(error, NoSuchFile)
-    assert (str(error), error.filename) == (str(NoSuchFile(name="x")), "x")
-    error = raised_by(coordinator, lambda: Wrong("because"))
-    assert isinstance(error, Wrong)
-    assert str(error) == str(Wrong("because"))
-
-
-def test_errors_that_do_not_travel(start: Start) -> None:
-    coordinator = start(1).coordinator
-    error = raised_by(coordinator, lambda: ValueError(threading.Lock()))
-    assert type(error) is RuntimeError
-    assert str(error).startswith("ValueError: <unlocked _thread.lock")
-    error = raised_by(coordinator, lambda: NotRead("text"))
-    assert type(error) is RuntimeError
-    assert str(error) == "NotRead: text"
-
-
-def test_a_closure_cannot_end_its_worker(start: Start) -> None:
-    coordinator = start(1).coordinator
-
-    def leave() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(RuntimeError, match=r"SystemExit: 3.*cannot end its worker"):
-        coordinator.schedule(leave).get()
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        coordinator.join()
-    assert coordinator.schedule(lambda: 4).get() == 4
-
-
 def test_worker_index_is_known_in_closures_only(start: Start) -> None:
     threads = start(2)
     with pytest.raises(RuntimeError, match="outside a function"):
@@ -485,3 +390,26 @@ def test_a_worker_that_cannot_read_while_it_executes_ends_the_job(
     assert code == 1
     waiting.gate.set()
     assert value.get() == "waiting"
+
+
+def test_what_is_told_of_a_coordinator_and_its_values(start: Start) -> None:
+    threads = start(1)
+    coordinator = threads.coordinator
+    slow = Waiting(threads, "slow")
+    first = coordinator.schedule(slow)
+    assert slow.begun.wait(20)
+    second = coordinator.schedule(lambda: {"a": np.zeros((3, 4), "float32"), "b": 5})
+    assert repr(first) == "<RemoteValue of Waiting: with worker 0>"
+    assert repr(second).endswith(".<lambda>: waiting>")
+    assert repr(coordinator) == "<ClusterCoordinator workers=1 waiting=1 under_way=1>"
+    slow.gate.set()
+    coordinator.join()
+    assert repr(second).endswith(".<lambda>: ready, by worker 0>")
+    second.get()
+    assert "'a': ArraySpec(shape=(3, 4), dtype='float32'" in repr(second)
+    assert "'b': 5" in repr(second)
+    assert repr(PerWorkerValues([first])) == f"PerWorkerValues([{first!r}])"
+    failed = coordinator.schedule(fail)
+    with pytest.raises(KeyError):
+        coordinator.join()
+    assert repr(failed) == "<RemoteValue of fail: KeyError: 'no'>"
