@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 SECONDS_TO_REACT = 3.0
@@ -57,6 +59,24 @@ class Interrupts:
             ValueError
         ):  # forked by another thread, which is the child's main thread
             signal.set_wakeup_fd(-1)
+
+
+@contextlib.contextmanager
+def unheeded() -> Iterator[None]:
+    """Inside, Ctrl-C ends nothing: launchers send it to all ranks, and those that this one works for decide.
+
+    A handler of the user's is left alone, and all are outside the main thread.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    of_main_thread = threading.current_thread() is threading.main_thread()
+    if not of_main_thread or not raises_keyboard_interrupt(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def raises_keyboard_interrupt(handler: object) -> bool:

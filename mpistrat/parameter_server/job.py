@@ -17,7 +17,7 @@ from mpistrat.cluster_resolver.job_roles import JobRoles
 from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.stall_limit import stall_seconds
 from mpistrat.cluster_resolver.start_deadline import start_deadline
-from mpistrat.communicators import job_end
+from mpistrat.communicators import interrupts, job_end
 from mpistrat.notices import tell
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.mail import Mail
@@ -141,7 +141,8 @@ class ServerJob:
         """The work of a server: return when all that use it are done."""
         assert self._server is not None
         if not self._done:
-            self._server.serve()
+            with interrupts.unheeded():
+                self._server.serve()
             self._leave()
 
     def done(self) -> None:

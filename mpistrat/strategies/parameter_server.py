@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.communicators import interrupts
 from mpistrat.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
 from mpistrat.coordinator.worker import Worker
 from mpistrat.coordinator.worker_seeds import seed_for_worker
@@ -153,7 +154,8 @@ class ParameterServerStrategy(Strategy):
             self.scope,
             self._begin_closure,
         )
-        worker.serve(lambda: job.ended)
+        with interrupts.unheeded():
+            worker.serve(lambda: job.ended)
         job.done()
 
     @contextlib.contextmanager

@@ -63,6 +63,13 @@ def test_the_exit_code_of_the_chief(launcher, tmp_path: Path) -> None:
     assert job.returncode == 3, job.output
 
 
+def test_the_chief_decides_what_an_interruption_does(launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "is_interrupted")
+    assert job.returncode == 0, job.output
+    assert job.stdout == "rank 0: interrupted\nrank 0: value 6.0\n"
+    assert job.stderr == ""
+
+
 def test_an_idle_server_takes_no_time(launcher, tmp_path: Path) -> None:
     job = run(launcher, tmp_path, "idles", ranks=3)
     assert job.returncode == 0, job.output

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,29 @@ def does_not_join() -> None:
     for _ in range(50):
         coordinator.schedule(time.sleep, args=(0.2,))
     say("after")
+
+
+def is_interrupted() -> None:
+    """By the launcher, which sends it to all ranks; more than once, as that and a terminal may do."""
+    ranks = MPI.COMM_WORLD.allgather(os.getpid())
+    strategy, v = v2()
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+
+    def slow() -> None:
+        time.sleep(1)
+        v.assign_add(np.ones(3))
+
+    for _ in range(6):
+        coordinator.schedule(slow)
+    time.sleep(0.5)
+    try:
+        for rank in (*ranks[1:], *reversed(ranks)):
+            os.kill(rank, signal.SIGINT)
+        coordinator.join()
+    except KeyboardInterrupt:
+        say("interrupted")
+    coordinator.join()
+    say(f"value {v.numpy()[0]}")
 
 
 def forgets() -> None:
