@@ -7,7 +7,7 @@ import io
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 import numpy as np
@@ -79,31 +79,16 @@ def _full_name(kind: type) -> str:
 
 _COPIED = frozenset(
     {
-        *(
-            type(None),
-            bool,
-            int,
-            float,
-            complex,
-            str,
-            bytes,
-            tuple,
-            list,
-            dict,
-            set,
-            frozenset,
-            type,
-        ),
-        *(
-            types.FunctionType,
-            types.BuiltinFunctionType,
-            types.CodeType,
-            types.CellType,
-            types.ModuleType,
-        ),
-        *(collections.OrderedDict, np.ndarray),
+        type,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.CodeType,
+        types.CellType,
+        types.ModuleType,
+        collections.OrderedDict,
+        np.ndarray,
     }
-)
+)  # always; and numbers, strings and collections, of which pickle does not ask
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -116,13 +101,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5)
         self._reference_of, self._reduction_of = reference_of, reduction_of
 
-    def persistent_id(self, value: Any) -> Any | None:
-        # Asked of every object: a model of torch's has ten thousands, most of them of these.
-        return None if type(value) in _COPIED else self._reference_of(value)
-
     def reducer_override(self, value: Any) -> Any:
-        reduced = self._reduction_of(value)
-        return super().reducer_override(value) if reduced is None else reduced
+        # Pickle's own way for such keys, `persistent_id`, is asked of each occurrence of each number and string.
+        if type(value) not in _COPIED:
+            key = self._reference_of(value)
+            if key is not None:
+                return _resolved, (key,)
+            reduced = self._reduction_of(value)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(value)
 
 
 class Unpickler(pickle.Unpickler):
@@ -130,5 +118,12 @@ class Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._resolve = resolve
 
-    def persistent_load(self, key: Any) -> Any:
-        return self._resolve(key)
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _resolved.__name__):
+            return self._resolve
+        return super().find_class(module, name)
+
+
+def _resolved(key: Any) -> NoReturn:
+    """What a key refers to, as it is written: whoever reads has a function of its own for it."""
+    raise RuntimeError("what was pickled for the ranks of a job is unpickled by `loads`")

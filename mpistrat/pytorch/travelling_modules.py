@@ -99,10 +99,10 @@ class ModulesOfChief(TravellingModules):
                 f"parameter {self._name_of(value)} has a hook, which does not travel: register it in the scheduled "
                 "function, or on its module"
             )
-        for served, tensor in self._known([value]):
-            if version(tensor) != served.version:
-                self._assign([(served, tensor)])
-                served.version = version(tensor)
+        served = self._served[value]
+        if version(value) != served.version and not isinstance(value, served_rows.ServedRows):
+            self._assign([(served, value.detach())])
+            served.version = version(value)
         return key
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
