@@ -52,9 +52,15 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
     operand = arrays.detach_read(operand)
     if not arrays.is_array(operand):
         try:
-            value = arrays.cast_like(arrays.as_array(operand), array)
+            number = arrays.as_array(operand)
         except TypeError as error:
             raise TypeError(f"variable {name!r}: {error}") from None
+        if number.size and number.dtype.kind not in _kinds_that_fit(array):
+            raise TypeError(
+                f"variable {name!r} has dtype {arrays.dtype_name(array)}, which would cut off a part of "
+                f"{operand!r:.60}; convert it first"
+            )
+        value = arrays.cast_like(number, array)
     else:
         if arrays.dtype_name(operand) != arrays.dtype_name(array):
             raise InvalidArgumentError(
@@ -67,6 +73,13 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
             f"variable {name!r} has shape {list(array.shape)}, the operand {list(value.shape)}"
         )
     return value
+
+
+def _kinds_that_fit(array: Array) -> str:
+    """NumPy's letters of the numbers of which nothing but digits is lost in `array`."""
+    if arrays.is_integer(array) or arrays.is_bool(array):
+        return "biu"
+    return "biufc" if arrays.dtype_name(array).startswith("complex") else "biuf"
 
 
 def _check_slices(array: Array, slices: Any, name: str) -> None:

@@ -178,6 +178,20 @@ def test_nothing_is_broadcast_or_converted(pair, make):
     assert copies(v) == [[3, 4], [3, 4]]
 
 
+@pytest.mark.parametrize("wrong", [1.5, 2.0, float("nan"), 1j])
+def test_python_numbers_are_not_cut_off(make, wrong):
+    whole, real = ms.Variable(make(3)), ms.Variable(make(3.0))
+    for update in (whole.assign, whole.assign_add, whole.assign_sub):
+        with pytest.raises(TypeError, match=r"dtype int\d\d, which would cut off"):
+            update(wrong)
+    assert int(whole) == 3
+    assert int(whole.assign_add(True)) == 4
+    if isinstance(wrong, complex):
+        with pytest.raises(TypeError, match=r"dtype float\d\d, which would cut off"):
+            real.assign(wrong)
+    assert float(real.assign(5)) == 5
+
+
 def test_central_storage_keeps_one_copy(make):
     strategy = ms.CentralStorageStrategy(["cpu:0", "cpu:1"])
     for aggregation, expected in {SUM: 30, MEAN: 15, FIRST: 10}.items():
