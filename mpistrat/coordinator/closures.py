@@ -78,8 +78,7 @@ class ClosureQueue:
         self._closed: Exception | None = None
         self._next = 1
         self._over: list[int] = []  # ids that nobody was told of
-        self._over_before = 1
-        self._over_later: set[int] = set()
+        self._open: collections.OrderedDict[int, None] = collections.OrderedDict()  # ids, in order
 
     def put(self, closure: Closure) -> None:
         """Waits while the queue is full. Raises: an earlier closure's error, or that there are no workers."""
@@ -87,6 +86,7 @@ class ClosureQueue:
             self.changed.wait_for(self._has_room)
             if self._closed is None:
                 closure.id, self._next = self._next, self._next + 1
+                self._open[closure.id] = None
                 self._bytes += len(closure.payload)
                 if closure.asked_alone:
                     self._waiting.appendleft(closure)
@@ -164,10 +164,11 @@ class ClosureQueue:
         No ids where they would be fewer than `fewest`. Those that were begun repeatedly are only before the latter.
         """
         with self.changed:
+            over_before = next(iter(self._open), self._next)
             if len(self._over) < fewest:
-                return [], self._over_before
+                return [], over_before
             over, self._over = self._over, []
-            return over, self._over_before
+            return over, over_before
 
     def wait(self) -> None:
         """Until all closures have ended. Raises: the error of one."""
@@ -232,7 +233,4 @@ class ClosureQueue:
         self._bytes -= len(closure.payload)
         if not closure.repeated:
             self._over.append(closure.id)
-        self._over_later.add(closure.id)
-        while self._over_before in self._over_later:
-            self._over_later.remove(self._over_before)
-            self._over_before += 1
+        del self._open[closure.id]
