@@ -23,7 +23,9 @@ class ThreadsPost:
 
     def __init__(self, rank: int, job: dict[int, ThreadsPost]) -> None:
         self.rank, self.job = rank, job
-        self.mail = SimpleNamespace(lost=set(), wake=lambda: self.inbox.put(None))
+        self.mail = SimpleNamespace(
+            lost=set(), wake=lambda: self.inbox.put(None), unsent=lambda to: []
+        )
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.handlers: dict[str, Callable[[int, Any], None]] = {}
         self.when_lost: list[Callable[[int], None]] = []

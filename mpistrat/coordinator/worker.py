@@ -146,7 +146,10 @@ class Worker:
         """Where one closure takes long, those behind it are for others, and nobody waits for what has ended."""
         while True:
             self._busy.wait()
-            time.sleep(SECONDS_TO_KEEP)
+            if self._is_sent():
+                time.sleep(SECONDS_TO_KEEP)
+            else:  # what finds no room in a pipe goes out while somebody here reads
+                self._post.attend(self._is_sent, SECONDS_TO_KEEP)
             if self._ending:
                 return
             now = time.perf_counter()
@@ -164,6 +167,9 @@ class Worker:
                 self._send_outcomes(now)
             if back:
                 self._post.tell(self._chief, RETURNED, back[::-1])
+
+    def _is_sent(self) -> bool:
+        return not self._post.mail.unsent((self._chief,))
 
 
 NONE = dumps(None, lambda value: None)
