@@ -155,7 +155,7 @@ def test_what_a_function_did_before_it_is_repeated_counts_once() -> None:
 
         def twice() -> None:
             client = strategy.extended.job.client
-            number = client._work._work
+            number = client._numbers._work
             step(0)
             with client.within(number):  # as a worker that repeats it does
                 step(0)
