@@ -194,6 +194,7 @@ def main() -> int:
         num_ps=options.num_ps,
         variable_partitioner=MinSizePartitioner(128 << 10, max_shards=4),  # splits films alone
         max_staleness=options.max_staleness,
+        gradients="sum",  # with --max-staleness 0, where all workers step together
     )
     ratings = Ratings.load(options.seed)
     batches = ms.input.BatchedDataset(
