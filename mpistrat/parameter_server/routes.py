@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.post import Post, Reply
 
 
 def keepers_of(servers: Sequence[int]) -> dict[int, int]:
@@ -67,7 +67,13 @@ class Request:
     ) -> None:
         self._post, self._routes = post, routes
         self._server, self._kind, self._body, self._by_value = server, kind, body, by_value
-        self._reply = post.ask(routes.holder_of(server), kind, body)
+        self._reply = self._ask(routes.holder_of(server))
+
+    def _ask(self, to: int) -> Reply:
+        body = self._body
+        if self._by_value is not None and not self._post.mail.shares_memory_with(to):
+            body = self._by_value()
+        return self._post.ask(to, self._kind, body)
 
     @property
     def come(self) -> bool:
@@ -82,7 +88,4 @@ class Request:
                 asked, holder = self._reply.to, self._routes.holder_of(self._server)
                 if asked not in self._post.mail.lost or holder == asked:
                     raise
-                body = self._body
-                if self._by_value is not None and not self._post.mail.shares_memory_with(holder):
-                    body = self._by_value()
-                self._reply = self._post.ask(holder, self._kind, body)
+                self._reply = self._ask(holder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 import weakref
 from typing import NamedTuple
@@ -64,7 +66,7 @@ class Segments:
         return Region(memory, self._slab_place._replace(first=first, nbytes=nbytes))
 
     def _file(self, nbytes: int) -> tuple[np.ndarray, Place]:
-        descriptor = anonymous_file()
+        descriptor = _new_file()
         try:
             os.truncate(descriptor, nbytes)
             memory = mapped(descriptor, nbytes, own=nbytes)
@@ -75,6 +77,19 @@ class Segments:
         weakref.finalize(memory.base, os.close, descriptor).atexit = False
         inode = os.fstat(descriptor).st_ino
         return memory, Place(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
+
+
+def _new_file() -> int:
+    """Raises: OSError where this process may not open more, by its hard limit."""
+    try:
+        return anonymous_file()
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    # The soft limit is often 1,024, less than the arrays of a large model.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return anonymous_file()
 
 
 class Buffers:

@@ -113,3 +113,24 @@ def test_sizes_that_vary_keep_no_memory_each() -> None:
     for nbytes in rng.integers(1, largest, 300):
         buffers.give_back(buffers.take(int(nbytes)))
     assert mapped_bytes(MEMORY) - before <= 3 * largest
+
+
+def test_more_large_regions_than_files_may_be_open_at_first() -> None:
+    """Half of what the hard limit lets it have are more than the soft limit."""
+    program = """if True:
+        import os, resource
+        from mpistrat.parameter_server.segments import Segments
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+        segments = Segments()
+        regions = [segments.make(1 << 20) for _ in range(128)]
+        assert len(os.listdir("/proc/self/fd")) > 128
+        try:
+            regions += [segments.make(1 << 20) for _ in range(256)]
+        except OSError as error:
+            print(error)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Too many open files" in found.stdout
