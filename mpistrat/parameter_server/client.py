@@ -83,6 +83,13 @@ class Client:
         self._numbers = UpdateNumbers(session_of(post.rank) if replicated else None)
         self._pushes = itertools.count()
         self._already_written = False
+        post.on_lost(self._forget_memory)
+
+    def _forget_memory(self, rank: int) -> None:
+        """Of a process that has died: its pages are there as long as they are mapped."""
+        self._mappings.forget(self.post.mail.pid_of(rank))
+        for which in [which for which in list(self._tables) if which[0] == rank]:
+            del self._tables[which]
 
     def names_lost(self) -> list[str]:
         """Of the arrays that were used from here, and of which no copy is left."""
@@ -94,7 +101,7 @@ class Client:
         """Have the server make the array, with this value."""
         self._used[address.key] = address
         packed, region = pack([value], self._shared_with(self.routes.holder_of(address.server)))
-        new = Created(address.key, address.name, address.kind, packed[0])
+        new = Created(address.key, address.server, address.name, address.kind, packed[0])
         self.ask(
             address.server,
             requests.CREATE,
@@ -166,19 +173,20 @@ class Client:
 
         Returns: by change, the value that came of it, where it is small; else None.
         """
-        pushed = self.push(changes)
-        return pushed()
-
-    def push(self, changes: Sequence[Change]) -> Callable[[], list[Array | None]]:
-        """Begin to make changes. Returns: what waits until they are made, which must be called; as `change`."""
         if self._already_written:
-            return lambda: [None] * len(changes)
+            return [None] * len(changes)
+        opened, settled = self._numbers.open()
+        try:
+            return self._change(changes, settled)
+        finally:
+            self._numbers.close(opened)
+
+    def _change(self, changes: Sequence[Change], settled: int) -> list[Array | None]:
         by_server: dict[int, list[tuple[int, Change]]] = {}
         for position, change in enumerate(changes):
             self._used[change.address.key] = change.address
             by_server.setdefault(change.address.server, []).append((position, change))
         push = self.next_push(by_server)
-        opened, settled = self._numbers.open()
         asked: list[tuple[Request, Region | None, list[int]]] = []
         for server, given in by_server.items():
             operands = [_arrays_of(change.operand) for _, change in given]
@@ -202,24 +210,19 @@ class Client:
                 arrays.num_elements(one) * arrays.itemsize(one)
                 for one in itertools.chain(*operands)
             )
-
-        def wait() -> list[Array | None]:
-            values: list[Array | None] = [None] * len(changes)
-            error: Exception | None = None
-            for reply, region, positions in asked:
-                try:
-                    for position, value in zip(positions, reply.wait(), strict=True):
-                        values[position] = value and unpack(value, self._mappings)
-                except Exception as failed:
-                    error = error or failed
-                if reply.come:
-                    self._give_back(region)
-            self._numbers.close(opened)
-            if error is not None:
-                raise error
-            return values
-
-        return wait
+        values: list[Array | None] = [None] * len(changes)
+        error: Exception | None = None
+        for reply, region, positions in asked:
+            try:
+                for position, value in zip(positions, reply.wait(), strict=True):
+                    values[position] = value and unpack(value, self._mappings)
+            except Exception as failed:
+                error = error or failed
+            if reply.come:
+                self._give_back(region)
+        if error is not None:
+            raise error
+        return values
 
     def make_optimizer(
         self, optimizer: int, recipe: OptimizerRecipe, arrays: Sequence[tuple[Address, bool]]

@@ -8,6 +8,7 @@ before all have ended the one before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import StallError, UnavailableError
@@ -29,6 +30,7 @@ class Clock:
         workers: ranks; those that are done, or lost, hold nobody back.
         ended: is told how many steps the slowest worker has ended, before anybody else is. An error that it returns is
             what each worker's next request to begin is refused with, once.
+        then: calls what it is given when what `ended` did is safe from the server's death.
     """
 
     def __init__(
@@ -36,8 +38,9 @@ class Clock:
         post: Post,
         workers: Sequence[int],
         ended: Callable[[int], Exception | None] = lambda steps: None,
+        then: Callable[[Callable[[], None]], None] = lambda call: call(),
     ) -> None:
-        self._post, self._tell_ended = post, ended
+        self._post, self._tell_ended, self._then = post, ended, then
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
         self._waiting: list[tuple[int, Asked]] = []
@@ -60,18 +63,19 @@ class Clock:
 
     def leave(self, rank: int) -> None:
         self._working.discard(rank)
-        self._look()
+        self.look()
 
     def ended(self, rank: int, steps: int) -> None:
         self._steps[rank] = steps
-        self._look()
+        self.look()
 
     def _may_begin(self, source: int, asked: Asked) -> None:
         """Answered with the steps of the slowest, once that has ended the step that is asked for."""
         self._waiting.append((source, asked))
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Tell how far the slowest is, and let those begin that may."""
         slowest = self.slowest
         error = self._tell_ended(slowest)
         if error is not None:
@@ -79,9 +83,10 @@ class Clock:
         still: list[tuple[int, Asked]] = []
         for source, asked in self._waiting:
             if slowest >= asked.body and source in self._errors:
-                self._post.refuse(source, asked.ticket, self._errors.pop(source))
+                error = self._errors.pop(source)
+                self._then(partial(self._post.refuse, source, asked.ticket, error))
             elif slowest >= asked.body:
-                self._post.answer(source, asked.ticket, slowest)
+                self._then(partial(self._post.answer, source, asked.ticket, slowest))
             else:
                 still.append((source, asked))
         self._waiting = still

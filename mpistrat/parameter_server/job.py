@@ -193,14 +193,21 @@ class ServerJob:
         died = f"{self.name_of(rank)} has died"
         if rank not in self.servers:
             return died
-        holder = self.client.routes.holder_of(rank)
-        if holder != rank:
-            here = self._server if holder == self.post.rank else None
-            kept = _named(here.names_kept() if here is not None else [])
-            return f"{died}; {self.name_of(holder)} goes on with {kept}, of which there is no other copy now"
+        routes = self.client.routes
+        holder = routes.holder_of(rank)
+        if self._server is not None and holder == self.post.rank:
+            kept = self._server.kept
+            names = list(kept.given_up.values()) or list(kept.names.values())
+            is_lost = bool(kept.given_up)
+        else:
+            is_lost = routes.is_lost_with(rank)
+            names = self.client.names_lost() if is_lost else []
+        if is_lost:
+            return f"{died}, and with it {_named(names)}: the job must be started again, from its last checkpoint"
+        kept_there = self.name_of(routes.kept_on(rank) or 0)
         return (
-            f"{died}, and with it {_named(self.client.names_lost())}: the job must be started again, from its last "
-            "checkpoint"
+            f"{died}; {self.name_of(holder)} goes on with {_named(names)}, of which there is no other copy now, nor of "
+            f"what {kept_there} has made"
         )
 
     def _lost(self, rank: int) -> None:

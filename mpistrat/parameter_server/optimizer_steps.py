@@ -77,6 +77,10 @@ class OptimizerSteps:
                 pending.gradients[worker], pending.steps[worker] = _copied(gradient), step
                 return
 
+    def pending_rounds(self, before: int) -> list[int]:
+        """Those with smaller numbers that have not ended."""
+        return sorted(number for number in self._pending if number < before)
+
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
     ) -> list[tuple[str, Exception]]:
@@ -86,7 +90,7 @@ class OptimizerSteps:
         Returns: the names of arrays whose steps failed, and with what; all others have stepped.
         """
         failed = []
-        for number in sorted(one for one in self._pending if one < before):
+        for number in self.pending_rounds(before):
             for (optimizer, key, _), pending in sorted(
                 self._pending.pop(number).items(), key=lambda item: item[0][2]
             ):
@@ -105,6 +109,12 @@ class OptimizerSteps:
             for pending in of_round.values():
                 pending.gradients.pop(worker, None)
             self._pending[number] = {key: one for key, one in of_round.items() if one.gradients}
+
+    def adopt(self, other: OptimizerSteps) -> None:
+        """From now on what `other` has, of other arrays, is here."""
+        self._optimizers.update(other._optimizers)
+        for number, of_round in other._pending.items():
+            self._pending.setdefault(number, {}).update(of_round)
 
     def state(self, optimizer: int, key: int) -> State:
         return self._of(optimizer, key).state_dict()

@@ -1,8 +1,9 @@
 """A server's second copy, on another server, which goes on with it when the first has died.
 
 As in primary-backup replication: the server passes on, in the order in which it makes them, all changes of the arrays
-that were made on it, and answers for them when the other has them, too. What it had not answered for is asked again,
-of the other.
+that were made on it, and answers for them when the other, their keeper, has made them, too. What it had not answered
+for is asked again, of the keeper. Who reads may see a change that is not answered for yet, and is lost if the server
+and who asked for it both die.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpistrat.parameter_server.segments import Buffers, Region
 from mpistrat.parameter_server.tables import Table
 
 # Notices, between the two: a change, as number, kind, who asked for it, and body; the number of one that was made, and
-# whether it failed; all that was passed on is to be forgotten.
+# why it could not be, or ""; all that was passed on is to be forgotten.
 CHANGE, CHANGED, ABANDON = "change of a replica", "changed replica", "abandon replica"
 
 
@@ -43,10 +44,10 @@ class Replica:
 
     Args:
         keeper: the rank that keeps it; None where there is none.
-        unlike: is called when the two have come to differ, after which this one goes on without.
+        unlike: is told why the two have come to differ, after which this one goes on without.
     """
 
-    def __init__(self, post: Post, keeper: int | None, unlike: Callable[[], None]) -> None:
+    def __init__(self, post: Post, keeper: int | None, unlike: Callable[[str], None]) -> None:
         self._post, self.keeper, self._unlike = post, keeper, unlike
         self._buffers = Buffers()
         self._passed: deque[Passed] = deque()
@@ -56,10 +57,10 @@ class Replica:
     def pass_on(self, kind: str, source: int, body: Any, region: Region | None = None) -> Passed:
         """Have the keeper make the change that `source` asked for."""
         assert self.keeper is not None
-        self._count += 1
-        passed = Passed(self._count, region)
+        passed = Passed(self._count + 1, region)
+        self._post.tell(self.keeper, CHANGE, (passed.number, kind, source, body))
+        self._count = passed.number  # after what may fail
         self._passed.append(passed)
-        self._post.tell(self.keeper, CHANGE, (self._count, kind, source, body))
         return passed
 
     def then(self, call: Callable[[], None]) -> None:
@@ -87,18 +88,21 @@ class Replica:
         if rank == self.keeper:
             self._end()
 
-    def _changed(self, number: int, failed: bool) -> None:
-        if not self._passed or self._passed[0].number != number:
-            return  # it was given up meanwhile
-        passed = self._passed.popleft()
+    def _changed(self, number: int, why_not: str) -> None:
+        if self.keeper is None:
+            return
+        passed = self._passed[0]
+        assert passed.number == number, (passed.number, number)
+        if bool(why_not) != passed.failed:
+            self._post.tell(self.keeper, ABANDON)  # before anything is answered for that it lacks
+            self._unlike(why_not or "it could do what failed here")
+            self._end()
+            return
+        self._passed.popleft()
         if passed.region is not None:
             self._buffers.give_back(passed.region)
         for call in passed.waiting:
             call()
-        if failed != passed.failed and self.keeper is not None:
-            self._post.tell(self.keeper, ABANDON)
-            self._unlike()
-            self._end()
 
     def _end(self) -> None:
         self.keeper = None

@@ -17,12 +17,20 @@ MAKE_OPTIMIZER, LOAD_OPTIMIZER_STATE = "make optimizer", "load optimizer state"
 CANNOT_CREATE, PUBLISH, PUBLISHED = "cannot create", "publish", "published"
 # Notices: of pieces of work that are over; of a client that needs the server no more.
 FORGET, DONE = "forget", "done"
+# Changes that a server makes by itself, and passes on: all workers have ended some rounds, as the number before which
+# they are and how many workers took part in each; the gradients of a worker's steps from a number on are dropped.
+END_ROUNDS, DROP_GRADIENTS = "end rounds", "drop gradients"
 
 
 class Created(NamedTuple):
-    """A new array: its first value is `value`, or zeros."""
+    """A new array: its first value is `value`, or zeros.
+
+    Attributes:
+        server: the one that was to make it; another one does, if that has died.
+    """
 
     key: int
+    server: int
     name: str
     kind: Kind
     value: Placed | Carried | None
@@ -35,8 +43,9 @@ class Update(NamedTuple):
         key: of the array.
         method: of a variable, such as "assign_add"; or a step of an optimizer.
         operand: an array, or two: the indices and values of rows.
-        work: the number of the piece of work that asks; None for what is not repeated.
-        number: of this update among those of this piece of work to this array.
+        work: the number of the piece of work that asks, or of the client's session, which is below 0; None for what is
+            not repeated.
+        number: of this update among those of this piece of work to this array, or of the session to all.
     """
 
     key: int

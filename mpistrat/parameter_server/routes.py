@@ -37,11 +37,14 @@ class Routes:
         living = (one for one in self.copies_of(server) if not self._post.mail.has_died(one))
         return next(living, server)
 
+    def kept_on(self, rank: int) -> int | None:
+        """The server whose second copies are on this one."""
+        return next((one for one, keeper in self._keepers.items() if keeper == rank), None)
+
     def is_lost_with(self, rank: int) -> bool:
         """Whether this rank had the last copy of what some server has made."""
-        lost = self._post.mail.lost
-        copies = map(self.copies_of, self._servers)
-        return any(rank in one and lost.issuperset(one) for one in copies)
+        copies = (one for one in map(self.copies_of, self._servers) if rank in one)
+        return any(all(map(self._post.mail.has_died, one)) for one in copies)
 
     def ask(
         self, server: int, kind: str, body: Any, by_value: Callable[[], Any] | None = None

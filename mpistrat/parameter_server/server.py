@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
@@ -14,14 +12,14 @@ from mpistrat.notices import tell
 from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.clocks import ENDED, FAILED, Clock
 from mpistrat.parameter_server.gate import Gate, Push
+from mpistrat.parameter_server.kept_copies import KeptCopies
 from mpistrat.parameter_server.parcels import Carried, Placed, carried, unpack
 from mpistrat.parameter_server.post import Asked, Post
-from mpistrat.parameter_server.replica import ABANDON, CHANGE, CHANGED, Passed, Replica
+from mpistrat.parameter_server.replica import Passed, Replica
 from mpistrat.parameter_server.requests import Created, Updates
-from mpistrat.parameter_server.store import Store
+from mpistrat.parameter_server.store import Store, outcome_of
 from mpistrat.parameter_server.tables import Table
 from mpistrat.parameter_server.told_errors import as_refusal
-from mpistrat.parameter_server.update_numbers import session_of
 
 
 class ParameterServer:
@@ -35,6 +33,7 @@ class ParameterServer:
         keeper: the server that keeps a second copy of what is made here; None: nobody does.
     Attributes:
         clients: those that still use it.
+        kept: the second copies of another server's arrays.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class ParameterServer:
         keeper: int | None = None,
     ) -> None:
         self.store = Store()
-        self._replica = Replica(post, keeper, self._differs)
-        self._kept: set[int] = (
-            set()
-        )  # arrays that were made on another server, whose second copies are here
-        self._clock = Clock(post, workers, self._end_rounds)
         self._post = post
+        self._replica = Replica(post, keeper, self._differs)
+        self._gate = Gate(post, self._replica.then)
+        self.kept = KeptCopies(post, self.store, self._gate)
+        self._single: set[int] = set()  # arrays that came here when another server had died
+        self._clock = Clock(post, workers, self._end_rounds, self._replica.then)
         self._maker = maker
         self._why_no_more = ""  # comes from the maker: it "has died", or "has left"
         self.clients = set(clients)
@@ -59,7 +58,6 @@ class ParameterServer:
         self._not_made: dict[int, Exception] = {}  # why, by the key that the array would have
         self._published: dict[Any, Any] = {}
         self._awaiting: dict[Any, list[tuple[int, int]]] = {}
-        self._gate = Gate(post, self._replica.then)
         self._respond(requests.PULL, self._pull)
         self._respond(requests.ROWS, self._rows)
         self._respond(requests.OPTIMIZER_STATE, self._optimizer_state)
@@ -74,8 +72,6 @@ class ParameterServer:
         post.handle(requests.FORGET, lambda _, body: self.store.applied.forget(*body))
         post.handle(ENDED, self._ended)
         post.handle(FAILED, self._failed)
-        post.handle(CHANGE, self._keep)
-        post.handle(ABANDON, lambda source, _: self._abandon())
         post.handle(requests.DONE, lambda source, _: self._leave(source))
         post.on_lost(self._lost)
 
@@ -83,15 +79,28 @@ class ParameterServer:
         """Return when nobody uses the server any more."""
         self._post.attend(lambda: not self.clients)
 
-    def names_kept(self) -> list[str]:
-        """Of the arrays that another server made, of which this one has the second copies."""
-        return [self.store.by_key[key].name for key in sorted(self._kept)]
+    def _claim(self, *keys: int) -> None:
+        """A client asks for these arrays: if they are second copies, the server that has the first has died.
+
+        Raises: UnavailableError where they have been given up.
+        """
+        claimed = [key for key in keys if self.kept.has(key)]
+        if claimed:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """What that one had told of counts, and of the rest what this one knows of the workers' steps."""
+        self._single.update(self.kept.names)
+        self.kept.become_own()
+        for rank in self._post.mail.lost:
+            self.store.optimizers.forget(rank, self._clock.steps_of(rank))
+        self._clock.look()
 
     def _respond(self, kind: str, respond: Callable[[int, Any], Any]) -> None:
         """Answer requests of `kind` with what `respond` returns."""
 
         def handle(source: int, asked: Asked) -> None:
-            self._answer(source, asked.ticket, _outcome(lambda: respond(source, asked.body)))
+            self._answer(source, asked.ticket, outcome_of(lambda: respond(source, asked.body)))
 
         self._post.handle(kind, handle)
 
@@ -108,11 +117,15 @@ class ParameterServer:
 
     def _create(self, source: int, asked: Asked) -> None:
         new: Created = asked.body
-        table = _outcome(lambda: self.store.create(new))
-        if isinstance(table, Exception):
-            self._answer(source, asked.ticket, table)
+        try:
+            self._claim(new.key)
+            table = self.store.create(new)
+        except Exception as error:
+            self._answer(source, asked.ticket, error)
             return
-        if self._replica.keeper is not None and new.key not in self._kept:
+        if new.server != self._post.rank:
+            self._single.add(new.key)
+        elif self._replica.keeper is not None:
             value = None if new.value is None else self._replica.array_of(table)
             self._replica.pass_on(requests.CREATE, source, new._replace(value=value))
         waiting = [(source, asked.ticket), *self._waiting.pop(new.key, [])]
@@ -127,6 +140,11 @@ class ParameterServer:
 
     def _find(self, source: int, asked: Asked) -> None:
         """The array of a number, once it is there: another rank may not have made it yet."""
+        try:
+            self._claim(asked.body)
+        except UnavailableError as error:
+            self._answer(source, asked.ticket, error)
+            return
         table = self.store.by_key.get(asked.body)
         if asked.body in self._not_made:
             self._post.refuse(source, asked.ticket, self._not_made[asked.body])
@@ -162,6 +180,7 @@ class ParameterServer:
     def _pull(self, source: int, body: tuple[int, Placed | None]) -> Carried | None:
         """The array: in memory of the asker's, or in the answer."""
         key, place = body
+        self._claim(key)
         table = self.store.table(key)
         if place is None:
             return carried(table.array).copied()  # MPI may read it later, when it has changed
@@ -170,116 +189,95 @@ class ParameterServer:
 
     def _rows(self, source: int, body: tuple[int, Carried]) -> Carried:
         key, indices = body
+        self._claim(key)
         table = self.store.table(key)
         return carried(table.rows(unpack(indices, self.store.mappings)))
 
     def _update(self, source: int, asked: Asked) -> None:
         asks: Updates = asked.body
-        try:  # now: if who asked dies meanwhile, it cannot be mapped any more
-            for update in asks.updates:
-                self.store.map_operands(update)
-        except OSError as error:  # it has died
+        try:
+            self._claim(*(update.key for update in asks.updates))
+            # Now: if who asked dies meanwhile, it cannot be mapped any more.
+            self.store.map_operands(asks)
+        except (OSError, UnavailableError) as error:
             self._answer(source, asked.ticket, error)
             return
 
         def work() -> None:
             # Before they are made here: the other makes them meanwhile.
-            passed = _outcome(lambda: self._pass_on(source, asks))
+            passed = outcome_of(lambda: self._pass_on(source, asks))
             if isinstance(passed, Exception):  # no memory for it
                 self._answer(source, asked.ticket, passed)
                 return
-            outcomes = self._make(source, asks)
-            if passed is not None:
-                mine = zip(asks.updates, outcomes, strict=True)
-                passed.failed = any(
-                    isinstance(outcome, Exception)
-                    for update, outcome in mine
-                    if update.key not in self._kept
-                )
+            outcomes = self.store.update(source, asks)
             failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            if passed is not None:
+                passed.failed = bool(failed)
             self._answer_when_safe(source, asked.ticket, failed[0] if failed else outcomes)
 
         self._gate.enter(source, asks.push, work)
 
-    def _make(self, source: int, asks: Updates) -> list[Carried | Exception | None]:
-        """Also those after one that fails. Returns: what came of each."""
-        self.store.applied.settle(session_of(source), asks.settled)
-        return [_outcome(partial(self.store.update, update, source)) for update in asks.updates]
-
     def _pass_on(self, source: int, asks: Updates) -> Passed | None:
-        mine = [update for update in asks.updates if update.key not in self._kept]
-        if self._replica.keeper is None or not mine:
+        """All updates of a message are of arrays that were made on one server."""
+        if not self._has_replica(update.key for update in asks.updates):
             return None
-        operands = [unpack(one, self.store.mappings) for update in mine for one in update.operand]
+        operands = [
+            unpack(one, self.store.mappings) for update in asks.updates for one in update.operand
+        ]
         packed, region = self._replica.pack(operands)
         parts = iter(packed)
         again = [
             update._replace(operand=list(itertools.islice(parts, len(update.operand))))
-            for update in mine
+            for update in asks.updates
         ]
-        body = asks._replace(updates=again)
-        return self._replica.pass_on(requests.UPDATE, source, body, region)
+        return self._replica.pass_on(requests.UPDATE, source, asks._replace(updates=again), region)
+
+    def _has_replica(self, keys: Iterable[int]) -> bool:
+        return self._replica.keeper is not None and self._single.isdisjoint(keys)
 
     def _make_optimizer(self, source: int, asked: Asked) -> None:
-        optimizer, packed, arrays = asked.body
-        outcome = _outcome(partial(self._make_optimizer_here, *asked.body))
-        mine = [(key, shard) for key, shard in arrays if key not in self._kept]
-        if self._replica.keeper is not None and mine:
-            body = optimizer, packed, mine
-            passed = self._replica.pass_on(requests.MAKE_OPTIMIZER, source, body)
-            passed.failed = isinstance(outcome, Exception)
-        self._answer_when_safe(source, asked.ticket, outcome)
-
-    def _make_optimizer_here(
-        self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]
-    ) -> None:
-        recipe = pickle.loads(packed)
-        tables = [(key, self.store.table(key), shard) for key, shard in arrays]
-        self.store.optimizers.make(optimizer, recipe, tables)
+        _, _, arrays = asked.body
+        self._change_optimizer(
+            requests.MAKE_OPTIMIZER,
+            source,
+            asked,
+            [key for key, _ in arrays],
+            lambda: self.store.make_optimizer(*asked.body),
+        )
 
     def _load_optimizer_state(self, source: int, asked: Asked) -> None:
         _, key, _ = asked.body
-        outcome = _outcome(partial(self.store.optimizers.load_state, *asked.body))
-        if self._replica.keeper is not None and key not in self._kept:
-            passed = self._replica.pass_on(requests.LOAD_OPTIMIZER_STATE, source, asked.body)
+        self._change_optimizer(
+            requests.LOAD_OPTIMIZER_STATE,
+            source,
+            asked,
+            [key],
+            lambda: self.store.optimizers.load_state(*asked.body),
+        )
+
+    def _change_optimizer(
+        self, kind: str, source: int, asked: Asked, keys: Sequence[int], work: Callable[[], None]
+    ) -> None:
+        def claimed() -> None:
+            self._claim(*keys)
+            work()
+
+        outcome = outcome_of(claimed)
+        if self._has_replica(keys):
+            passed = self._replica.pass_on(kind, source, asked.body)
             passed.failed = isinstance(outcome, Exception)
         self._answer_when_safe(source, asked.ticket, outcome)
 
-    def _keep(self, primary: int, body: tuple[int, str, int, Any]) -> None:
-        """Make a change in the second copies, as the server that has the first ones makes it there."""
-        number, kind, source, change = body
-        outcomes: list[Any] = []
-        if kind == requests.CREATE:
-            outcomes = [_outcome(lambda: self._kept_table(change))]
-        elif kind == requests.UPDATE:
-            self._gate.let(source, change.push)
-            outcomes = self._make(source, change)
-        elif kind == requests.MAKE_OPTIMIZER:
-            outcomes = [_outcome(partial(self._make_optimizer_here, *change))]
-        elif kind == requests.LOAD_OPTIMIZER_STATE:
-            outcomes = [_outcome(partial(self.store.optimizers.load_state, *change))]
-        failed = any(isinstance(outcome, Exception) for outcome in outcomes)
-        self._post.tell(primary, CHANGED, (number, failed))
-
-    def _kept_table(self, new: Created) -> Table:
-        table = self.store.create(new)
-        self._kept.add(new.key)
-        return table
-
-    def _differs(self) -> None:
+    def _differs(self, why: str) -> None:
         """The other could not do what was done here: it has less memory, say."""
-        names = ", ".join(repr(table.name) for table in self.store.by_key.values())
+        own = [table.name for key, table in self.store.by_key.items() if key not in self._single]
         tell(
-            f"{self._post.name_of(self._post.rank)} has no replica any more, for that came to differ; without it are: "
-            f"{names}"
+            f"{self._post.name_of(self._post.rank)} has no replica any more of {', '.join(map(repr, own))}, for that "
+            f"came to differ: {why}"
         )
 
-    def _abandon(self) -> None:
-        for key in self._kept:
-            self.store.by_key.pop(key, None)
-        self._kept.clear()
-
     def _optimizer_state(self, source: int, body: tuple[int, int]) -> Any:
+        self._claim(body[1])
         state = self.store.optimizers.state(*body)
         return {name: copy.copy(value) for name, value in state.items()}  # as in `_pull`
 
@@ -290,7 +288,13 @@ class ParameterServer:
 
     def _end_rounds(self, before: int) -> Exception | None:
         """Returns: why a round's step of an array could not be made, if one could not."""
-        failed = self.store.optimizers.end_rounds(before, self._clock.who_ended)
+        rounds = self.store.optimizers.pending_rounds(before)
+        who_ended = {number: self._clock.who_ended(number) for number in rounds}
+        failed = self.store.optimizers.end_rounds(before, who_ended.__getitem__)
+        if rounds and self._replica.keeper is not None:
+            body = before, who_ended
+            passed = self._replica.pass_on(requests.END_ROUNDS, self._post.rank, body)
+            passed.failed = bool(failed)
         if not failed:
             return None
         name, error = failed[0]
@@ -302,12 +306,17 @@ class ParameterServer:
 
     def _failed(self, source: int, body: tuple[int, Push | None]) -> None:
         steps, push = body
-        self._gate.enter(source, push, lambda: self.store.optimizers.forget(source, steps))
+        self._gate.enter(source, push, lambda: self._drop_gradients(source, steps))
+
+    def _drop_gradients(self, worker: int, steps: int) -> None:
+        self.store.optimizers.forget(worker, steps)
+        if self._replica.keeper is not None:
+            self._replica.pass_on(requests.DROP_GRADIENTS, worker, steps)
 
     def _leave(self, rank: int, died: bool = False) -> None:
         def leave() -> None:
             if died:
-                self.store.optimizers.forget(rank, self._clock.steps_of(rank))
+                self._drop_gradients(rank, self._clock.steps_of(rank))
             self._clock.leave(rank)
 
         self.clients.discard(rank)
@@ -324,6 +333,8 @@ class ParameterServer:
     def _lost(self, rank: int) -> None:
         """What of its work has come whole is done; nobody waits for the rest."""
         self._replica.lost(rank)
+        if rank == self.kept.primary:
+            self._take_over()
         self._gate.lost(rank)
         self._leave(rank, died=True)
         # After what it has pushed, which may be held back.
@@ -333,11 +344,3 @@ class ParameterServer:
 
 def _found(table: Table) -> Any:
     return table.name, table.kind, table.place
-
-
-def _outcome(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the error that it raises."""
-    try:
-        return work()
-    except Exception as error:
-        return error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mpistrat.errors import NotFoundError
@@ -9,16 +12,19 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.applied import Applied
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
 from mpistrat.parameter_server.parcels import Carried, Placed, carried, unpack
-from mpistrat.parameter_server.requests import Created, Update
+from mpistrat.parameter_server.requests import Created, Update, Updates
 from mpistrat.parameter_server.segments import Mappings, Segments
 from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.update_numbers import session_of
 
 # An answer to an update brings the new value along, up to here.
 SMALL_VALUE = 1 << 12
 
 
 class Store:
-    """
+    """Called by: the thread that serves.
+
+    Args: beside: another one of this process, which is told of the same pieces of work, and maps the same memory.
     Attributes:
         by_key: the arrays.
         optimizers: theirs.
@@ -26,11 +32,11 @@ class Store:
         mappings: memory of those that send operands.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Store | None = None) -> None:
         self.by_key: dict[int, Table] = {}
         self.optimizers = OptimizerSteps()
-        self.applied = Applied()
-        self.mappings = Mappings()
+        self.applied: Applied = Applied() if beside is None else beside.applied
+        self.mappings: Mappings = Mappings() if beside is None else beside.mappings
         self._segments = Segments()
 
     def create(self, new: Created) -> Table:
@@ -52,22 +58,51 @@ class Store:
                 f"this server has no array {key}: it has {len(self.by_key)}"
             ) from None
 
-    def update(self, update: Update, worker: int) -> Carried | None:
-        """Make it, unless that was done; returns the value then, if it is small."""
-        table = self.table(update.key)
-        return self.applied.once(update, table.name, lambda: self._apply(table, update, worker))
+    def update(self, client: int, asks: Updates) -> list[Carried | Exception | None]:
+        """Make updates, but for those that are made; also those after one that fails.
 
-    def _apply(self, table: Table, update: Update, worker: int) -> Carried | None:
+        Returns: of each, the value then, if it is small; or why it could not be made.
+        """
+        self.applied.settle(session_of(client), asks.settled)
+        return [outcome_of(partial(self._update, one, client)) for one in asks.updates]
+
+    def _update(self, update: Update, client: int) -> Carried | None:
+        table = self.table(update.key)
+        return self.applied.once(update, table.name, lambda: self._apply(table, update, client))
+
+    def _apply(self, table: Table, update: Update, client: int) -> Carried | None:
         operand: Any = [unpack(one, self.mappings) for one in update.operand]
         operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
         if isinstance(update.method, Step):
-            self.optimizers.step(update.key, table, update.method, operand, worker)
+            self.optimizers.step(update.key, table, update.method, operand, client)
             return None
         table.update(update.method, operand)
         return carried(table.array).copied() if table.kind.nbytes <= SMALL_VALUE else None
 
-    def map_operands(self, update: Update) -> None:
+    def map_operands(self, asks: Updates) -> None:
         """Raises: OSError when the memory is gone."""
-        for operand in update.operand:
-            if isinstance(operand, Placed):
-                self.mappings.at(operand.place)
+        for update in asks.updates:
+            for operand in update.operand:
+                if isinstance(operand, Placed):
+                    self.mappings.at(operand.place)
+
+    def make_optimizer(
+        self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]
+    ) -> None:
+        recipe = pickle.loads(packed)
+        tables = [(key, self.table(key), shard) for key, shard in arrays]
+        self.optimizers.make(optimizer, recipe, tables)
+
+    def adopt(self, other: Store) -> None:
+        """From now on what `other` has is here."""
+        self.by_key.update(other.by_key)
+        self.optimizers.adopt(other.optimizers)
+        other.by_key, other.optimizers = {}, OptimizerSteps()
+
+
+def outcome_of(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the error that it raises."""
+    try:
+        return work()
+    except Exception as error:
+        return error

@@ -11,6 +11,7 @@ _REFUSALS: tuple[type[Exception], ...] = (
     errors.InvalidArgumentError,
     errors.NotFoundError,
     errors.FailedPreconditionError,
+    errors.UnavailableError,
     ValueError,
     IndexError,
     TypeError,

@@ -1,5 +1,7 @@
 """A server answers for what its replica has, too; and what comes to both comes to the same."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from mpistrat import errors
 from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.gate import ADMIT, HOLD, Push
 from mpistrat.parameter_server.parcels import Kind, carried, unpack
-from mpistrat.parameter_server.replica import ABANDON, CHANGE, CHANGED
+from mpistrat.parameter_server.replica import ABANDON, CHANGED
 from mpistrat.parameter_server.requests import Created, Update, Updates
 from mpistrat.parameter_server.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
@@ -22,9 +24,10 @@ class Pair:
 
     def __init__(self) -> None:
         self.first, self.second = NotedPost(), NotedPost()
+        self.first.rank, self.second.rank = PRIMARY, KEEPER
         self.primary = ParameterServer(self.first, [CLIENT], [CLIENT], CLIENT, KEEPER)
         self.keeper = ParameterServer(self.second, [CLIENT], [CLIENT], CLIENT)
-        self.failed_there = False
+        self.why_not_there = ""
 
     def carry(self, most: int = 100) -> None:
         """Changes to the keeper, and its answers back."""
@@ -34,20 +37,21 @@ class Pair:
             self.second.told(PRIMARY, kind, body)
         self.first.notices = notices[most:]
         answers, self.second.notices = self.second.notices, []
-        for to, kind, (number, failed) in answers:
+        for to, kind, (number, why_not) in answers:
             assert (to, kind) == (PRIMARY, CHANGED)
-            self.first.told(KEEPER, CHANGED, (number, failed or self.failed_there))
+            self.first.told(KEEPER, CHANGED, (number, why_not or self.why_not_there))
 
     def values(self) -> list[list[float]]:
-        return [
-            unpack(post.answer_to(post.asked(CLIENT, "pull", (KEY, None))), Mappings()).tolist()
-            for post in (self.first, self.second)
-        ]
+        """On the first server; then on the second, where nobody else looks while the first lives."""
+        stores = self.primary.store, self.keeper.kept._store
+        if KEY in self.keeper.store.by_key:
+            stores = self.primary.store, self.keeper.store
+        return [store.table(KEY).array.tolist() for store in stores]
 
 
 def created() -> Created:
     value = np.zeros(3)
-    return Created(KEY, "v", Kind.of(value), carried(value))
+    return Created(KEY, PRIMARY, "v", Kind.of(value), carried(value))
 
 
 def add(number: float, n: int, size: int = 3, key: int = KEY) -> Update:
@@ -74,7 +78,7 @@ def test_an_array_is_found_when_both_have_it() -> None:
     assert not any(is_answered(pair.first, ticket) for ticket in tickets)
     pair.carry()
     assert [pair.first.answer_to(ticket)[0] for ticket in tickets] == ["v"] * 3
-    assert pair.keeper.names_kept() == ["v"]
+    assert pair.keeper.kept.names == {KEY: "v"}
 
 
 def test_updates_are_answered_for_in_turn_when_both_have_them(pair) -> None:
@@ -124,16 +128,24 @@ def test_an_update_that_fails_fails_on_both_and_those_beside_it_are_made(pair, c
 
 
 def test_a_replica_that_could_not_do_the_same_is_given_up(pair, capsys) -> None:
-    pair.failed_there = True
+    pair.why_not_there = "MemoryError: no room"
     ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
     pair.carry()
     pair.first.answer_to(ticket)
-    assert "has no replica any more" in capsys.readouterr().err
+    assert re.search("no replica any more of 'v'.*: MemoryError: no room", capsys.readouterr().err)
     assert [(to, kind) for to, kind, _ in pair.first.notices] == [(KEEPER, ABANDON)]
     pair.second.told(PRIMARY, ABANDON)
-    with pytest.raises(errors.NotFoundError):
-        pair.values()
-    assert pair.keeper.names_kept() == []
+    pair.second.lose(PRIMARY)
+    for kind, body in (
+        ("find", KEY),
+        ("pull", (KEY, None)),
+        ("rows", (KEY, carried(np.array([0])))),
+        ("update", Updates([add(1, 1)])),
+        ("create", created()),
+        ("optimizer state", (0, KEY)),
+    ):
+        with pytest.raises(errors.UnavailableError, match="'v' is lost"):
+            pair.second.answer_to(pair.second.asked(CLIENT, kind, body))
 
 
 def test_answers_are_remembered_as_long_as_they_may_be_asked_again(pair) -> None:
@@ -162,5 +174,4 @@ def test_a_change_for_a_replica_is_made_though_one_rank_holds_the_server(pair) -
     ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
     pair.carry()
     pair.first.answer_to(ticket)
-    kinds = [kind for _, kind, _ in pair.first.notices]
-    assert CHANGE not in kinds
+    assert pair.values() == [[1] * 3] * 2

@@ -30,7 +30,7 @@ def post() -> NotedPost:
 
 
 def create(post, key, array):
-    return post.asked(1, "create", Created(key, f"v{key}", Kind.of(array), carried(array)))
+    return post.asked(1, "create", Created(key, 0, f"v{key}", Kind.of(array), carried(array)))
 
 
 def value(post, key=KEY):
