@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
 
 from mpistrat import arrays
 
@@ -14,8 +14,10 @@ def initial_array(
 ) -> arrays.Array:
     """A variable's first value: `initial_value`, or what it returns, as an array of `dtype`.
 
-    Raises: TypeError when it is not numbers; ValueError when its shape is not `shape`.
+    Raises: TypeError when it is not numbers; ValueError when it is None, or its shape is not `shape`.
     """
+    if initial_value is None:
+        raise ValueError("a variable needs an initial value, got None")
     if shape is not None and takes_parts(initial_value):
         return called_for_part(initial_value, dtype, shape)
     given = initial_value() if callable(initial_value) else initial_value
@@ -33,13 +35,24 @@ def initial_array(
     return read if dtype is None else arrays.cast(read, dtype)
 
 
+class ShardInfo(NamedTuple):
+    """A part of a variable: its shape, and the place of its first element in the whole. As in TensorFlow."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 def takes_parts(initial_value: Any) -> bool:
-    """Whether it is a function of `partition_shape` and `partition_offset`, as TensorFlow's initializers are."""
+    """Whether it is a function of `shard_info`, or of `partition_shape` and `partition_offset`, as TensorFlow's are."""
+    parameters = _parameters(initial_value)
+    return "shard_info" in parameters or {"partition_shape", "partition_offset"} <= parameters
+
+
+def _parameters(fn: Any) -> Set[str]:
     try:
-        parameters = inspect.signature(initial_value).parameters
+        return inspect.signature(fn).parameters.keys()
     except (TypeError, ValueError):  # no function, or one that does not say
-        return False
-    return {"partition_shape", "partition_offset"} <= parameters.keys()
+        return frozenset()
 
 
 def called_for_part(
@@ -47,4 +60,8 @@ def called_for_part(
 ) -> arrays.Array:
     """The initial value of the part of a variable that begins at row `first`."""
     offset = tuple([first, *[0] * (len(shape) - 1)][: len(shape)])
-    return initial_array(lambda: fn(partition_shape=shape, partition_offset=offset), dtype, shape)
+    if "shard_info" in _parameters(fn):
+        keywords: dict[str, Any] = {"shard_info": ShardInfo(shape, offset)}
+    else:
+        keywords = {"partition_shape": shape, "partition_offset": offset}
+    return initial_array(lambda: fn(**keywords), dtype, shape)

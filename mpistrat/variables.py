@@ -51,7 +51,8 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
             its own copy, and reading outside `run` combines them.
         aggregation: how what the replicas assign (ON_WRITE), or their copies (ON_READ), are combined.
         shape: what the initial value must have. With it and `dtype`, a strategy that splits variables calls a
-            function for each part, with its `partition_shape` and the `partition_offset` of its first element.
+            function for each part, with its `partition_shape` and the `partition_offset` of its first element, or with
+            both as a `shard_info` that has `shape` and `offset`.
     Raises:
         ValueError: `synchronization` is NONE, MEAN is asked of a dtype that is not floating, or the shape is another.
     """

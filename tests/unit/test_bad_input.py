@@ -457,7 +457,7 @@ REPLICA: dict[str, Case] = {
 
 VARIABLES: dict[str, Case] = {
     "initial value": (in_scope(lambda: ms.Variable(UNSUPPORTED)), TypeError, "got object"),
-    "initial value: None": (in_scope(lambda: ms.Variable(None)), TypeError, "got NoneType"),
+    "initial value: None": (in_scope(lambda: ms.Variable(None)), ValueError, "value; got None"),
     "initial value: string": (in_scope(lambda: ms.Variable("abc")), TypeError, "got str: 'abc'"),
     "outside a scope": (lambda: ms.Variable(UNSUPPORTED), TypeError, "got object"),
     "nothing": (in_scope(lambda: ms.Variable()), TypeError, "initial_value"),
