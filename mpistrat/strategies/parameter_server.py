@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from mpistrat.coordinator.worker_seeds import seed_for_worker
 from mpistrat.input.input_context import InputContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
+from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.mirrored import check_strategy_arguments
 from mpistrat.strategies.served import (
     ServedExtended,
@@ -183,10 +185,26 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
+        self._warn_on_chief("run")
         result = super().run(fn, args, kwargs, options)
         if self._mirroring is not None:
             self._mirroring.after_run()
         return result
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
+        self._warn_on_chief("reduce")
+        return super().reduce(reduce_op, value, axis)
+
+    def _warn_on_chief(self, method: str) -> None:
+        if self._extended.cluster is not None:
+            warnings.warn(
+                f"{method} works on the chief here, and on no worker: call it in a function that "
+                "ClusterCoordinator.schedule is given",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @property
     def _sees_modules(self) -> bool:
