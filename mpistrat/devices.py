@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 # "cpu", "CPU:1", "cuda:0", "gpu:0", "/device:CPU:0", "/job:worker/task:0/device:GPU:1"
 _DEVICE = re.compile(
-    r"(?:(?P<host>/job:\w+(?:/replica:\d+)?(?:/task:\d+)?))?(?:/device:|/)?"
+    r"(?P<host>/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:(?P<task>\d+))?)?(?:/device:|/)?"
     r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+))?",
     re.IGNORECASE,
 )
@@ -25,6 +25,12 @@ def check_device(device: str) -> str:
     if kind == "cuda" and index >= num_gpus():
         raise ValueError(f"device {device!r} does not exist: this process sees {num_gpus()} GPUs")
     return f"{kind}:{index}"
+
+
+def task_of(device: str) -> tuple[str, int] | None:
+    """The job and the task that `device` names, such as ("worker", 1); None where it names none."""
+    match = _DEVICE.fullmatch(device)
+    return None if match is None or match["task"] is None else (match["job"], int(match["task"]))
 
 
 def check_devices(devices: Sequence[str]) -> tuple[str, ...]:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.job_roles import check_num_ps, works_alone
 from mpistrat.communicators import LocalCommunicator
-from mpistrat.devices import check_devices
-from mpistrat.options import RunOptions
+from mpistrat.cross_device_ops.cross_device_ops import check_pairs
+from mpistrat.devices import check_devices, task_of
+from mpistrat.options import CommunicationOptions, RunOptions
 from mpistrat.parameter_server.clocks import WorkerClock
 from mpistrat.partitioners import Partitioner
+from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.central_storage import CentralStorageExtended
 from mpistrat.strategies.mirrored import check_strategy_arguments
 from mpistrat.strategies.served import (
     ServedExtended,
-    check_max_staleness,
     check_partitioner,
     check_replication,
     join_job,
@@ -29,6 +30,38 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.pytorch.mirroring import Mirroring
+
+
+class _BetweenGraphExtended(ServedExtended):
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        self._check_worker(destinations)
+        return super().reduce_to(reduce_op, value, destinations, options)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        check_pairs(value_destination_pairs)
+        for _, destinations in value_destination_pairs:
+            self._check_worker(destinations)
+        return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
+
+    def _check_worker(self, destinations: Any) -> None:
+        """As TensorFlow does; a server's device is as good as this worker's."""
+        task = task_of(destinations) if isinstance(destinations, str) else None
+        own = self.job.roles.task_type, self.job.roles.task_id
+        if task is not None and task[0] == own[0] and task != own:
+            raise ValueError(
+                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.post.rank)}"
+            )
 
 
 class BetweenGraphStrategy(Strategy):
@@ -77,7 +110,7 @@ class BetweenGraphStrategy(Strategy):
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
         check_replication(replication)
-        check_max_staleness(max_staleness)
+        _check_max_staleness(max_staleness)
         if num_ps is not None:
             check_num_ps(num_ps)
         self._cluster_resolver = cluster_resolver
@@ -101,7 +134,7 @@ class BetweenGraphStrategy(Strategy):
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
-        self._extended = ServedExtended(self, job, devices, variable_partitioner)
+        self._extended = _BetweenGraphExtended(self, job, devices, variable_partitioner)
         self._clock = WorkerClock(job.client, max_staleness)
         if self._clock.combines:
             self.workers_combined = len(job.trainers)
@@ -180,3 +213,13 @@ class BetweenGraphStrategy(Strategy):
         assert isinstance(self._extended, ServedExtended)
         client = self._extended.job.client
         return {"pulled": client.bytes_pulled, "pushed": client.bytes_pushed}
+
+
+def _check_max_staleness(max_staleness: Any) -> None:
+    if max_staleness is None:
+        return
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ValueError(
+            "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
+            f"{max_staleness!r:.60}"
+        )

@@ -62,6 +62,8 @@ class ServedExtended(StrategyExtended):
         super().__init__(strategy, LocalCommunicator(), devices)
         self.job, self.partitioner = job, partitioner
         self._keys = itertools.count()
+        self._turns = itertools.count()
+        self._beside: list[int] = []  # servers that variables go to out of turn
         self._told = itertools.count()
 
     @property
@@ -166,7 +168,7 @@ class ServedExtended(StrategyExtended):
                 sizes = self._sizes(shape, whole.dtype, name)
         except BaseException as error:
             # Others may have come further: each uses up one number.
-            self._tell_not_made(next(self._keys), name, error)
+            self._tell_not_made(*self._next_place(0), name, error)
             raise
         addresses: list[Address] = []
         first = 0
@@ -180,7 +182,7 @@ class ServedExtended(StrategyExtended):
 
             full_name = f"{name}/part_{part}" if sizes else name
             made_of = None if whole is None else arrays.dtype_name(whole)
-            addresses.append(self._placed(full_name, size, made_of, value))
+            addresses.append(self._placed(self._next_place(part), full_name, size, made_of, value))
             first += rows
         return addresses
 
@@ -207,21 +209,25 @@ class ServedExtended(StrategyExtended):
         return [each + (part < more) for part in range(count)]
 
     def _placed(
-        self, name: str, shape: tuple[int, ...], dtype: str | None, value: Callable[[], Any]
+        self,
+        place: tuple[int, int],
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str | None,
+        value: Callable[[], Any],
     ) -> Address:
-        """An array on the next server in turn: made there by the one rank that makes them, found by the others.
+        """An array on a server: made there by the one rank that makes them, found by the others.
 
-        Args: dtype: None where all workers were given it.
+        Args: place: as `_next_place` says; dtype: None where all workers were given it.
         """
-        key = next(self._keys)
-        server = self._server_of(key)
+        server, key = place
         if self.makes_variables:
             try:
                 array = value()
                 address = Address(server, key, name, Kind.of(array))
                 self.job.client.create(address, array)
             except BaseException as error:
-                self._tell_not_made(key, name, error)
+                self._tell_not_made(server, key, name, error)
                 raise
             return address
         address = self.job.client.find(server, key)
@@ -234,14 +240,27 @@ class ServedExtended(StrategyExtended):
             )
         return address
 
-    def _server_of(self, key: int) -> int:
-        return self.job.servers[key % len(self.job.servers)]
+    def _next_place(self, part: int) -> tuple[int, int]:
+        """The server for this part of a variable, the next in turn if nothing says another, and the array's number."""
+        servers = self._beside or self.job.servers
+        turn = part if self._beside else next(self._turns)
+        return servers[turn % len(servers)], next(self._keys)
 
-    def _tell_not_made(self, key: int, name: str, error: BaseException) -> None:
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Inside, variables go to the server of another one, part by part where both have several, out of turn."""
+        with super().colocate_vars_with(colocate_with_variable):
+            before, self._beside = self._beside, _servers_of(colocate_with_variable)
+            try:
+                yield
+            finally:
+                self._beside = before
+
+    def _tell_not_made(self, server: int, key: int, name: str, error: BaseException) -> None:
         """To those who look for the array that would have this number, from the rank that makes them."""
         if self.makes_variables:
             who = f"{self.job.name_of(self.job.post.rank)} has not made variable {name!r}"
-            self.job.client.cannot_create(self._server_of(key), key, as_told(error, who))
+            self.job.client.cannot_create(server, key, as_told(error, who))
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         return min(variables, key=lambda variable: variable.name)
@@ -253,6 +272,14 @@ class ServedExtended(StrategyExtended):
             raise ValueError(f"update needs a variable, got {variable!r:.60}")
         component = variable.values[0] if isinstance(variable, AggregatingVariable) else variable
         return self._on_each_component([component], fn, args, kwargs)
+
+
+def _servers_of(variable: Any) -> list[int]:
+    """Where each of its parts is."""
+    if isinstance(variable, AggregatingVariable):
+        variable = variable.values[0]
+    parts = variable.variables if isinstance(variable, ServedShards) else [variable]
+    return [part.address.server for part in parts]
 
 
 def variable_of(
@@ -290,8 +317,8 @@ def join_job(
     Args:
         told: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
         replication: on how many servers each variable is to be.
-    Raises: CollectiveMismatchError on all ranks, when they were given different ones; ValueError when there is but one
-        server for two copies; what `job_roles` raises.
+    Raises: CollectiveMismatchError on all ranks, when they were given different ones; ValueError when workers have
+        different numbers of devices, or there is but one server for two copies; what `job_roles` raises.
     """
     checked = check_devices(devices) if devices else None
     resolver = MPIClusterResolver(comm)
@@ -306,11 +333,21 @@ def join_job(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
         own = told and f"{told}, replication={replication}"
-        everyone = communicator.all_gather_object((own, replication), label="strategies")
-        if len({one for one, _ in everyone if one is not None}) > 1:
-            given = [one for one, _ in everyone]
-            raise CollectiveMismatchError(f"the ranks make different strategies, by rank: {given}")
-        replication = max(copies for _, copies in everyone)  # a `Server` is not told
+        asked = own, replication, len(checked) if checked else 1
+        strategies, copies, replicas = zip(
+            *communicator.all_gather_object(asked, label="strategies"), strict=True
+        )
+        if len({one for one in strategies if one is not None}) > 1:
+            raise CollectiveMismatchError(
+                f"the ranks make different strategies, by rank: {[*strategies]}"
+            )
+        clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
+        if len({replicas[rank] for rank in clients}) > 1:
+            given = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
+            raise ValueError(
+                f"all workers, and a chief, need the same number of devices, got {given}"
+            )
+        replication = max(copies)  # a `Server` is not told
         if replication > len(roles.ranks["ps"]):
             raise ValueError(
                 f"replication={replication} needs as many parameter servers, each with a copy of its own, but there is "
@@ -352,14 +389,4 @@ def check_replication(replication: Any) -> None:
         raise ValueError(
             "replication must be the number of parameter servers that have a copy of each variable, 1 or 2, got "
             f"{replication!r:.60}"
-        )
-
-
-def check_max_staleness(max_staleness: Any) -> None:
-    if max_staleness is None:
-        return
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
-        raise ValueError(
-            "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
-            f"{max_staleness!r:.60}"
         )
