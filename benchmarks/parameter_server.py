@@ -204,7 +204,7 @@ def row(
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=[*WORKS])
@@ -233,7 +233,8 @@ def main() -> None:
     if given.json:
         path = f"{given.json}parameter_server.json"
         write_json(path, TITLE, where, rows, left_out=left_out)
+    return int(any(row["wrong"] for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

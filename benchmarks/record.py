@@ -55,11 +55,12 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
         yield *BENCH, "train", *work, *steps, "--json", f"PREFIXtrain-{model}.json"
 
 
-def programs_with_a_server(quick: bool) -> Iterator[tuple[str, ...]]:
+def programs_with_a_server(quick: bool, tensorflow: str) -> Iterator[tuple[str, ...]]:
     """What follows `mpiexec -n 3 python`: a server, a worker, and the chief or another worker."""
     rounds = ("--rounds", "1") if quick else ()
     works = ("--works", "sparse", "empty") if quick else ()
-    yield "benchmarks/parameter_server.py", *works, *rounds, "--json", "PREFIX"
+    work = ("benchmarks/parameter_server.py", "--tensorflow", tensorflow, *works)
+    yield *work, *rounds, "--json", "PREFIX"
     for bound in ((), ("--max-staleness", "0"), ("--max-staleness", "4")):
         yield "benchmarks/slow_worker.py", *bound, *rounds, "--json", "PREFIX"
 
@@ -70,12 +71,18 @@ def main() -> int:
     parser.add_argument("mpi", choices=names, nargs="?", default="mpich")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=TOP / "benchmarks" / "results")
+    parser.add_argument(
+        "--tensorflow",
+        metavar="PYTHON",
+        default=sys.executable,
+        help="which has TensorFlow, for parameter_server.py (this)",
+    )
     parser.add_argument("--quick", action="store_true", help="sees whether all programs run")
     given = parser.parse_args()
     launcher = Launcher.named(names[given.mpi])
     given.folder.mkdir(parents=True, exist_ok=True)
     runs = [(given.ranks, one) for one in programs(given.ranks, given.quick)]
-    runs += [(3, one) for one in programs_with_a_server(given.quick)]
+    runs += [(3, one) for one in programs_with_a_server(given.quick, given.tensorflow)]
 
     failed = []
     for ranks, arguments in runs:

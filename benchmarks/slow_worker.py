@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -125,7 +126,7 @@ def fast_within_bound(
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-staleness", type=int)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -143,7 +144,7 @@ def main() -> None:
             slow_when_asked(control, step)
         else:
             control.send([step() for _ in range(SLOW_STEPS)], FAST)
-        return
+        return 0
     step = stepper(strategy, COMPUTE_SECONDS, 0)
     row = (
         fast_alone_and_beside(control, step, given.rounds)
@@ -155,7 +156,8 @@ def main() -> None:
     if given.json:
         kind = "" if bound is None else f"-{bound}"
         write_json(f"{given.json}slow_worker{kind}.json", TITLE, where, [row])
+    return int(row.get("wrong", False))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
