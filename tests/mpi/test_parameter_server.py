@@ -31,6 +31,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 NUM_PS = [n for n in (1, 2) if n < SIZE] or [1]
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
+SECONDS_TO_HEAR = 30.0  # of what takes milliseconds
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
@@ -270,6 +271,41 @@ def test_no_worker_is_further_ahead_than_allowed(way, k, num_ps) -> None:
         most = workers.allreduce(max(ahead), MPI.MAX)
         if workers.size > 1:
             assert most == k  # and it is used
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_worker_in_a_long_step_holds_nobody_back_where_there_is_no_bound(way) -> None:
+    """It is in its step until the others have made twenty."""
+    with made() as strategy:
+        if strategy is None:
+            return
+        workers = workers_of(strategy)
+        slow = workers.size - 1
+        one = variable(strategy, np.zeros(2000))
+        workers.Barrier()
+
+        def step() -> None:
+            one.read_value()
+            one.assign_add(np.ones(2000))
+
+        def long_step() -> None:
+            step()
+            limit = time.monotonic() + SECONDS_TO_HEAR
+            for fast in range(slow):
+                while not workers.iprobe(source=fast):
+                    assert time.monotonic() < limit, f"worker {fast} is held back"
+                    time.sleep(0.001)
+                workers.recv(source=fast)
+
+        if workers.rank == slow:
+            strategy.run(long_step)
+            assert (one.numpy() == 20 * slow + 1).all()
+        else:
+            for _ in range(20):
+                strategy.run(step)
+            steps = [*strategy.steps.values()]
+            assert (steps[workers.rank], steps[slow]) == (20, 0)
+            workers.send("twenty", slow)
 
 
 @pytest.mark.mpi(min_size=3)

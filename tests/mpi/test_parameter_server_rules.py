@@ -14,7 +14,6 @@ from served_jobs import served, workers_of
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 pytestmark = pytest.mark.mpi(min_size=2)
-_SECONDS = 60.0  # that workers wait for each other's messages, at most
 
 
 def made(num_ps=1, **keywords):
