@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from mpi_launcher import Job, Launcher
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 
 
-def run(launcher: Launcher, folder: Path, name: str, ranks: int = 4) -> Job:
+def run(
+    launcher: Launcher, folder: Path, name: str, ranks: int = 4, env: Mapping[str, str] = {}
+) -> Job:
     shared = set(Path("/dev/shm").iterdir())
-    job = launcher.run_python(ranks, PROGRAM, name, folder)
+    job = launcher.run_python(ranks, PROGRAM, name, folder, env=env)
     assert job.left_behind == ()
     left = {path.name for path in set(Path("/dev/shm").iterdir()) - shared}
     assert not [name for name in left if "mpistrat" in name]
@@ -70,11 +73,15 @@ def test_the_chief_decides_what_an_interruption_does(launcher, tmp_path: Path) -
     assert job.stderr == ""
 
 
-def test_an_idle_server_takes_no_time(launcher, tmp_path: Path) -> None:
-    job = run(launcher, tmp_path, "idles", ranks=3)
+@pytest.mark.parametrize("name", ["idle_beside_a_function", "idle_beside_a_long_step"])
+@pytest.mark.parametrize(("shared", "most"), [({}, 0.1), ({"MPISTRAT_SHARED_MB": "0"}, 0.5)])
+def test_who_waits_takes_no_time(launcher, tmp_path: Path, name: str, shared, most: float) -> None:
+    """Through MPI, as between nodes, it looks for messages now and then."""
+    job = run(launcher, tmp_path, name, env=shared)
     assert job.returncode == 0, job.output
-    (seconds,) = re.findall(r"idle (\S+)", job.stdout)
-    assert float(seconds) < 0.1  # of 2 s
+    seconds = dict(re.findall(r"rank (\d): idle (\S+)", job.stdout))
+    assert sorted(seconds) == ["0", "1", "2", "3"], job.output
+    assert max(map(float, seconds.values())) < most, seconds  # of 2 s
 
 
 @pytest.mark.parametrize(

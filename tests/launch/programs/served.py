@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -114,27 +115,39 @@ def chief_exits() -> None:
     sys.exit(3)
 
 
-def idles() -> None:
-    from mpistrat.parameter_server import server
+def idle_beside_a_function() -> None:
+    """v2: a chief that joins, a worker that sleeps in a function, one that has none, and a server."""
+    measure_idle_time()
+    strategy, _ = v2()
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    coordinator.schedule(time.sleep, args=(5,))
+    coordinator.join()
 
-    serve = server.ParameterServer.serve
 
-    def measured(self):
-        def told() -> None:
-            time.sleep(1)
-            begin = time.process_time()
-            time.sleep(2)
-            say(f"idle {time.process_time() - begin:.3f}")
+def idle_beside_a_long_step() -> None:
+    """v1: a worker that sleeps in a step, others that it holds back, and a server."""
+    measure_idle_time()
+    strategy, v = v1(max_staleness=1)
+    strategy.run(add, args=(v,))
+    if RANK == 1:
+        strategy.run(time.sleep, args=(5,))
+        strategy.shutdown()
+    else:
+        for _ in range(3):
+            strategy.run(add, args=(v,))
+        assert strategy.steps["worker 1 (rank 1)"] == 2
 
-        import threading
 
-        threading.Thread(target=told).start()
-        serve(self)
+def measure_idle_time() -> None:
+    """Of this process, when it has begun."""
 
-    server.ParameterServer.serve = measured
-    _, v = v1()
-    v.assign(np.ones(3))
-    time.sleep(5)
+    def told() -> None:
+        time.sleep(2)
+        begin = time.process_time()
+        time.sleep(2)
+        say(f"idle {time.process_time() - begin:.3f}")
+
+    threading.Thread(target=told).start()
 
 
 def works() -> None:
