@@ -83,7 +83,8 @@ class ParameterServerStrategy(Strategy):
         replication: 2 keeps a second copy of each server's variables, and of their optimizers' state, on the next
             server, which goes on with them when the first has died; fault tolerant MPI is needed for that. A change
             is answered for when both have it.
-        devices: of each worker, one replica each; None is one replica on the rank's own device.
+        devices: of each worker, one replica each; None is one replica on the rank's own device. With several, torch
+            modules in the scope raise NotImplementedError.
         gradients: as of `MirroredStrategy`, over the replicas of one worker.
         comm: the mpi4py communicator of the ranks that take part; None is all.
     Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
