@@ -2,21 +2,27 @@
 
 import re
 
+import cloudpickle
 import numpy as np
 import pytest
+import torch
 
 from mpistrat import errors
 from mpistrat.parameter_server import requests
+from mpistrat.parameter_server.clocks import ENDED, FAILED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, Push
+from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.parcels import Kind, carried, unpack
 from mpistrat.parameter_server.replica import ABANDON, CHANGED
 from mpistrat.parameter_server.requests import Created, Update, Updates
 from mpistrat.parameter_server.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
+from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.update_numbers import session_of
 from noted_post import NotedPost
 
-KEY, PRIMARY, KEEPER, CLIENT = 3, 8, 9, 1
+KEY, PRIMARY, KEEPER, CLIENT, OTHER = 3, 8, 9, 1, 2
+OPTIMIZER = 5
 
 
 class Pair:
@@ -25,8 +31,9 @@ class Pair:
     def __init__(self) -> None:
         self.first, self.second = NotedPost(), NotedPost()
         self.first.rank, self.second.rank = PRIMARY, KEEPER
-        self.primary = ParameterServer(self.first, [CLIENT], [CLIENT], CLIENT, KEEPER)
-        self.keeper = ParameterServer(self.second, [CLIENT], [CLIENT], CLIENT)
+        clients = [CLIENT, OTHER]
+        self.primary = ParameterServer(self.first, clients, clients, CLIENT, KEEPER)
+        self.keeper = ParameterServer(self.second, clients, clients, CLIENT)
         self.why_not_there = ""
 
     def carry(self, most: int = 100) -> None:
@@ -159,19 +166,133 @@ def test_who_holds_all_servers_reads_what_outlives_one(pair) -> None:
     """Else what it reads may be gone with the server, and what came to others not."""
     push = Push(5, (PRIMARY, KEEPER), PRIMARY)
     pair.first.asked(CLIENT, "update", Updates([add(1, 1)], push))
-    hold = pair.first.asked(2, HOLD)
+    hold = pair.first.asked(7, HOLD)
     assert pair.first.answer_to(hold) == {(CLIENT, PRIMARY): [push]}
-    admit = pair.first.asked(2, ADMIT, set())
+    admit = pair.first.asked(7, ADMIT, set())
     assert not is_answered(pair.first, admit)
     pair.carry()
     assert pair.first.answer_to(admit) is None
-    there = pair.second.asked(2, HOLD)
+    there = pair.second.asked(7, HOLD)
     assert pair.second.answer_to(there) == {(CLIENT, PRIMARY): [push]}  # known to who goes on
 
 
 def test_a_change_for_a_replica_is_made_though_one_rank_holds_the_server(pair) -> None:
-    pair.second.asked(2, HOLD)
+    pair.second.asked(7, HOLD)
     ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
     pair.carry()
     pair.first.answer_to(ticket)
     assert pair.values() == [[1] * 3] * 2
+
+
+def test_what_a_dead_server_may_still_have_sent_is_not_made_again(pair) -> None:
+    """Another's question comes before what the server had sent, and tells that it has died."""
+    asked = Updates([add(1, 1)])
+    pair.first.asked(CLIENT, "update", asked)
+    pair.second.answer_to(pair.second.asked(CLIENT, "update", asked))
+    pair.second.answer_to(pair.second.asked(CLIENT, "update", Updates([add(10, 2)], settled=2)))
+    pair.carry()
+    pair.second.lose(PRIMARY)
+    assert pair.values()[1] == [11] * 3
+
+
+def test_what_could_not_be_sent_holds_up_nothing_else(pair) -> None:
+    tell = pair.first.tell
+
+    def fail(*_: object) -> None:
+        pair.first.tell = tell
+        raise MemoryError("no room for the message")
+
+    pair.first.tell = fail
+    with pytest.raises(RuntimeError, match="no room for the message"):
+        pair.first.answer_to(pair.first.asked(CLIENT, "update", Updates([add(1, 1)])))
+    ticket = pair.first.asked(CLIENT, "update", Updates([add(10, 2)]))
+    pair.carry()
+    pair.first.answer_to(ticket)
+    assert pair.values() == [[10] * 3] * 2
+
+
+@pytest.fixture
+def stepped(pair) -> Pair:
+    """With an optimizer whose rounds are the sums of all workers' gradients."""
+    recipe = cloudpickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
+    ticket = pair.first.asked(CLIENT, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)]))
+    pair.carry()
+    assert pair.first.answer_to(ticket) is None
+    return pair
+
+
+def push(pair: Pair, worker: int, gradient: float, number: int, n: int) -> None:
+    """A gradient for the round of this number, to the first server."""
+    operand = [carried(np.full(3, float(gradient)))]
+    update = Update(KEY, Step(OPTIMIZER, {"lr": 1.0}, number), operand, session_of(worker), n)
+    pair.first.asked(worker, "update", Updates([update]))
+
+
+def test_a_round_ends_on_both_as_it_did_on_the_first(stepped) -> None:
+    """Which the death of a worker comes to before its notice, and to the other after it."""
+    push(stepped, CLIENT, 1, 0, 0)
+    push(stepped, OTHER, 100, 0, 0)
+    stepped.carry()
+    for worker in (CLIENT, OTHER):
+        stepped.second.told(worker, ENDED, (1, None))
+    assert stepped.values() == [[0] * 3] * 2  # it is for the first to say
+    stepped.first.told(CLIENT, ENDED, (1, None))
+    stepped.first.lose(OTHER)
+    stepped.carry()
+    assert stepped.values() == [[-1] * 3] * 2
+
+
+def test_gradients_of_the_dead_are_dropped_on_both_whatever_comes_first(stepped) -> None:
+    push(stepped, OTHER, 100, 0, 0)
+    stepped.second.lose(OTHER)
+    stepped.carry()
+    stepped.first.lose(OTHER)
+    push(stepped, CLIENT, 1, 0, 0)
+    stepped.first.told(CLIENT, ENDED, (1, None))
+    stepped.carry()
+    assert stepped.values() == [[-1] * 3] * 2
+
+
+def test_a_step_that_is_tried_again_counts_once_on_both(stepped) -> None:
+    """The notice that it had failed comes to the other late."""
+    push(stepped, CLIENT, 100, 0, 0)
+    stepped.first.told(CLIENT, FAILED, (0, None))
+    push(stepped, CLIENT, 1, 0, 1)
+    stepped.carry()
+    stepped.second.told(CLIENT, FAILED, (0, None))
+    for worker in (CLIENT, OTHER):
+        stepped.first.told(worker, ENDED, (1, None))
+    stepped.carry()
+    assert stepped.values() == [[-1] * 3] * 2
+
+
+def test_what_happens_between_rounds_happens_there_on_both(stepped) -> None:
+    push(stepped, CLIENT, 1, 0, 0)
+    for worker in (CLIENT, OTHER):
+        stepped.second.told(worker, ENDED, (1, None))
+        stepped.first.told(worker, ENDED, (1, None))
+    doubled = Update(KEY, "assign", [carried(np.full(3, 50.0))], session_of(OTHER), 0)
+    stepped.first.asked(OTHER, "update", Updates([doubled]))
+    stepped.carry()
+    assert stepped.values() == [[50] * 3] * 2
+
+
+def test_a_worker_begins_when_both_have_ended_the_round(stepped) -> None:
+    push(stepped, CLIENT, 1, 0, 0)
+    for worker in (CLIENT, OTHER):
+        stepped.first.told(worker, ENDED, (1, None))
+    ticket = stepped.first.asked(CLIENT, MAY_BEGIN, 1)
+    assert not is_answered(stepped.first, ticket)
+    stepped.carry()
+    assert stepped.first.answer_to(ticket) == 1
+
+
+def test_who_goes_on_ends_the_rounds_that_the_first_had_not(stepped) -> None:
+    """Without the gradients of those that have died in them."""
+    push(stepped, CLIENT, 1, 0, 0)
+    push(stepped, OTHER, 100, 0, 0)
+    stepped.carry()
+    stepped.second.told(CLIENT, ENDED, (1, None))
+    stepped.second.lose(OTHER)
+    stepped.second.lose(PRIMARY)
+    assert stepped.values()[1] == [-1] * 3
