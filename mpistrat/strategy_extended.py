@@ -123,6 +123,9 @@ class StrategyExtended(StrategyVariables):
         """Inside, variables stay as they are: another rank has written what this one would."""
         return contextlib.nullcontext()
 
+    def tell_of_checkpoint(self, path: str, restored: bool = False) -> None:
+        """A checkpoint is complete, or this rank has `restored` from one. Called by: any thread."""
+
     def tell_followers(self, what: str, value: Any) -> None:
         """Tell those who do not take part in checkpoints how one went."""
 

@@ -134,7 +134,14 @@ class CheckpointManager:
             self._saving = SavingOfRank(checkpoint, files, began, lost, communicator.rank)
         else:
             self._saving = SavingOfAll(
-                checkpoint, files, began, lost, communicator.size, self._directory, self._keep
+                checkpoint,
+                files,
+                began,
+                lost,
+                communicator.size,
+                self._directory,
+                self._keep,
+                self._extended.tell_of_checkpoint,
             )
         self._saving.start()
         if wait:
@@ -247,6 +254,7 @@ class CheckpointManager:
             stored = self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}")
             states = self._load(stored)
         self._extended.tell_followers("restored", (chosen, states))
+        self._extended.tell_of_checkpoint(chosen, restored=True)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -261,6 +269,8 @@ class CheckpointManager:
             self.wait()
             path, states = self._restore_newest()
         self._extended.tell_followers("restored", (path, states))
+        if path is not None:
+            self._extended.tell_of_checkpoint(path, restored=True)
         return path
 
     def _follow(self) -> str | None:

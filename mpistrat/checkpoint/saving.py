@@ -137,7 +137,7 @@ class SavingOfRank(Saving):
 
 
 class SavingOfAll(Saving):
-    """Rank 0's, which completes the checkpoint when all `ranks` have written."""
+    """Rank 0's, which completes the checkpoint when all `ranks` have written, and calls `completed` with its path."""
 
     def __init__(
         self,
@@ -148,9 +148,11 @@ class SavingOfAll(Saving):
         ranks: int,
         directory: Directory,
         keep: int,
+        completed: Callable[[str], None],
     ) -> None:
         super().__init__(checkpoint, files, began, lost)
         self._ranks, self._directory, self._keep = ranks, directory, keep
+        self._completed = completed
 
     def _begin(self) -> None:
         durable_files.make_folder(self.checkpoint.folder)
@@ -162,6 +164,7 @@ class SavingOfAll(Saving):
         # Jobs that were killed when their checkpoints were complete have left more: never are there two too many.
         self._directory.keep_newest(self._keep)
         self._directory.complete(self.checkpoint, self._ranks, of_all)
+        self._completed(self.checkpoint.path)
         self._directory.keep_newest(self._keep)
 
     def _note_of(self, rank: int) -> Written:

@@ -29,6 +29,8 @@ from mpistrat.parameter_server.server import ParameterServer
 END = "end"
 # Notices: a rank has come to `begin`; all have.
 _HERE, _BEGIN = "here", "begin"
+# A notice: where a checkpoint of the job is.
+_CHECKPOINT = "checkpoint"
 _SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends, and to end it: all would say the same
 _SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
 _SECONDS_TO_SEND = 60.0  # at the end, what the others have not read yet
@@ -83,6 +85,7 @@ class ServerJob:
         self.client = Client(self.post, self.servers, replicated)
         self.ended = False
         self._done = False
+        self._last_checkpoint = ""  # its path
         self.post.on_lost(self._lost)  # before the server's
         self._server: ParameterServer | None = None
         if roles.rank in self.servers:
@@ -95,6 +98,7 @@ class ServerJob:
         self._coordinator: int | None = None  # the rank that does, once all have begun
         self.post.handle(END, lambda source, body: self._end())
         self.post.handle(_HERE, self._comes)
+        self.post.handle(_CHECKPOINT, self._hear_of_checkpoint)
         self.post.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
         # Runs before the ranks wait for each other at their ends: handlers run last in, first out.
         # Also where the program has forgotten its strategy by then: the servers wait for it.
@@ -136,6 +140,20 @@ class ServerJob:
         self.post.attend(lambda: self._begun)
         job_end.go_on_without_the_lost(self.post.mail.has_lost)
         job_end.expect_losses(not coordinates)
+
+    def tell_of_checkpoint(self, path: str) -> None:
+        """Who tells from now on that variables are lost names this checkpoint. Called by: one rank, any thread."""
+        self._last_checkpoint = path
+        if not self._done:
+            for server in self.servers:
+                self.post.tell(server, _CHECKPOINT, path)
+
+    def _hear_of_checkpoint(self, source: int, path: str) -> None:
+        self._last_checkpoint = path
+        first = next(one for one in self.servers if one not in self.post.mail.lost)
+        if self._server is not None and self.post.rank == first:
+            for client in self._server.clients - {source}:
+                self.post.tell(client, _CHECKPOINT, path)
 
     def serve(self) -> None:
         """The work of a server: return when all that use it are done."""
@@ -203,7 +221,11 @@ class ServerJob:
             is_lost = routes.is_lost_with(rank)
             names = self.client.names_lost() if is_lost else []
         if is_lost:
-            return f"{died}, and with it {_named(names)}: the job must be started again, from its last checkpoint"
+            last = f"from its last checkpoint, {self._last_checkpoint}"
+            return (
+                f"{died}, and with it {_named(names)}: the job must be started again, "
+                f"{last if self._last_checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
+            )
         kept_there = self.name_of(routes.kept_on(rank) or 0)
         return (
             f"{died}; {self.name_of(holder)} goes on with {_named(names)}, of which there is no other copy now, nor of "

@@ -17,6 +17,7 @@ from mpistrat.devices import check_devices
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.initial_values import called_for_part, initial_array, takes_parts
 from mpistrat.input.splitting import Share
+from mpistrat.notices import tell
 from mpistrat.parameter_server.client import Address
 from mpistrat.parameter_server.parcels import Kind
 from mpistrat.parameter_server.served_shards import ServedShards
@@ -99,6 +100,14 @@ class ServedExtended(StrategyExtended):
 
     def already_written(self) -> contextlib.AbstractContextManager[None]:
         return self.job.client.already_written()
+
+    def tell_of_checkpoint(self, path: str, restored: bool = False) -> None:
+        self.job.tell_of_checkpoint(path)
+        if restored:
+            servers = len(self.job.servers)
+            tell(
+                f"the job goes on from {path}, with {servers} parameter server{'s' * (servers > 1)}"
+            )
 
     def tell_followers(self, what: str, value: Any) -> None:
         self._tell(what, value, None)

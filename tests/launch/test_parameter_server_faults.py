@@ -13,6 +13,7 @@ import two_nodes
 from mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
+RESTART = PROGRAM.with_name("parameter_server_restart.py")
 SAVING = PROGRAM.with_name("parameter_server_saving.py")
 WORKERS, SERVERS = 6, 2
 REPLICATED_SERVERS = 3
@@ -133,7 +134,8 @@ def test_a_server_is_killed(tmp_path: Path) -> None:
     """What is scheduled fails, and names what is lost; the program may still end as it likes."""
     job = run(tmp_path, 5, "server", 0)
     assert job.returncode == 0, job.output
-    said = "ps 0 (rank 3) has died, and with it 'first': the job must be started again, from its last checkpoint"
+    said = "ps 0 (rank 3) has died, and with it 'first': the job must be started again"
+    said += ", and it has no checkpoint of a CheckpointManager"
     assert job.stdout.count(f"UnavailableError: {said}") == 3, job.output
     assert "the chief goes on" in job.stdout
     assert job.stderr.count(said) == 1, job.output
@@ -146,6 +148,31 @@ def test_a_server_of_workers_that_train_by_themselves_is_killed(tmp_path: Path) 
     said = "UnavailableError: ps 1 (rank 4) has died, and with it 'second'"
     assert job.stdout.count(said) == 3, job.output
     assert job.stdout.count("the worker goes on") == 3
+
+
+@pytest.mark.parametrize("who", ["coordinator", "workers"])
+def test_a_job_of_which_a_server_was_killed_goes_on_from_its_checkpoint(
+    tmp_path: Path, who: str
+) -> None:
+    """It names that, and so does the job that is started again, with three servers instead of two."""
+    launcher = FaultTolerant.named("Open MPI")
+    job, again = (
+        launcher.run_python(ranks, RESTART, who, servers, kill, seconds=SECONDS, cwd=tmp_path)
+        for ranks, servers, kill in ((4, "2", "1"), (5, "3", "0"))
+    )
+    assert job.returncode == 0, job.output
+    path = tmp_path / "checkpoints" / "step-00000000"
+    said = re.escape(f"the job must be started again, from its last checkpoint, {path}") + "$"
+    programs = 1 if who == "coordinator" else 2
+    told = re.findall(
+        rf"^UnavailableError: ps 1 .* has died, and with it .*: {said}", job.stdout, re.M
+    )
+    assert len(told) == programs, job.output
+    assert len(re.findall(rf"^mpistrat: ps 1 .* has died, .*: {said}", job.stderr, re.M)) == 1
+    assert again.returncode == 0, again.output
+    assert again.stderr == f"mpistrat: the job goes on from {path}, with 3 parameter servers\n"
+    counts = [20.0 * number for number in range(7)]
+    assert again.stdout.count(f"goes on with {counts}\n") == programs, again.output
 
 
 @pytest.mark.parametrize("kills", [1, 2])
