@@ -87,9 +87,14 @@ HANDLERS: dict[str, dict[str, Handler]] = {
 LATER_AREAS = {
     "tpu_topology": "TPU",
 }
-_DEATHS = "under MPI no rank comes back; tests/launch kills ranks"
+# Under MPI no rank comes back. In tests/launch/test_parameter_server_faults.py:
+_OF_DEATHS = {
+    "kill worker 1 during 40 scheduled v+=1, restart it, join": "test_workers_of_a_coordinator_are_killed",
+    "create iterator, kill+restart worker 0, keep scheduling next": "the same test, of which each function calls next",
+    "kill the ps that holds v, schedule v+=1, join": "test_a_server_is_killed",
+}
 LATER_OPS = {
-    **{("coordinator", op): _DEATHS for op in replay_coordinator.OF_DEATHS},
+    **{("coordinator", op): test for op, test in _OF_DEATHS.items()},
     ("resolvers", "kubernetes_resolver"): "cloud resolvers",
     ("resolvers", "gce_resolver"): "cloud resolvers",
     ("resolvers", "gce_set_task_type"): "cloud resolvers",

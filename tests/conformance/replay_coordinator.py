@@ -276,12 +276,6 @@ def _on_mirrored(stage: Stage) -> Any:
     return ClusterCoordinator(ms.MirroredStrategy(["cpu:0"]))
 
 
-# These kill ranks, and start them again.
-OF_DEATHS = (
-    "kill worker 1 during 40 scheduled v+=1, restart it, join",
-    "create iterator, kill+restart worker 0, keep scheduling next",
-    "kill the ps that holds v, schedule v+=1, join",
-)
 HANDLERS: dict[str, Handler] = {
     "ParameterServerStrategy": construct,
     "ClusterCoordinator(MirroredStrategy)": _on_mirrored,
