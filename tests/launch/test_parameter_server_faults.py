@@ -204,6 +204,13 @@ def test_all_workers_are_killed(tmp_path: Path) -> None:
     assert "the chief goes on" in job.stdout
 
 
+@pytest.mark.parametrize("jobs", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_closures_that_train_are_executed_once(tmp_path: Path, jobs: int) -> None:
+    for seed in range(jobs):
+        job = went_on(tmp_path, "training closures", seed, 2, workers=3)
+        assert "2 workers killed: all is exact" in job.stdout, job.output
+
+
 SERVER_GOES_ON = r"ps \d \(rank \d\) has died; ps \d \(rank \d\) goes on with .*, of which there is no other copy now"
 
 
@@ -266,6 +273,7 @@ def test_a_server_and_its_replica_are_killed(tmp_path: Path) -> None:
     said = r"UnavailableError: ps [01] \(rank [34]\) has died, and with it 'first': the job must be started again"
     assert len(re.findall(said, job.stdout)) == 3, job.output
     assert job.stdout.count("the worker goes on with 3") == 3, job.output
+    assert "what is lost is saved" not in job.stdout
 
 
 @pytest.mark.parametrize("what", ["closures", "steps"])

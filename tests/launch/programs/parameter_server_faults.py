@@ -1,20 +1,22 @@
 """Jobs with parameter servers of which ranks are killed: `parameter_server_faults.py WHAT SEED [KILLS]`, on every rank.
 
 WHAT is "closures" (a chief, workers, servers) or "steps" (workers that train by themselves, and servers), whose workers
-are killed one after the other; "replicated closures" or "replicated steps", of which one server is killed, too; "looks"
-or "training" with replicas, of which that one is killed if KILLS is 1; or who is killed once: "chief", "server",
-"server of steps", "both copies", "all workers". When and where the seed says.
+are killed one after the other; "training closures", each of which steps an optimizer; "replicated closures" or
+"replicated steps", of which one server is killed, too; "looks" or "training" with replicas, of which that one is killed
+if KILLS is 1; or who is killed once: "chief", "server", "server of steps", "both copies", "all workers". When and where
+the seed says.
 """
 
 import faulthandler
 import hashlib
+import itertools
 import os
 import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,47 @@ def closures(replication: int = 1) -> None:
     assert coordinator.done()
     assert [int(one.mean()) for one in coordinator.fetch(results)] == list(range(len(results)))
     counts = {int(counter.numpy()) / 2, *np.unique(large.numpy()), *np.unique(small.numpy())}
+    assert counts == {len(results)}, (counts, len(results))
+    print(f"{len(results)} closures, {kills} workers killed: all is exact", flush=True)
+
+
+def training_closures() -> None:
+    """Each reads an element of its worker's dataset, and moves all weights by one."""
+    import torch
+
+    strategy = ms.ParameterServerStrategy(num_ps=2)
+    coordinator = ms.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        counter = ms.Variable(0, name="counter")
+        model = torch.nn.Linear(SMALL, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    elements = iter(coordinator.create_per_worker_dataset(itertools.count))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, SMALL)).sum().backward()
+        optimizer.step()
+
+    def work(elements: Iterator[int]) -> int:
+        counter.assign_add(1)
+        strategy.run(step)
+        return next(elements)
+
+    cluster = strategy.extended.cluster
+    assert cluster is not None
+    victims = plan.sample(list(cluster.workers), kills)
+    results = [coordinator.schedule(work, args=(elements,))]
+    coordinator.join()  # torch is there: that takes longer than all the kills
+    killer = threading.Thread(target=kill, args=(victims,))
+    killer.start()
+    while killer.is_alive() or cluster.post.mail.lost < set(victims):
+        results.append(coordinator.schedule(work, args=(elements,)))
+        while len(coordinator._queue) > MOST_WAITING:
+            time.sleep(1e-3)
+    coordinator.join()
+    assert all(element >= 0 for element in coordinator.fetch(results))
+    counts = {int(counter.numpy()), *np.unique(-model.state_dict()["weight"].numpy())}
     assert counts == {len(results)}, (counts, len(results))
     print(f"{len(results)} closures, {kills} workers killed: all is exact", flush=True)
 
@@ -329,6 +372,11 @@ def both_copies_die() -> None:
         os.kill(pids[job.servers[0]], signal.SIGKILL)
         assert first.numpy()[0] >= len(job.workers)  # of the replica, by who goes on
         os.kill(pids[job.servers[1]], signal.SIGKILL)
+        try:
+            with strategy.extended.unchanging():
+                print("what is lost is saved", flush=True)
+        except UnavailableError:
+            pass  # and does not try for ever
     expect_unavailable(
         first.read_value if job.roles.task_id == 0 else lambda: first.assign_add(np.ones(10))
     )
@@ -344,6 +392,8 @@ def main() -> None:
         closures(2 if what.startswith("replicated") else 1)
     elif what in ("steps", "replicated steps"):
         steps(2 if what.startswith("replicated") else 1)
+    elif what == "training closures":
+        training_closures()
     elif what in ("training", "looks"):
         (training if what == "training" else looks)()
     elif what == "both copies":
