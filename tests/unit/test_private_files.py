@@ -27,7 +27,7 @@ ALLOWED = {
         "parameter_server/unpickling.py",
         "loads",
     ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
-    ("parameter_server/server.py", "loads"): "the same",
+    ("parameter_server/store.py", "loads"): "the same",
     ("parameter_server/mpi_messages.py", "loads"): "what this job's ranks have sent over MPI",
 }
 # mpi4py's methods in small letters, and the ForkingPickler of multiprocessing, pickle between the ranks of a job and
