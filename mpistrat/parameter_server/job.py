@@ -213,23 +213,22 @@ class ServerJob:
             return died
         routes = self.client.routes
         holder = routes.holder_of(rank)
+        here = None
         if self._server is not None and holder == self.post.rank:
-            kept = self._server.kept
-            names = list(kept.given_up.values()) or list(kept.names.values())
-            is_lost = bool(kept.given_up)
-        else:
-            is_lost = routes.is_lost_with(rank)
-            names = self.client.names_lost() if is_lost else []
-        if is_lost:
+            here = self._server.kept
+        given_up = list(here.given_up.values()) if here is not None else []
+        if given_up or routes.is_lost_with(rank):
+            lost = _named(given_up or self.client.names_lost())
             last = f"from its last checkpoint, {self._last_checkpoint}"
             return (
-                f"{died}, and with it {_named(names)}: the job must be started again, "
+                f"{died}, and with it {lost}: the job must be started again, "
                 f"{last if self._last_checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
             )
+        names = _named(list(here.names.values()) if here is not None else [])
         kept_there = self.name_of(routes.kept_on(rank) or 0)
         return (
-            f"{died}; {self.name_of(holder)} goes on with {_named(names)}, of which there is no other copy now, nor of "
-            f"what {kept_there} has made"
+            f"{died}; {self.name_of(holder)} goes on with {names}, of which there is no other copy now, nor of what "
+            f"{kept_there} has made"
         )
 
     def _lost(self, rank: int) -> None:
