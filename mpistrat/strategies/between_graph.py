@@ -16,14 +16,14 @@ from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.central_storage import CentralStorageExtended
-from mpistrat.strategies.mirrored import check_strategy_arguments
-from mpistrat.strategies.served import (
-    ServedExtended,
+from mpistrat.strategies.joining import (
     check_partitioner,
     check_replication,
     join_job,
     resolver_of,
 )
+from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategies.served import ServedExtended
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:

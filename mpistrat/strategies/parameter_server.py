@@ -17,14 +17,14 @@ from mpistrat.input.input_context import InputContext
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.partitioners import Partitioner
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.mirrored import check_strategy_arguments
-from mpistrat.strategies.served import (
-    ServedExtended,
+from mpistrat.strategies.joining import (
     check_partitioner,
     check_replication,
     join_job,
     resolver_of,
 )
+from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategies.served import ServedExtended
 from mpistrat.strategies.travelling import Travelling
 from mpistrat.strategy import Strategy
 from mpistrat.variable_arguments import VariableArguments

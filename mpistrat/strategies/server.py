@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpistrat.cluster_resolver.task_roles import ServerDef, make_server_def
+from mpistrat.strategies.joining import join_job
 from mpistrat.strategies.parameter_server import ParameterServerStrategy
-from mpistrat.strategies.served import join_job
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -216,9 +216,40 @@ def stepped(pair) -> Pair:
     """With an optimizer whose rounds are the sums of all workers' gradients."""
     recipe = cloudpickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
     ticket = pair.first.asked(CLIENT, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)]))
+    assert not is_answered(pair.first, ticket)
     pair.carry()
     assert pair.first.answer_to(ticket) is None
     return pair
+
+
+def test_loaded_state_is_answered_for_when_both_have_it(stepped) -> None:
+    state = {"momentum_buffer": np.full(3, 5.0)}
+    ticket = stepped.first.asked(CLIENT, "load optimizer state", (OPTIMIZER, KEY, state))
+    assert not is_answered(stepped.first, ticket)
+    stepped.carry()
+    assert stepped.first.answer_to(ticket) is None
+    stepped.second.lose(PRIMARY)
+    for post in (stepped.first, stepped.second):
+        found = post.answer_to(post.asked(CLIENT, "optimizer state", (OPTIMIZER, KEY)))
+        assert found["momentum_buffer"].tolist() == [5] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("make optimizer", (OPTIMIZER, b"no pickle", [(KEY, False)])),
+        ("load optimizer state", (OPTIMIZER, KEY, {})),  # of no optimizer
+    ],
+)
+def test_what_fails_on_both_is_no_difference(pair, capsys, kind, body) -> None:
+    ticket = pair.first.asked(CLIENT, kind, body)
+    pair.carry()
+    with pytest.raises((RuntimeError, errors.NotFoundError)):
+        pair.first.answer_to(ticket)
+    pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    pair.carry()
+    assert pair.values() == [[1] * 3] * 2
+    assert capsys.readouterr().err == ""
 
 
 def push(pair: Pair, worker: int, gradient: float, number: int, n: int) -> None:
