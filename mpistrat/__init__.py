@@ -8,6 +8,7 @@ from mpistrat import errors as errors
 from mpistrat import experimental as experimental
 from mpistrat import fault_tolerance as fault_tolerance
 from mpistrat import input as input
+from mpistrat import tpu as tpu
 from mpistrat.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from mpistrat.context import get_replica_context as get_replica_context
 from mpistrat.context import get_strategy as get_strategy

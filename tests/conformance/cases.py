@@ -27,6 +27,7 @@ from conformance import (
     replay_resolvers,
     replay_run,
     replay_sharded_variable,
+    replay_tpu,
     replay_v1_input,
     replay_variable_uses,
     replay_variables,
@@ -75,6 +76,7 @@ HANDLERS: dict[str, dict[str, Handler]] = {
     "partitioners": replay_sharded_variable.PARTITIONERS,
     "sharded_variable": replay_sharded_variable.HANDLERS,
     "coordinator": replay_coordinator.HANDLERS,
+    "tpu_topology": replay_tpu.HANDLERS,
     "multi_worker": {
         **replay_multi_worker.HANDLERS,
         **replay_distribute_dataset.OF_WORKERS,
@@ -83,22 +85,20 @@ HANDLERS: dict[str, dict[str, Handler]] = {
     **dict.fromkeys(RESOLVER_AREAS, _RESOLVERS),
 }
 
-# What other parts of the project replay, once they are there.
-LATER_AREAS = {
-    "tpu_topology": "TPU",
-}
 # Under MPI no rank comes back. In tests/launch/test_parameter_server_faults.py:
 _OF_DEATHS = {
     "kill worker 1 during 40 scheduled v+=1, restart it, join": "test_workers_of_a_coordinator_are_killed",
     "create iterator, kill+restart worker 0, keep scheduling next": "the same test, of which each function calls next",
     "kill the ps that holds v, schedule v+=1, join": "test_a_server_is_killed",
 }
+# And what other parts of the project replay, once they are there.
 LATER_OPS = {
     **{("coordinator", op): test for op, test in _OF_DEATHS.items()},
     ("resolvers", "kubernetes_resolver"): "cloud resolvers",
     ("resolvers", "gce_resolver"): "cloud resolvers",
     ("resolvers", "gce_set_task_type"): "cloud resolvers",
     ("resolvers", "tpu_resolver"): "TPU",
+    ("tpu_topology", "tpu_run_validation"): "TPUStrategy",
 }
 
 
@@ -117,7 +117,7 @@ def load(path: Path) -> Iterator[dict[str, Any]]:
     for file in files:
         for case in json.loads(file.read_text())["cases"]:
             area, op = case["area"], case["program"]["op"]
-            if area not in LATER_AREAS and (area, op) not in LATER_OPS:
+            if (area, op) not in LATER_OPS:
                 yield case
 
 

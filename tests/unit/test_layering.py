@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / PACKAGE
 LAYERS = (
     ("__main__",),
     ("bench", "doctor"),
-    ("compat", "experimental"),
+    ("compat", "experimental", "tpu"),
     ("fault_tolerance",),
     ("checkpoint",),
     ("strategies",),
@@ -54,6 +54,7 @@ LAYERS = (
         "reduce_op",
         "riders",
         "topology",
+        "tpu_topology",
         "trace",
     ),
 )

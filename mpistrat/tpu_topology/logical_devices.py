@@ -1,0 +1,48 @@
+"""Whether a value can be placed on, or split over, the logical devices of a replica."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+
+def check_logical_device(logical_device_id: int, cores_per_replica: int) -> None:
+    """Raises: ValueError unless a replica has that logical device."""
+    if not 0 <= operator.index(logical_device_id) < cores_per_replica:
+        raise ValueError(
+            f"no logical device {logical_device_id}: a replica has {cores_per_replica}, so ids are 0 to "
+            f"{cores_per_replica - 1}; DeviceAssignment.build(computation_shape=…) gives a replica more"
+        )
+
+
+def check_split(
+    shape: Sequence[int | None], partition_dimensions: Sequence[int], cores_per_replica: int
+) -> None:
+    """Raises: ValueError unless a value of `shape` splits evenly into one part per logical device.
+
+    Args:
+        shape: None stands for a length that is not known yet, of which nothing is checked.
+        partition_dimensions: into how many parts each dimension is split.
+    """
+    parts = [operator.index(count) for count in partition_dimensions]
+    if len(parts) != len(shape):
+        raise ValueError(
+            f"partition_dimensions {parts} has {len(parts)} entries, and the value's shape {list(shape)} has "
+            f"{len(shape)}: give one number of parts per dimension"
+        )
+    for axis, (length, count) in enumerate(zip(shape, parts, strict=True)):
+        if count < 1:
+            raise ValueError(
+                f"partition_dimensions {parts} splits dimension {axis} into {count} parts: give at least 1"
+            )
+        if length is not None and length % count:
+            raise ValueError(
+                f"dimension {axis} of the value's shape {list(shape)} does not divide into "
+                f"{count} parts (partition_dimensions {parts}): {length % count} of {length} would be left over"
+            )
+    if math.prod(parts) != cores_per_replica:
+        raise ValueError(
+            f"partition_dimensions {parts} makes {math.prod(parts)} parts for the {cores_per_replica} logical devices "
+            f"of a replica: choose numbers whose product is {cores_per_replica}"
+        )
