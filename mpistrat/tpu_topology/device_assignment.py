@@ -70,9 +70,9 @@ class DeviceAssignment:
             computation_shape: how many cores a replica gets along x, y, z and the cores of a chip; one core by default.
             computation_stride: how far these are apart, along each axis; other replicas get what lies between.
             num_replicas: from 0 to as many as there is room for.
-            device_order_mode: a `DeviceOrderMode` or its name. RING needs replicas of whole chips, that fill the mesh,
-                and have a stride of 1; an odd length has no ring, and is numbered by coordinates. Where the mesh has
-                places without a device, cores are taken by task and device whatever the mode is.
+            device_order_mode: a `DeviceOrderMode` or its name. RING needs replicas of whole chips, a stride of 1, and
+                as many replicas as there is room for; an odd length has no ring, and is numbered by coordinates. Where
+                the mesh has places without a device, cores are taken by task and device whatever the mode is.
 
         Raises: ValueError when the replicas do not fit into the mesh, or do not make rings.
         """
@@ -92,12 +92,12 @@ class DeviceAssignment:
         if topology.num_missing_devices:
             return cls(topology, _by_device(topology, shape, stride, num_replicas))
         whole_chips = shape[3] == mesh[3]
-        all_used = num_replicas == math.prod(room)
-        in_rings = whole_chips and all_used and math.prod(stride) == 1
+        no_room_left = num_replicas == math.prod(room)
+        in_rings = whole_chips and no_room_left and math.prod(stride) == 1
         if mode == DeviceOrderMode.RING and not in_rings:
             raise ValueError(
                 f"RING needs replicas that take whole chips ({mesh[3]} cores; computation_shape has {shape[3]}), a "
-                f"stride of 1 (it is {list(stride)}), and all of the mesh ({math.prod(room)} replicas; "
+                f"stride of 1 (it is {list(stride)}), and as many replicas as there is room for ({math.prod(room)}; "
                 f"{num_replicas} were asked for): use AUTO or MESH"
             )
         grid = _replica_grid(num_replicas, room)

@@ -108,7 +108,7 @@ GAPS = mesh_of([2, 2, 1, 2], missing=2)
         (
             BOARD,
             {"num_replicas": 2, "device_order_mode": "RING"},
-            r"\(2 cores; computation_shape has 1\).*\(8 replicas; 2 were asked for\): use AUTO",
+            r"\(2 cores; computation_shape has 1\).*room for \(8; 2 were asked for\): use AUTO",
         ),
         (BOARD, {"device_order_mode": "SNAKE"}, "one of AUTO, RING, MESH; got 'SNAKE'"),
         (BOARD, {"device_order_mode": 3}, "one of AUTO, RING, MESH; got 3"),
