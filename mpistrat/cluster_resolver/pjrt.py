@@ -1,0 +1,149 @@
+"""The environment in which PJRT finds a rank's part of a TPU slice.
+
+The variables are those of libtpu, with the values that torch_xla 2.9 gives them when it starts one process per chip
+itself (`torch_xla._internal.tpu.configure_topology`, `torch_xla._internal.pjrt.initialize_multiprocess`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+
+from mpistrat.cluster_resolver.tpu_slice import TPUSlice, bounds_text
+from mpistrat.errors import TopologyError
+from mpistrat.topology import Topology
+
+DEVICE = "PJRT_DEVICE"  # "TPU"
+LOCAL_RANK = "PJRT_LOCAL_PROCESS_RANK"  # "3": this process's number on its host
+LOCAL_SIZE = "PJRT_LOCAL_PROCESS_COUNT"  # "4": processes of each host
+TASK_ID = "CLOUD_TPU_TASK_ID"  # "7": this process's number in the slice, by worker id, then by number on its host
+PROCESS_BOUNDS = "TPU_PROCESS_BOUNDS"  # "2,2,2": the box of all processes
+CHIPS_PER_PROCESS_BOUNDS = (
+    "TPU_CHIPS_PER_PROCESS_BOUNDS"  # "1,1,1": the box of each process's chips
+)
+VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"  # "3"; "0,1,2,3"
+PROCESS_ADDRESSES = "TPU_PROCESS_ADDRESSES"  # "10.0.0.1:8476,10.0.0.1:8477,…": of all, by task id
+PROCESS_PORT = "TPU_PROCESS_PORT"  # "8479": this process's own
+BASE_PORT = 8476  # torch_xla's: the first process of a host; the following ones count on
+
+
+_FORWARDED = (
+    "each host needs its own TPU_WORKER_ID, so do not let mpirun pass that of one host on to the others (-x, -genv), "
+    "or unset it and TPU_ACCELERATOR_TYPE to have each host ask its metadata server"
+)
+
+
+def pjrt_environment(
+    topology: Topology, slices: Sequence[TPUSlice], base_port: int = BASE_PORT
+) -> dict[str, str]:
+    """The variables for the rank `topology.rank`; to be set before the process first uses an XLA device.
+
+    One rank per host has all chips of its host. One rank per chip (of v7x: per half of a chip, which counts as a chip)
+    has the chip of its local rank. Nodes may have any order: a host is where its worker id says.
+
+    Args:
+        topology: of MPI; its nodes are the hosts of the slice.
+        slices: what each rank knows of its slice, in rank order: `all_gather_object(resolver.slice())`.
+        base_port: ports from this one on, as many as ranks on a host, must be free on every host.
+    Raises, on all ranks alike:
+        ValueError: ranks are not one per host, or one per chip, of all hosts.
+        TopologyError: the ranks describe different slices, or two hosts have the same worker id.
+    """
+    _check_alike(topology, slices)
+    own = slices[topology.rank]
+    ranks_per_host = _ranks_per_host(topology, own)
+    ports = [base_port + local_rank for local_rank in range(ranks_per_host)]
+    hosts = own.addresses if own.num_hosts > 1 else ("localhost",)
+    local_rank = topology.local_rank
+    if ranks_per_host == 1:
+        process_bounds: tuple[int, ...] = own.host_bounds
+        chips_per_process: tuple[int, ...] = own.chips_per_host_bounds
+        visible = range(own.units_per_host)
+    else:
+        process_bounds = tuple(
+            hosts * chips
+            for hosts, chips in zip(own.host_bounds, own.chips_per_host_bounds, strict=True)
+        )
+        if own.units_per_host > own.chips_per_host:
+            process_bounds += (own.units_per_host // own.chips_per_host,)
+        chips_per_process = (1, 1, 1)
+        visible = range(local_rank, local_rank + 1)
+    return {
+        DEVICE: "TPU",
+        LOCAL_RANK: str(local_rank),
+        LOCAL_SIZE: str(ranks_per_host),
+        TASK_ID: str(own.worker_id * ranks_per_host + local_rank),
+        PROCESS_BOUNDS: bounds_text(process_bounds),
+        CHIPS_PER_PROCESS_BOUNDS: bounds_text(chips_per_process),
+        VISIBLE_CHIPS: ",".join(map(str, visible)),
+        PROCESS_ADDRESSES: ",".join(f"{host}:{port}" for host in hosts for port in ports),
+        PROCESS_PORT: str(ports[local_rank]),
+    }
+
+
+def set_pjrt_environment(
+    variables: Mapping[str, str], environ: MutableMapping[str, str] | None = None
+) -> None:
+    """Overwrite: GKE gives two of these names to the bounds of hosts, and torch_xla would leave those as they are.
+
+    Discover the slice before: `TPUClusterResolver.slice()` reads the same names, once for the process.
+    """
+    (os.environ if environ is None else environ).update(variables)
+
+
+def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
+    if len(slices) != topology.size:
+        raise ValueError(
+            f"{len(slices)} descriptions of the slice for {topology.size} ranks: give every rank's"
+        )
+    for rank, described in enumerate(slices):
+        if replace(described, worker_id=0) != replace(slices[0], worker_id=0):
+            raise TopologyError(
+                f"rank 0 is on a host of {_shown(slices[0])}, and rank {rank} of {_shown(described)}: all ranks of a "
+                "job need hosts of one slice, whose variables or metadata say the same on each of them"
+            )
+    first_rank: dict[int, int] = {}  # by worker id
+    worker_of_node: dict[int, int] = {}
+    for rank, (node, described) in enumerate(zip(topology.node_of_rank, slices, strict=True)):
+        worker = described.worker_id
+        other = first_rank.setdefault(worker, rank)
+        if worker_of_node.setdefault(node, worker) != worker:
+            raise TopologyError(
+                f"the ranks {topology.ranks_on_node(node)} run on one node, but their worker ids are "
+                f"{[slices[r].worker_id for r in topology.ranks_on_node(node)]}: {_FORWARDED}"
+            )
+        if topology.node_of_rank[other] != node:
+            raise TopologyError(
+                f"the ranks {other} and {rank} run on different nodes, and both have the worker id {worker}: "
+                f"{_FORWARDED}"
+            )
+
+
+def _ranks_per_host(topology: Topology, own: TPUSlice) -> int:
+    counts = [len(topology.ranks_on_node(node)) for node in range(topology.num_nodes)]
+    hosts, units = own.num_hosts, own.units_per_host
+    fix = f"start {hosts} ranks, one per host" + (
+        f", or {hosts * units}, one per {'chip' if units == own.chips_per_host else 'half of a chip'}"
+        if units > 1
+        else ""
+    )
+    if topology.num_nodes != hosts:
+        raise ValueError(
+            f"{topology.size} ranks run on {topology.num_nodes} nodes, but a {own.accelerator_type} has {hosts} hosts: "
+            f"{fix}, on all of them"
+        )
+    uneven = [count for count in counts if count not in (1, units) or count != counts[0]]
+    if uneven:
+        raise ValueError(
+            f"{topology.size} ranks run as {counts} on the {hosts} hosts of a {own.accelerator_type} with "
+            f"{own.chips_per_host} chips each: {fix}"
+        )
+    return counts[0]
+
+
+def _shown(described: TPUSlice) -> str:
+    return (
+        f"a {described.accelerator_type} {described.name} (hosts {bounds_text(described.host_bounds)}, chips of each "
+        f"{bounds_text(described.chips_per_host_bounds)}, addresses {list(described.addresses)!r:.200})"
+    )
