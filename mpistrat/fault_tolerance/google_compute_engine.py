@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-_URL = "http://metadata.google.internal/computeMetadata/v1/instance/"
+from mpistrat.cluster_resolver.metadata_server import read_metadata
+
 # What is asked, and the answer that announces the end.
 _ANNOUNCEMENTS = (
-    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
-    ("preempted", "TRUE"),
+    ("instance/maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
+    ("instance/preempted", "TRUE"),
 )
-_SECONDS = 5.0
 
 
 def maintenance_is_near() -> bool:
     """Whether the metadata server says that this machine is about to be ended. Raises: OSError where there is none."""
-    import urllib.request  # here, because it makes importing mpistrat slower
-
-    for what, announced in _ANNOUNCEMENTS:
-        request = urllib.request.Request(_URL + what, headers={"Metadata-Flavor": "Google"})
-        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
-            if answer.read().decode().strip() == announced:
-                return True
-    return False
+    return any(
+        (read_metadata(what) or "").strip() == announced for what, announced in _ANNOUNCEMENTS
+    )

@@ -1,0 +1,74 @@
+"""What Google's metadata server tells a virtual machine about itself.
+
+Protocol: https://cloud.google.com/compute/docs/metadata/querying-metadata
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+
+HOST = "GCE_METADATA_HOST"  # "metadata.google.internal", "127.0.0.1:8080"
+ADDRESS = "GCE_METADATA_IP"  # "169.254.169.254": what TensorFlow's client reads
+_FLAVOR = {"Metadata-Flavor": "Google"}  # of requests and of answers
+_TRIES = 3  # while the server is busy
+_SECONDS_PER_TRY = 2.0
+_SECONDS = 7.0  # in all: a look-up of the name has no limit of its own, nor has an answer that comes byte by byte
+_MOST_BYTES = 1 << 20
+
+
+def read_metadata(path: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """The value below computeMetadata/v1/, such as "instance/attributes/tpu-env"; None where it has no such value.
+
+    Raises: OSError, within 7 seconds, where there is no such server.
+    """
+    environ = os.environ if environ is None else environ
+    host = environ.get(HOST) or environ.get(ADDRESS) or "metadata.google.internal"
+    url = f"http://{host}/computeMetadata/v1/{path}"
+    answers: queue.SimpleQueue[str | OSError | None] = queue.SimpleQueue()
+    threading.Thread(
+        target=lambda: answers.put(_answer(url)), name="mpistrat metadata", daemon=True
+    ).start()
+    try:
+        answer = answers.get(timeout=_SECONDS)
+    except queue.Empty:
+        answer = TimeoutError(f"no answer within {_SECONDS:g} s")
+    if isinstance(answer, OSError):
+        raise OSError(f"{url}: {answer}") from answer
+    return answer
+
+
+def _answer(url: str) -> str | OSError | None:
+    import http.client  # these here, because they make importing mpistrat slower
+    import urllib.error
+    import urllib.request
+
+    # No proxy has this machine's metadata, whatever http_proxy says.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    trouble: OSError = OSError()
+    for attempt in range(_TRIES):
+        time.sleep(0.3 * attempt)
+        try:
+            request = urllib.request.Request(url, headers=_FLAVOR)
+            with opener.open(request, timeout=_SECONDS_PER_TRY) as answer:
+                if answer.headers.get("Metadata-Flavor") != _FLAVOR["Metadata-Flavor"]:
+                    return OSError("the answer is not from Google's metadata server")
+                return answer.read(_MOST_BYTES).decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            trouble = error
+            if error.code < 500 and error.code != 429:
+                break
+        except TimeoutError as error:
+            trouble = error
+        except urllib.error.URLError as error:
+            trouble = error
+            if not isinstance(error.reason, TimeoutError):
+                break
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return error if isinstance(error, OSError) else OSError(str(error))
+    return trouble

@@ -1,0 +1,150 @@
+"""The TPU slice that this host is part of: from the variables that GKE sets, else from Google's metadata server."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from mpistrat.cluster_resolver.metadata_server import HOST, read_metadata
+from mpistrat.cluster_resolver.pjrt import CHIPS_PER_PROCESS_BOUNDS, PROCESS_BOUNDS, TASK_ID
+from mpistrat.cluster_resolver.tpu_slice import Bounds, TPUSlice, bounds_of_type, parse_bounds
+from mpistrat.errors import NotFoundError
+
+SKIP_METADATA = "TPU_SKIP_MDS_QUERY"  # "1", "true": the variables say everything
+ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"  # "v4-16"; set, it stands for TPU_SKIP_MDS_QUERY, too
+HOST_BOUNDS = (
+    PROCESS_BOUNDS,
+    "TPU_HOST_BOUNDS",
+)  # "1,1,2"; the first that is set, as for torch_xla
+CHIPS_PER_HOST_BOUNDS = (CHIPS_PER_PROCESS_BOUNDS, "TPU_CHIPS_PER_HOST_BOUNDS")  # "2,2,1"
+WORKER_ID = (TASK_ID, "TPU_WORKER_ID")  # "1"
+WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"  # "10.0.0.1,10.0.0.2", by worker id
+
+# Paths of the metadata server below instance/attributes/.
+TPU_ENV = "tpu-env"  # lines such as ACCELERATOR_TYPE: 'v4-16'
+ENDPOINTS = "worker-network-endpoints"  # "t1v-n-0f996b37-w-0:12345:10.130.0.26,…", by worker id
+TYPE_ATTRIBUTE = "accelerator-type"  # "v4-16"
+WORKER_NUMBER = "agent-worker-number"  # "1"
+
+
+def discover_slice(
+    environ: Mapping[str, str] | None = None, addresses: Sequence[str] = ()
+) -> TPUSlice:
+    """The slice of this host. Of the process's own environment, it is read once: PJRT's variables have the same names.
+
+    Args: addresses: of all hosts in the order of their worker ids, instead of those that are found.
+    Raises: NotFoundError, within seconds, when this is no TPU host; ValueError when what is told cannot be.
+    """
+    found = _found_once() if environ is None else _found(environ)
+    accelerator_type = found.need("accelerator type")
+    known = bounds_of_type(accelerator_type)
+    return TPUSlice(
+        accelerator_type,
+        found.bounds("bounds of hosts", known[0] if known else None),
+        found.bounds("bounds of each host's chips", known[1] if known else None),
+        found.worker_id(),
+        tuple(addresses) or found.addresses(),
+        found.get("name"),
+        found.get("zone"),
+        found.get("project"),
+    )
+
+
+class _Found:
+    """What one source tells, by what it is; each under one of several names, the first of which counts."""
+
+    def __init__(
+        self, source: str, names: Mapping[str, Sequence[str]], read: Callable[[str], str | None]
+    ):
+        self._source, self._names, self._read = source, names, read
+
+    def get(self, what: str) -> str:
+        """'' where nothing is told."""
+        values = (self._read(name) for name in self._names.get(what, ()))
+        return next((value.strip() for value in values if value and value.strip()), "")
+
+    def need(self, what: str) -> str:
+        value = self.get(what)
+        if not value:
+            raise NotFoundError(
+                f"no TPU found: {self._source} do not tell the {what} ({' or '.join(self._names[what])}). {_FIX}"
+            )
+        return value
+
+    def bounds(self, what: str, default: Bounds | None) -> Bounds:
+        if default is not None and not self.get(what):
+            return default
+        try:
+            return parse_bounds(self.need(what))
+        except ValueError as error:
+            raise ValueError(f"{self._source}, {what}: {error}") from None
+
+    def worker_id(self) -> int:
+        text = self.need("worker id")
+        if not re.fullmatch(r"[0-9]{1,6}", text):
+            raise ValueError(f"{self._source}: the worker id {text!r:.80} is no number")
+        return int(text)
+
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(item.strip() for item in self.get("addresses").split(",") if item.strip())
+
+
+_FIX = (
+    "On a TPU virtual machine the metadata server tells it; on GKE, variables do, which have to reach the ranks "
+    f"(TPU_*). Elsewhere set {SKIP_METADATA}=1, {ACCELERATOR_TYPE}, {HOST_BOUNDS[1]}, {CHIPS_PER_HOST_BOUNDS[1]}, "
+    f"{WORKER_ID[1]} and {WORKER_HOSTNAMES}. Without a TPU, run on the CPU: PJRT_DEVICE=CPU"
+)
+_VARIABLES = {
+    "accelerator type": (ACCELERATOR_TYPE,),
+    "bounds of hosts": HOST_BOUNDS,
+    "bounds of each host's chips": CHIPS_PER_HOST_BOUNDS,
+    "worker id": WORKER_ID,
+    "addresses": (WORKER_HOSTNAMES,),
+}
+_METADATA = {  # in capitals, keys of the lines of tpu-env; else paths
+    "accelerator type": ("ACCELERATOR_TYPE", TYPE_ATTRIBUTE),
+    "bounds of hosts": ("TPU_PROCESS_BOUNDS", "HOST_BOUNDS"),
+    "bounds of each host's chips": ("TPU_CHIPS_PER_PROCESS_BOUNDS", "CHIPS_PER_HOST_BOUNDS"),
+    "worker id": ("WORKER_ID", WORKER_NUMBER),
+    "addresses": (ENDPOINTS,),
+    "name": ("NODE_ID",),
+    "zone": ("ZONE",),
+    "project": ("CONSUMER_PROJECT_ID",),
+}
+
+
+def _found(environ: Mapping[str, str]) -> _Found:
+    if environ.get(SKIP_METADATA) or environ.get(ACCELERATOR_TYPE):
+        return _Found("the variables of the environment", _VARIABLES, dict(environ).get)
+
+    @functools.cache
+    def attribute(name: str) -> str | None:
+        try:
+            return read_metadata(f"instance/attributes/{name}", environ)
+        except OSError as error:
+            raise NotFoundError(
+                f"no TPU found: neither {SKIP_METADATA} nor {ACCELERATOR_TYPE} is set, and Google's metadata server "
+                f"({HOST}) does not answer: {error}. {_FIX}"
+            ) from error
+
+    def told(name: str) -> str | None:
+        if name == ENDPOINTS:
+            endpoints = (attribute(name) or "").split(",")
+            return ",".join(endpoint.split(":", 2)[-1] for endpoint in endpoints)
+        return lines.get(name) if name.isupper() else attribute(name)
+
+    lines = parse_tpu_env(attribute(TPU_ENV) or "")
+    return _Found("the attributes of the metadata server", _METADATA, told)
+
+
+@functools.cache
+def _found_once() -> _Found:
+    return _found(dict(os.environ))
+
+
+def parse_tpu_env(text: str) -> dict[str, str]:
+    """The lines KEY: 'value' of the attribute tpu-env, which is YAML; other lines are passed over."""
+    lines = re.findall(r"""^\s*([\w-]+)\s*:\s*(?:'(.*)'|"(.*)"|(.*?))\s*$""", text, re.MULTILINE)
+    return {key: single.replace("''", "'") or double or bare for key, single, double, bare in lines}
