@@ -6,4 +6,5 @@ from mpistrat.cluster_resolver.mpi import MPIClusterResolver as MPIClusterResolv
 from mpistrat.cluster_resolver.simple import SimpleClusterResolver as SimpleClusterResolver
 from mpistrat.cluster_resolver.slurm import SlurmClusterResolver as SlurmClusterResolver
 from mpistrat.cluster_resolver.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+from mpistrat.cluster_resolver.tpu import TPUClusterResolver as TPUClusterResolver
 from mpistrat.cluster_resolver.union import UnionResolver as UnionResolver
