@@ -1,0 +1,174 @@
+"""A replica on each core of a rank, by one program that all cores run: traced once, for any of them.
+
+Inside `step` tensors have the shapes that one replica sees, and each core its own values; the sums over cores are
+XLA's. What the program keeps from one step to the next (parameters, an optimizer's state, statistics) goes to XLA as
+values that all cores share, though each core goes on with its own: nothing is exchanged of them. (GSPMD's manual
+sharding, as of JAX's shard_map; torch_xla 2.9 has the parts.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from mpistrat.xla.runtime import Runtime
+
+
+class ReplicaCores:
+    """Called by: the thread that runs the program.
+
+    Args:
+        runtime: with `spmd`, and as many devices in this process as it has replicas, at least two.
+
+    Attributes:
+        inside: whether a step is being recorded.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._count = runtime.num_all_devices
+        self._device = runtime.device(0)
+        self._everyone = [list(range(self._count))]
+        self._seen: _Seen | None = None
+        self._numbers: Any = None
+
+    @property
+    def inside(self) -> bool:
+        return self._seen is not None
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """`Runtime.step` around one replica's work, which all of them do."""
+        self._seen = seen = _Seen()
+        try:
+            with self._runtime.step(name):
+                with seen:
+                    yield
+                held = self._let_go(seen)
+            self._take_back(held)
+        finally:
+            self._seen = None
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """Around what computes all that was recorded, in the middle of a step."""
+        if self._seen is None:
+            yield
+            return
+        held = self._let_go(self._seen)
+        yield
+        self._take_back(held)
+
+    def _let_go(self, seen: _Seen) -> list[torch.Tensor]:
+        """What the program still holds of the step is to outlive its graph."""
+        held = seen.alive()
+        pending = self._runtime.native._check_tensor_need_materialization(held) if held else []
+        held = [tensor for tensor, is_pending in zip(held, pending, strict=True) if is_pending]
+        for tensor in held:
+            tensor.data = self._whole(tensor.detach(), tensor.shape)
+        return held
+
+    def _take_back(self, held: Sequence[torch.Tensor]) -> None:
+        """What all cores are said to share may be each one's own again: said of nothing, it goes with what it meets."""
+        for tensor in held:
+            self._runtime.native._xla_clear_sharding(tensor)
+
+    def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The replicas' values, on the host, each on its core: of the shape of one.
+
+        Raises: ValueError when they differ in shape or dtype.
+        """
+        shape, dtype = values[0].shape, values[0].dtype
+        for number, value in enumerate(values):
+            if value.shape != shape or value.dtype != dtype:
+                raise ValueError(
+                    f"the replicas of a rank run one program, so their values must be alike: replica 0 has {dtype} of "
+                    f"{list(shape)}, replica {number} of this rank {value.dtype} of {list(value.shape)}. Leave out a "
+                    "last batch that cannot be split evenly (DataLoader(drop_last=True)), or start one rank per core"
+                )
+        rows = [value.detach().cpu().unsqueeze(0) for value in values]
+        sharding = self._rows(len(shape))
+        whole = self._runtime.native._global_tensor_from_cpu_shards(
+            rows, sharding, torch.Size((self._count, *shape))
+        )
+        return self._runtime.native._spmd_full_to_shard_shape(whole).reshape(shape)
+
+    def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """The value of each core, on all of them, by replica over all ranks. Inside a step, or outside."""
+        mine = (torch.arange(self._count, device=self._device) == self.number()).view(
+            self._count, *(1,) * value.ndim
+        )
+        # A sum in which all cores but one have zeros: to cut a spread tensor apart is what GSPMD does badly, if at all.
+        number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
+        table = self._sum(torch.where(mine, number.unsqueeze(0), torch.zeros_like(number)))
+        return list(self._whole(table, table.shape).to(value.dtype).unbind(0))
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Of all cores, on each of them. Inside a step, or outside."""
+        here = (
+            self.number() >= 0
+        )  # makes what all cores share, and the value of no operation, each one's own
+        return self._sum(torch.where(here, value.detach(), torch.zeros_like(value)))
+
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+        return self._runtime.native._xla_spmd_all_reduce("sum", value, 1.0, self._everyone)
+
+    def number(self) -> torch.Tensor:
+        """Which replica this core is, of those of all ranks; int64, of no dimension. Inside a step."""
+        if self._numbers is None:
+            numbers = [torch.tensor([i]) for i in range(self._count)]
+            self._numbers = self._runtime.native._global_tensor_from_cpu_shards(
+                numbers, self._rows(0), torch.Size((self._count,))
+            )
+        return self._runtime.native._spmd_full_to_shard_shape(self._numbers).reshape(())
+
+    def _rows(self, ndim: int) -> Any:
+        """Of a tensor with a row for each core, of `ndim` more dimensions."""
+        return self._runtime.sharding((self._count,), (0, *(None,) * ndim))
+
+    def _whole(self, value: torch.Tensor, shape: torch.Size) -> Any:
+        """What all cores are said to share, of which each has its own."""
+        own = self._runtime.own(value.clone())
+        whole = self._runtime.sharding((self._count,), (None,) * len(shape))
+        return self._runtime.native._spmd_shard_to_full_shape(own, whole, shape, value.dtype)
+
+
+class _Seen(TorchFunctionMode):
+    """Which tensors torch's functions were given, and made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._references: dict[int, TensorWeakRef] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note((args, kwargs, result), 3)
+        return result
+
+    def _note(self, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "xla":
+                known = self._references.get(id(value))
+                if known is None or known() is not value:
+                    # The place of a dead one goes, too: the order must be the same in each step, as it is in the graph.
+                    self._references.pop(id(value), None)
+                    self._references[id(value)] = TensorWeakRef(value)
+        elif depth and isinstance(value, dict):
+            for child in value.values():
+                self._note(child, depth - 1)
+        elif depth and isinstance(value, (list, tuple)):
+            for child in value:
+                self._note(child, depth - 1)
+
+    def alive(self) -> list[torch.Tensor]:
+        """Those that the program still has, and their gradients."""
+        held = [t for reference in self._references.values() if (t := reference()) is not None]
+        gradients = [t.grad for t in held if t.is_leaf and t.grad is not None]
+        return list({id(t): t for t in (*held, *gradients)}.values())

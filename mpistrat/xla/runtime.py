@@ -1,0 +1,174 @@
+"""torch_xla: its devices, copies to and from them, one graph for a step, and sums between processes.
+
+The only file that imports torch_xla. Operations on its tensors are recorded, not done; `sync` compiles what was recorded
+for all tensors that the program still has into one graph, once for each such graph, and starts it.
+(torch_xla 2.9, docs/source/learn/pytorch-on-xla-devices and learn/eager.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+EXTRA = "pip install 'mpistrat[tpu]'"
+
+# The names that torch_xla gives to reductions.
+_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min"}
+
+
+class Runtime:
+    """Called by: one thread at a time, as torch's own devices are.
+
+    Attributes:
+        kind: "TPU", or "CPU", on which the same tracing, compilation and sharding can be tried.
+        num_devices: those of this process.
+        num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
+        spmd: one program runs on all devices, which tensors are spread over: see `cores`.
+    """
+
+    def __init__(self) -> None:
+        check_versions()
+        try:
+            import torch_xla
+            import torch_xla.core.xla_model as xla_model
+            import torch_xla.runtime as torch_xla_runtime
+        except (ImportError, OSError) as error:
+            raise ImportError(f"torch_xla cannot be loaded ({error}); {EXTRA}") from error
+        self._torch_xla, self._xla_model = torch_xla, xla_model
+        self._runtime = torch_xla_runtime
+        self.native: Any = torch_xla._XLAC
+        try:
+            self.kind = str(torch_xla_runtime.device_type())
+            self.num_devices = int(torch_xla_runtime.addressable_runtime_device_count())
+            self.num_all_devices = int(torch_xla_runtime.global_runtime_device_count())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"XLA finds no device: {str(error).splitlines()[0]}. On a TPU VM, see that no other process holds the "
+                "chips (they serve one at a time); to try a program without a TPU, set PJRT_DEVICE=CPU"
+            ) from error
+        self.spmd = False
+
+    # Devices
+
+    def device(self, index: int) -> Any:
+        """The torch device of number `index`, of `num_devices`; with `spmd` there is one that stands for all."""
+        import torch
+
+        return torch.device(f"xla:{index}")
+
+    def coordinates(self) -> list[tuple[int, int, int, int]] | None:
+        """Of each of this process's devices: x, y, z of its chip and its core there. None where they have none."""
+        names = set(self.native._xla_get_runtime_devices())
+        everywhere = self._runtime.global_runtime_device_attributes()
+        found = [attributes for attributes in everywhere if attributes["name"] in names]
+        if not all("coords" in attributes for attributes in found):
+            return None
+        return [
+            (*map(int, attributes["coords"]), int(attributes.get("core_on_chip", 0)))  # type: ignore[misc]
+            for attributes in found
+        ]
+
+    def use_spmd(self) -> None:
+        """From now on one program runs on all devices; tensors that there are become whole on each. Not undone."""
+        if not self.spmd:
+            self._runtime.use_spmd()
+            self.spmd = True
+
+    # Copies
+
+    def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
+        """Copies of CPU `tensors` on `device`; the copying goes on while the program does."""
+        return list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
+
+    def fetch(self, tensors: Sequence[Any]) -> list[Any]:
+        """Their values on the host. Whatever else was recorded is computed, too, so that nothing is computed twice."""
+        with self._execution_allowed():
+            self._torch_xla.sync()
+            return list(self.native._xla_get_cpu_tensors(list(tensors)))
+
+    def wait(self) -> None:
+        """Until the devices have done what they were given."""
+        self._xla_model.wait_device_ops()
+
+    # Graphs
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """What is recorded inside is one graph, started at the end; one that needs a value earlier is an error.
+
+        Raises: RuntimeError, for which `is_early_read` is true, where the program asks for a value.
+        """
+        with self._torch_xla.compile(full_graph=True, name=name):
+            yield
+
+    @staticmethod
+    def is_early_read(error: BaseException) -> bool:
+        """Whether `error` says that a step asked for a value before its end."""
+        return isinstance(error, RuntimeError) and "Unexpected execution happens" in str(error)
+
+    def num_compilations(self) -> int:
+        """Graphs that this process has compiled."""
+        return int(self.native._xla_counter_value("UncachedCompile") or 0)
+
+    def fallbacks(self) -> list[str]:
+        """The operations that XLA does not have, or whose results' shapes depend on values: done on the host so far."""
+        return list(self.native._get_executed_fallback_ops())
+
+    @contextlib.contextmanager
+    def _execution_allowed(self) -> Iterator[None]:
+        before = self.native._get_allow_execution()
+        self.native._set_allow_execution(True)
+        try:
+            yield
+        finally:
+            self.native._set_allow_execution(before)
+
+    # Between processes
+
+    def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
+        """Of all processes' `tensors`, inside the graph, where XLA connects the processes; else they come back as they are.
+
+        Args:
+            op: "sum", "max" or "min".
+        """
+        return [self._xla_model.all_reduce(_REDUCTIONS[op], tensor) for tensor in tensors]
+
+    # One program on several devices. What is said of sharding is of GSPMD: arxiv.org/abs/2105.04663
+
+    def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
+        """That a tensor's dimension d is cut over axis `split[d]` of a mesh of all devices, or whole (None)."""
+        from torch_xla.distributed import spmd
+
+        mesh = spmd.Mesh(range(self.num_all_devices), tuple(mesh_shape))  # type: ignore[arg-type]
+        return mesh.get_op_sharding(tuple(split))
+
+    def on_one_device(self, index: int) -> Any:
+        """That a tensor, and what makes it, is device `index`'s alone."""
+        return self._kind_of_sharding("MAXIMAL", [index])
+
+    def own(self, tensor: Any) -> Any:
+        """`tensor` marked as each device's own: nothing is exchanged of it."""
+        self.native._mark_manual_sharding(tensor, self._kind_of_sharding("MANUAL", []))
+        return tensor
+
+    def _kind_of_sharding(self, name: str, devices: list[int]) -> Any:
+        from torch_xla.distributed.spmd import ShardingType
+
+        return self.native.OpSharding(devices, [], [], ShardingType[name])
+
+
+def check_versions() -> None:
+    """Raises: ImportError where torch_xla is missing, or is of another version than torch, which it is built against."""
+    try:
+        ours = importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"TPUStrategy needs torch_xla, which is not installed: {EXTRA}") from None
+    torch = importlib.metadata.version("torch")
+    series = ".".join(ours.split(".")[:2])
+    if torch.split("+")[0].split(".")[:2] != series.split("."):
+        raise ImportError(
+            f"torch_xla {ours} is built against torch {series}, and this is torch {torch}: "
+            f"pip install 'torch=={series}.*' 'torch_xla=={series}.*', in an environment of its own"
+        )
