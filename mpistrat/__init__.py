@@ -43,6 +43,7 @@ from mpistrat.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirror
 from mpistrat.strategies import OneDeviceStrategy as OneDeviceStrategy
 from mpistrat.strategies import ParameterServerStrategy as ParameterServerStrategy
 from mpistrat.strategies import Server as Server
+from mpistrat.strategies import TPUStrategy as TPUStrategy
 from mpistrat.strategy import Strategy as Strategy
 from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
 from mpistrat.strategy_extended import StrategyExtended as StrategyExtended

@@ -14,6 +14,8 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
+from mpistrat import xla
+
 Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
 
 
@@ -33,6 +35,15 @@ def _is_numpy(value: object) -> bool:
 
 def is_on_gpu(array: Array) -> bool:
     return bool(array.is_cuda) if is_torch(array) else is_cupy(array)
+
+
+def is_on_xla(array: Array) -> bool:
+    return is_torch(array) and array.device.type == "xla"
+
+
+def is_on_accelerator(array: Array) -> bool:
+    """Whether it is in the memory of a GPU or of an XLA device."""
+    return is_on_gpu(array) or is_on_xla(array)
 
 
 def is_array(value: object) -> bool:
@@ -238,6 +249,8 @@ def true_divide(array: Array, divisor: Any) -> Array:
 
 def to_host(array: Array) -> Array:
     """`array` as a C-contiguous NumPy array or CPU tensor; the same memory where it already is one."""
+    if is_on_xla(array):
+        return xla.to_host(array)
     if is_torch(array):
         return array.detach().cpu().contiguous()
     if is_cupy(array):
@@ -275,6 +288,8 @@ def to_device(array: Array, device: str) -> Array:
     if is_torch(array):
         kind, _, index = device.partition(":")
         if kind == "cpu":
-            return array.to("cpu")
+            return to_host(array) if is_on_xla(array) else array.to("cpu")
+        if kind == "xla" and array.device.type == "cpu" and xla.is_started():
+            return xla.start().put([array], device)[0]
         return array.to(f"{kind}:{index or 0}", non_blocking=True)
     return array

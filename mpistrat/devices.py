@@ -7,10 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 
+from mpistrat import xla
+
 # "cpu", "CPU:1", "cuda:0", "gpu:0", "/device:CPU:0", "/job:worker/task:0/device:GPU:1"
 _DEVICE = re.compile(
     r"(?P<host>/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:(?P<task>\d+))?)?(?:/device:|/)?"
-    r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+))?",
+    r"(?P<kind>cpu|cuda|gpu|xla|tpu)(?::(?P<index>\d+))?",
     re.IGNORECASE,
 )
 
@@ -20,10 +22,12 @@ def check_device(device: str) -> str:
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     if match is None:
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
-    kind = "cpu" if match["kind"].lower() == "cpu" else "cuda"
+    kind = {"gpu": "cuda", "tpu": "xla"}.get(match["kind"].lower(), match["kind"].lower())
     index = int(match["index"] or 0)
     if kind == "cuda" and index >= num_gpus():
         raise ValueError(f"device {device!r} does not exist: this process sees {num_gpus()} GPUs")
+    if kind == "xla" and not xla.is_started():
+        raise ValueError(f"device {device!r} is XLA's, which is used through a TPUStrategy")
     return f"{kind}:{index}"
 
 

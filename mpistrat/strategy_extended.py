@@ -46,6 +46,7 @@ class StrategyExtended(StrategyVariables):
         communicator, worker_devices: as given.
         num_local_replicas: k, this rank's replicas.
         replicas_of_ranks: as given.
+        replicas: runs them; `replicas.count` is how often a function is called here for all k.
         num_replicas_in_sync: replicas over all ranks.
         first_replica_id: the global id of this rank's first replica; ids go on from rank to rank.
         cross_replica_ops: how values of all replicas are combined.
@@ -62,6 +63,10 @@ class StrategyExtended(StrategyVariables):
     has_partial_steps = True
     # Whether an input function may be called once for each replica.
     reads_per_replica = True
+    # Where torch modules that are made in the scope are put; None leaves them where they are.
+    device_of_modules: str | None = None
+    # Whether what `run` calls is recorded, and computed when it has returned.
+    records_steps = False
 
     def __init__(
         self,
@@ -158,6 +163,15 @@ class StrategyExtended(StrategyVariables):
         mine = range(first, first + self.num_local_replicas)
         return Share(1, 0, self.num_replicas_in_sync, mine)
 
+    @property
+    def input_devices(self) -> tuple[str, ...]:
+        """To which devices a distributed dataset brings batches, by local replica; none where they stay."""
+        return self.worker_devices
+
+    def sum_of_rank(self, value: Any) -> Any:
+        """The sum of what this rank's replicas hold under one name, as cores that run one program do."""
+        return value
+
     def explain(self) -> str:
         """By which ways values are combined over ranks, and what memory that takes. Not collective."""
         mirroring = self.strategy._mirroring
@@ -215,7 +229,7 @@ class StrategyExtended(StrategyVariables):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
-        if self.num_local_replicas == 1:
+        if self.replicas.count == 1:
             with entered(self.strategy, self._contexts[0]):
                 if args:
                     args = select_replica(0, tuple(args))
@@ -246,7 +260,7 @@ class StrategyExtended(StrategyVariables):
     ) -> Any:
         """The work of `ReplicaContext.merge_call`."""
         index = context.local_index
-        if self.num_local_replicas == 1:
+        if self.replicas.count == 1:
             with entered(self.strategy, None):
                 return select_replica(0, merge_fn(self.strategy, *args, **kwargs))
 

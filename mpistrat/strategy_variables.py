@@ -40,6 +40,7 @@ class StrategyVariables:
 
     Attributes:
         strategy, communicator, worker_devices, num_local_replicas, cross_replica_ops: as of `StrategyExtended`.
+        num_copies: of each variable on this rank.
         mirrored_variables: those that the program still has, by number in the order of their making.
     """
 
@@ -54,6 +55,7 @@ class StrategyVariables:
         self.communicator = communicator
         self.worker_devices = tuple(worker_devices)
         self.num_local_replicas = len(worker_devices)
+        self.num_copies = self.num_local_replicas
         self.cross_replica_ops = cross_replica_ops
         self.mirrored_variables: weakref.WeakValueDictionary[int, MirroredVariable] = (
             weakref.WeakValueDictionary()
@@ -103,7 +105,7 @@ class StrategyVariables:
                 synchronization,
                 aggregation,
             )
-            for i in range(self.num_local_replicas)
+            for i in range(self.num_copies)
         ]
         if synchronization is VariableSynchronization.ON_READ:
             return SyncOnReadVariable(self.strategy, components, synchronization, aggregation)

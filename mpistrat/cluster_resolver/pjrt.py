@@ -92,6 +92,11 @@ def set_pjrt_environment(
     (os.environ if environ is None else environ).update(variables)
 
 
+def asked_device(environ: Mapping[str, str] | None = None) -> str:
+    """ "TPU", or what PJRT_DEVICE says is to stand for it: "CPU"."""
+    return (os.environ if environ is None else environ).get(DEVICE, "") or "TPU"
+
+
 def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:
     if len(slices) != topology.size:
         raise ValueError(

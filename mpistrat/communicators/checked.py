@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name, is_floating, is_on_gpu
+from mpistrat.arrays import Array, dtype_name, is_floating, is_on_accelerator, is_on_xla
 from mpistrat.communicators.agreement import Agreement, BoardAgreement, MessageAgreement
 from mpistrat.communicators.call_signature import describe, explain_difference, recorded
 from mpistrat.communicators.call_site import call_site, outside
@@ -256,9 +256,11 @@ class CheckedCommunicator(Communicator):
         return f"{code.co_filename}:{line} in {code.co_name}"
 
     def _kind(self, buffer: Array) -> str:
-        """What buffers must be equal in on all ranks: those on GPUs may go another way."""
+        """What buffers must be equal in on all ranks: those on devices may go another way."""
         name = dtype_name(buffer)
-        return f"{name} on a GPU" if self.takes_device_buffers and is_on_gpu(buffer) else name
+        if not self.takes_device_buffers or not is_on_accelerator(buffer):
+            return name
+        return f"{name} on an XLA device" if is_on_xla(buffer) else f"{name} on a GPU"
 
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.

@@ -38,7 +38,7 @@ class Communicator(abc.ABC):
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
         timeline: where its calls are recorded; None where they are not.
-        takes_device_buffers: buffers may be CuPy arrays and CUDA tensors, too, on all ranks alike.
+        takes_device_buffers: buffers may be CuPy arrays and CUDA or XLA tensors, too, on all ranks alike.
     """
 
     rank: int

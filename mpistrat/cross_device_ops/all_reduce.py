@@ -193,6 +193,8 @@ class MpiAllReduce(CrossDeviceOps):
         self, communicator: Communicator, group: list[Array], label: str
     ) -> list[Array]:
         as_it_is = self._goes_as_it_is(communicator, group[0])
+        if communicator.size == 1 and arrays.is_on_accelerator(group[0]):
+            return [arrays.copy(value) for value in group]
         if len(group) == 1 and not as_it_is:
             host = arrays.to_host(group[0])
             total = self._results.like(host)
@@ -207,8 +209,8 @@ class MpiAllReduce(CrossDeviceOps):
 
     @staticmethod
     def _goes_as_it_is(communicator: Communicator, value: Array) -> bool:
-        """Whether `communicator` takes it from the GPU that it is on."""
-        return communicator.takes_device_buffers and arrays.is_on_gpu(value)
+        """Whether `communicator` takes it from the device that it is on."""
+        return communicator.takes_device_buffers and arrays.is_on_accelerator(value)
 
     @staticmethod
     def _all_gather_slices(

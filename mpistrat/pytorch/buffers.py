@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpistrat import arrays
 from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.pytorch.registry import BufferSlot, Registry
 from mpistrat.reduce_op import ReduceOp
@@ -92,7 +93,7 @@ def average(
         copies = [[taken[i][0] for i in group] for taken in snapshots]
         averaged = dtype.is_floating_point or dtype.is_complex
         if averaged:
-            flats = [torch.cat([t.detach().reshape(-1).cpu() for t in own]) for own in copies]  # type: ignore[union-attr]
+            flats = [_flat(extended, own) for own in copies]
             if extended.deterministic:
                 (flat,) = extended.cross_replica_ops.reduce_leaves(
                     ReduceOp.SUM, [flats], None, label
@@ -102,7 +103,7 @@ def average(
                 communicator.all_reduce(flat, label=label)
             flat = flat / extended.num_replicas_in_sync
         else:
-            flat = torch.cat([t.detach().reshape(-1).cpu() for t in copies[0]])  # type: ignore[union-attr]
+            flat = _flat(extended, copies[0], sums=False)
             communicator.broadcast(flat, label=label)
         for own in copies:
             pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
@@ -110,6 +111,19 @@ def average(
                 _write(slots[index], tensor, piece)
     for i in flagged:
         slots[i].settle([taken[i][0] for taken in snapshots])
+
+
+def _flat(
+    extended: StrategyExtended, tensors: Sequence[torch.Tensor | None], *, sums: bool = True
+) -> torch.Tensor:
+    """One replica's `tensors` in a row, for the communicator; with `sums`, of all replicas that share a name."""
+    own = [t.detach() for t in tensors if t is not None]
+    if extended.records_steps:
+        if sums:
+            own = [extended.sum_of_rank(tensor) for tensor in own]
+        if extended.communicator.size == 1 or extended.communicator.takes_device_buffers:
+            return torch.cat([tensor.reshape(-1) for tensor in own])
+    return torch.cat([arrays.to_host(tensor).reshape(-1) for tensor in own])
 
 
 def _write(slot: BufferSlot, tensor: Any, value: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import buffers
 from mpistrat.pytorch.buckets import Buckets
 from mpistrat.pytorch.flat_buffers import FlatBuffers
+from mpistrat.pytorch.lazy_buffers import LazyBuffers
 from mpistrat.pytorch.ordered_flat_buffers import OrderedFlatBuffers
 from mpistrat.pytorch.overlap import Overlap
 from mpistrat.pytorch.registry import Registry
@@ -65,15 +66,20 @@ class GradientReducer:
         self._rule = rule
         options = strategy.extended.cross_replica_ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
-        self._flat = (
-            OrderedFlatBuffers(registry, strategy.extended.replicas_of_ranks)
-            if strategy.extended.deterministic
-            else FlatBuffers(registry, options.wire_format or short)
-        )
         self.overlap = Overlap(strategy.extended)
+        self._flat: FlatBuffers
+        if strategy.extended.deterministic:
+            self._flat = OrderedFlatBuffers(registry, strategy.extended.replicas_of_ranks)
+        elif strategy.extended.records_steps:
+            self._flat = LazyBuffers(
+                registry, options.wire_format or short, strategy.extended.sum_of_rank
+            )
+            self.overlap.decline("a step is recorded first, and then computed")
+        else:
+            self._flat = FlatBuffers(registry, options.wire_format or short)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [
-            Unsynchronized(registry) for _ in range(strategy.extended.num_local_replicas)
+            Unsynchronized(registry) for _ in range(strategy.extended.replicas.count)
         ]
         self._active: set[int] = set()  # local replicas inside a backward of ours
         # The last contributions, kept until the next backward takes their memory again. Freed all at once
@@ -114,7 +120,7 @@ class GradientReducer:
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
-        alone = self._extended.num_local_replicas == 1
+        alone = self._extended.replicas.count == 1
         buckets = None
         if rule is not None and alone:
             buckets = self.overlap.begin(self._flat, parameters, self._scale(rule))

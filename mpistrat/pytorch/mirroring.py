@@ -16,6 +16,7 @@ from mpistrat.context import require_cross_replica
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import backward, buffers, optimizers, virtual_replicas
 from mpistrat.pytorch.gradients import GradientReducer
+from mpistrat.pytorch.placing import place
 from mpistrat.pytorch.recording import Recorder
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.shared_parameters import SharedParameters
@@ -53,7 +54,7 @@ class Mirroring:
         if self._extended.num_replicas_in_sync > 1:
             backward.install()
             optimizers.install()
-        if self._extended.num_local_replicas > 1:
+        if self._extended.replicas.count > 1:
             virtual_replicas.install(self._extended, self.registry)
         _all.add(self)
 
@@ -72,7 +73,9 @@ class Mirroring:
         slots: list[_Buffer] = []
         if self._recorder.changed:
             self._recorder.changed = False
-            new, slots = self._collect(self._recorder.roots())
+            roots = self._recorder.roots()
+            self._place(roots)
+            new, slots = self._collect(roots)
             parameters += new
         if parameters or slots:
             self._mirror_tensors(parameters, slots)
@@ -94,6 +97,7 @@ class Mirroring:
                 modules.append(one)
             else:
                 tensors.append(one)
+        self._place(modules)
         parameters, slots = self._collect(modules, again=True)
         parameters += [(f"parameter {i}", tensor) for i, tensor in enumerate(tensors)]
         self._mirror_tensors(parameters, slots)
@@ -105,6 +109,12 @@ class Mirroring:
     def explain(self) -> str:
         """How gradients are reduced, for people."""
         return self.reducer.explain()
+
+    def _place(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Put them where the strategy keeps modules, if it says where."""
+        if self._extended.device_of_modules is not None:
+            for module in modules:
+                place(module, torch.device(self._extended.device_of_modules))
 
     def _collect(
         self, roots: Iterable[torch.nn.Module], again: bool = False

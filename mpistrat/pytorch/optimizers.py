@@ -47,7 +47,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     context = get_replica_context()
     assert context is not None
     extended = context.strategy.extended
-    if extended.num_local_replicas > 1:
+    if extended.replicas.count > 1:
         _check_no_closure(args, kwargs)
         # The parameters are one storage: all replicas arrive, the first steps, the others find no
         # gradients.

@@ -64,7 +64,7 @@ class Overlap:
         self._overlaps: bool | None = None
         self._why = "not measured yet"
         self._has_wire = options.wire_dtype is not None or options.wire_format is not None
-        if extended.num_local_replicas > 1:
+        if extended.replicas.count > 1:
             self.decline("several replicas of a rank take turns")
         elif extended.deterministic:
             # What is accumulated once more after its bucket has left would be added in another order.

@@ -245,7 +245,7 @@ def _guard(cls: type, name: str, call: str) -> None:
 
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = get_replica_context()
-        if context is not None and context.strategy.extended.num_local_replicas > 1:
+        if context is not None and context.strategy.extended.replicas.count > 1:
             raise RuntimeError(
                 f"{call} inside run would happen once for each of the "
                 f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "

@@ -11,3 +11,4 @@ from mpistrat.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from mpistrat.strategies.server import Server as Server
+from mpistrat.strategies.tpu import TPUStrategy as TPUStrategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
@@ -138,7 +138,7 @@ def setup(
     options: CommunicationOptions | None,
     gradients: str | None,
     deterministic: bool,
-    extended: type[StrategyExtended] = StrategyExtended,
+    extended: Callable[..., StrategyExtended] = StrategyExtended,
     shared_parameters: bool = False,
 ) -> None:
     """Agree with the other ranks, share out the cores and the GPUs, and give `strategy` its parts.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class _MultiWorkerExtended(StrategyExtended):
+class MultiWorkerExtended(StrategyExtended):
     experimental_between_graph = True
     reads_per_replica = False
 
@@ -105,7 +105,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options,
             gradients,
             deterministic,
-            _MultiWorkerExtended,
+            MultiWorkerExtended,
             shared_parameters,
         )
         self._cluster_resolver = cluster_resolver or over_mpi

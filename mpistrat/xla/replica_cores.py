@@ -23,19 +23,25 @@ class ReplicaCores:
     """Called by: the thread that runs the program.
 
     Args:
-        runtime: with `spmd`, and as many devices in this process as it has replicas, at least two.
+        runtime: with `spmd`.
+        cores_of_ranks: the numbers, among all devices that XLA knows, of each rank's; as many of each, which are the
+            replicas of a rank in their order.
+        rank: this one, of those.
 
     Attributes:
         inside: whether a step is being recorded.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(
+        self, runtime: Runtime, cores_of_ranks: Sequence[Sequence[int]], rank: int = 0
+    ) -> None:
         self._runtime = runtime
-        self._count = runtime.num_all_devices
+        self._groups = [list(cores) for cores in cores_of_ranks]
+        self._count = len(self._groups[rank])
         self._device = runtime.device(0)
-        self._everyone = [list(range(self._count))]
         self._seen: _Seen | None = None
         self._numbers: Any = None
+        runtime.around_cut = self._cut
 
     @property
     def inside(self) -> bool:
@@ -55,7 +61,7 @@ class ReplicaCores:
             self._seen = None
 
     @contextlib.contextmanager
-    def cut(self) -> Iterator[None]:
+    def _cut(self) -> Iterator[None]:
         """Around what computes all that was recorded, in the middle of a step."""
         if self._seen is None:
             yield
@@ -94,12 +100,12 @@ class ReplicaCores:
         rows = [value.detach().cpu().unsqueeze(0) for value in values]
         sharding = self._rows(len(shape))
         whole = self._runtime.native._global_tensor_from_cpu_shards(
-            rows, sharding, torch.Size((self._count, *shape))
+            rows, sharding, torch.Size((self._runtime.num_all_devices, *shape))
         )
         return self._runtime.native._spmd_full_to_shard_shape(whole).reshape(shape)
 
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The value of each core, on all of them, by replica over all ranks. Inside a step, or outside."""
+        """The value of each core of this rank, on all of them. Inside a step, or outside."""
         mine = (torch.arange(self._count, device=self._device) == self.number()).view(
             self._count, *(1,) * value.ndim
         )
@@ -109,32 +115,32 @@ class ReplicaCores:
         return list(self._whole(table, table.shape).to(value.dtype).unbind(0))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Of all cores, on each of them. Inside a step, or outside."""
+        """Of all cores of this rank, on each of them. Inside a step, or outside."""
         here = (
             self.number() >= 0
         )  # makes what all cores share, and the value of no operation, each one's own
         return self._sum(torch.where(here, value.detach(), torch.zeros_like(value)))
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        return self._runtime.native._xla_spmd_all_reduce("sum", value, 1.0, self._everyone)
+        return self._runtime.native._xla_spmd_all_reduce("sum", value, 1.0, self._groups)
 
     def number(self) -> torch.Tensor:
-        """Which replica this core is, of those of all ranks; int64, of no dimension. Inside a step."""
+        """Which replica of this rank a core is; int64, of no dimension. Inside a step, or outside."""
         if self._numbers is None:
             numbers = [torch.tensor([i]) for i in range(self._count)]
             self._numbers = self._runtime.native._global_tensor_from_cpu_shards(
-                numbers, self._rows(0), torch.Size((self._count,))
+                numbers, self._rows(0), torch.Size((self._runtime.num_all_devices,))
             )
         return self._runtime.native._spmd_full_to_shard_shape(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:
-        """Of a tensor with a row for each core, of `ndim` more dimensions."""
-        return self._runtime.sharding((self._count,), (0, *(None,) * ndim))
+        """Of a tensor with a row for each core of all ranks, of `ndim` more dimensions."""
+        return self._runtime.sharding((self._runtime.num_all_devices,), (0, *(None,) * ndim))
 
     def _whole(self, value: torch.Tensor, shape: torch.Size) -> Any:
         """What all cores are said to share, of which each has its own."""
         own = self._runtime.own(value.clone())
-        whole = self._runtime.sharding((self._count,), (None,) * len(shape))
+        whole = self._runtime.sharding((self._runtime.num_all_devices,), (None,) * len(shape))
         return self._runtime.native._spmd_shard_to_full_shape(own, whole, shape, value.dtype)
 
 

@@ -1,7 +1,7 @@
 """torch_xla: its devices, copies to and from them, one graph for a step, and sums between processes.
 
-The only file that imports torch_xla. Operations on its tensors are recorded, not done; `sync` compiles what was recorded
-for all tensors that the program still has into one graph, once for each such graph, and starts it.
+The only file that imports torch_xla. Operations on its tensors are recorded, not done; `sync` compiles what was
+recorded for all tensors that the program still has into one graph, once for each such graph, and starts it.
 (torch_xla 2.9, docs/source/learn/pytorch-on-xla-devices and learn/eager.)
 """
 
@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 EXTRA = "pip install 'mpistrat[tpu]'"
-
-# The names that torch_xla gives to reductions.
-_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min"}
 
 
 class Runtime:
@@ -25,7 +22,9 @@ class Runtime:
         kind: "TPU", or "CPU", on which the same tracing, compilation and sharding can be tried.
         num_devices: those of this process.
         num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
-        spmd: one program runs on all devices, which tensors are spread over: see `cores`.
+        spmd: one program runs on all devices: see `replica_cores`, `logical_devices`.
+        cores_of_ranks: with `spmd`, the numbers of each rank's devices among all that XLA knows.
+        around_cut: a context for computing what was recorded in the middle of a step.
     """
 
     def __init__(self) -> None:
@@ -49,6 +48,10 @@ class Runtime:
                 "chips (they serve one at a time); to try a program without a TPU, set PJRT_DEVICE=CPU"
             ) from error
         self.spmd = False
+        self.cores_of_ranks: Sequence[Sequence[int]] = []
+        self.around_cut: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
 
     # Devices
 
@@ -70,6 +73,11 @@ class Runtime:
             for attributes in found
         ]
 
+    def own_devices(self) -> list[int]:
+        """The numbers of this process's devices among `num_all_devices`."""
+        everyone = list(self.native._xla_get_all_runtime_devices())
+        return [everyone.index(name) for name in self.native._xla_get_runtime_devices()]
+
     def use_spmd(self) -> None:
         """From now on one program runs on all devices; tensors that there are become whole on each. Not undone."""
         if not self.spmd:
@@ -83,10 +91,12 @@ class Runtime:
         return list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Their values on the host. Whatever else was recorded is computed, too, so that nothing is computed twice."""
-        with self._execution_allowed():
-            self._torch_xla.sync()
-            return list(self.native._xla_get_cpu_tensors(list(tensors)))
+        """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
+        wanted = list(tensors)
+        if any(self.native._check_tensor_need_materialization(wanted)):
+            with self._execution_allowed(), self.around_cut():
+                self._torch_xla.sync()
+        return list(self.native._xla_get_cpu_tensors(wanted))
 
     def wait(self) -> None:
         """Until the devices have done what they were given."""
@@ -128,12 +138,16 @@ class Runtime:
     # Between processes
 
     def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
-        """Of all processes' `tensors`, inside the graph, where XLA connects the processes; else they come back as they are.
+        """Of all processes' `tensors`, inside the graph, where XLA connects them; else they come back as they are.
 
         Args:
             op: "sum", "max" or "min".
         """
-        return [self._xla_model.all_reduce(_REDUCTIONS[op], tensor) for tensor in tensors]
+        if self.spmd:
+            across = [list(cores) for cores in zip(*self.cores_of_ranks, strict=True)]
+            reduce = self.native._xla_spmd_all_reduce
+            return [reduce(op, tensor, 1.0, across) for tensor in tensors]
+        return [self._xla_model.all_reduce(op, tensor) for tensor in tensors]
 
     # One program on several devices. What is said of sharding is of GSPMD: arxiv.org/abs/2105.04663
 
@@ -160,7 +174,7 @@ class Runtime:
 
 
 def check_versions() -> None:
-    """Raises: ImportError where torch_xla is missing, or is of another version than torch, which it is built against."""
+    """Raises: ImportError where torch_xla is missing, or of another version than torch, which it is built against."""
     try:
         ours = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:

@@ -56,6 +56,7 @@ LAYERS = (
         "topology",
         "tpu_topology",
         "trace",
+        "xla",
     ),
 )
 

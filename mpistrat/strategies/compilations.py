@@ -1,0 +1,81 @@
+"""How often steps were compiled, and for which shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mpistrat import arrays, nest
+from mpistrat.notices import tell
+
+# The first call makes an optimizer's state, which the second finds: each is a graph of its own.
+_EXPECTED_CALLS = 2
+
+
+@dataclasses.dataclass
+class Compiled:
+    """
+    Attributes:
+        step: the function's name.
+        shapes: of the arrays among its arguments, such as "float32[64,1,8,8]".
+        graphs: compiled for them, in `calls` calls.
+    """
+
+    step: str
+    shapes: tuple[str, ...]
+    graphs: int = 0
+    calls: int = 0
+
+
+class Compilations:
+    """Those of one strategy on this rank. A new shape is told of, and a step that is compiled without one."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.all: list[Compiled] = []
+
+    def note(self, step: str, arguments: Any, graphs: int) -> None:
+        """A call of `step` has compiled `graphs` graphs; `arguments` are one replica's."""
+        shapes = tuple(map(_shape, nest.leaves(arguments)))
+        before = [compiled for compiled in self.all if compiled.step == step]
+        found = next((compiled for compiled in before if compiled.shapes == shapes), None)
+        if found is None:
+            found = Compiled(step, shapes)
+            self.all.append(found)
+            if before:
+                tell(self._new_shape(step, before[-1].shapes, shapes))
+        found.graphs += graphs
+        found.calls += 1
+        if found.calls == _EXPECTED_CALLS + 1:
+            tell(
+                f"rank {self._rank}: {step} was compiled in {found.calls} calls though no argument changed its shape: "
+                "something in it is not the same in each call, such as a branch on a Python value, or a tensor whose "
+                "shape it does not get as an argument"
+            )
+
+    def _new_shape(self, step: str, before: tuple[str, ...], shapes: tuple[str, ...]) -> str:
+        changes = [
+            f"argument array {i} is {new}, and was {old}"
+            for i, (old, new) in enumerate(zip(before, shapes, strict=False))
+            if old != new
+        ]
+        if len(before) != len(shapes):
+            changes = [f"it got {len(shapes)} arrays, and had got {len(before)}"]
+        return (
+            f"rank {self._rank}: {step} was compiled again: {'; '.join(changes)}. Each new shape is compiled once; a "
+            "smaller last batch is left out with DataLoader(drop_last=True)"
+        )
+
+    def explain(self) -> str:
+        """A line for each step and its shapes, for people."""
+        return "\n".join(
+            f"{compiled.step}: {compiled.graphs} {'graph' if compiled.graphs == 1 else 'graphs'} for "
+            f"{', '.join(compiled.shapes) or 'no arrays'}"
+            for compiled in self.all
+        )
+
+
+def _shape(leaf: Any) -> str:
+    if not arrays.is_array(leaf):
+        return type(leaf).__name__
+    return f"{arrays.dtype_name(leaf)}[{','.join(map(str, leaf.shape))}]"

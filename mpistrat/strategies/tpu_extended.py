@@ -1,0 +1,265 @@
+"""What `run` and variables mean on XLA devices, whose work is recorded first, and computed when the step has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import arrays, nest
+from mpistrat.communicators import CheckedCommunicator, Communicator
+from mpistrat.context import entered
+from mpistrat.cross_device_ops import accumulation
+from mpistrat.cross_replica_ops import CrossReplicaOps
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.local_replicas import LocalReplicas
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.replica_context import ReplicaContext
+from mpistrat.strategies.compilations import Compilations
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerExtended
+from mpistrat.strategies.tpu_system import TpuSystem
+from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
+from mpistrat.values import DistributedValues, PassedWhole, PerReplica, select_replica
+from mpistrat.variable_arguments import VariableArguments
+from mpistrat.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+    from mpistrat.xla.logical_devices import LogicalDevices
+    from mpistrat.xla.replica_cores import ReplicaCores
+
+
+class TPUExtended(MultiWorkerExtended):
+    """One replica per rank on one core or over several, or one on each of a rank's cores.
+
+    Args:
+        system: the devices.
+        cores_per_replica: its logical devices.
+
+    Attributes:
+        compilations: of this rank.
+        cores: of a rank with a replica on each of several; else None.
+    """
+
+    experimental_between_graph = False
+    experimental_require_static_shapes = True
+    records_steps = True
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        communicator: Communicator,
+        worker_devices: Sequence[str],
+        *args: Any,
+        system: TpuSystem,
+        cores_per_replica: int,
+    ) -> None:
+        super().__init__(strategy, communicator, worker_devices, *args)
+        self._runtime = system.runtime
+        self._cores_per_replica = cores_per_replica
+        self.device_of_modules = worker_devices[0]
+        self.compilations = Compilations(communicator.rank)
+        self._why_through_the_host = ""
+        if isinstance(communicator, CheckedCommunicator) and not communicator.takes_device_buffers:
+            from mpistrat.communicators.xla import use_xla
+
+            self._why_through_the_host = use_xla(communicator, system.runtime)
+        self._logical: LogicalDevices | None = None
+        if cores_per_replica > 1:
+            from mpistrat.xla.logical_devices import LogicalDevices
+
+            self._logical = LogicalDevices(system.runtime, cores_per_replica)
+        self.cores: ReplicaCores | None = None
+        if self.num_local_replicas > 1:
+            from mpistrat.xla.replica_cores import ReplicaCores
+
+            self.cores = ReplicaCores(system.runtime, system.cores_of_ranks, communicator.rank)
+            self.replicas, self.num_copies = LocalReplicas(1), 1
+            self._contexts = [_ContextOnCores(strategy, self.first_replica_id, self.cores)]
+            self.cross_replica_ops = _OpsOverCores(
+                self.cores,
+                communicator,
+                self.replicas_of_ranks,
+                None,
+                self.cross_replica_ops.options,
+            )
+
+    @property
+    def input_devices(self) -> tuple[str, ...]:
+        """Batches for several cores go to all of them at once, when `run` gets them."""
+        return self.worker_devices if self.cores is None else ()
+
+    def explain(self) -> str:
+        told = [super().explain()]
+        if self._why_through_the_host:
+            told.append(
+                f"XLA devices: through host memory and MPI, for {self._why_through_the_host}"
+            )
+        told.append(self.compilations.explain())
+        return "\n".join(filter(None, told))
+
+    # Running
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Record `fn` once, for all replicas of this rank, and start what was recorded."""
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        step = self._runtime.step if self.cores is None else self.cores.step
+        before = 0
+        try:
+            with step(name):
+                before = self._runtime.num_compilations()
+                if self.cores is None:
+                    result = super().call_for_each_replica(fn, args, kwargs)
+                else:
+                    result = self._call_on_cores(self.cores, fn, args, kwargs or {})
+        except RuntimeError as error:
+            if not self._runtime.is_early_read(error):
+                raise
+            hosts = self._runtime.fallbacks()
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: {name} asks inside run for a value, or for a shape that depends on "
+                "values: item(), float(), print of a tensor, `if tensor`, nonzero(), a boolean mask as an index. What "
+                "run calls is recorded first and computed later: return the tensor and read it after run, and use "
+                f"torch.where for masks{f'. XLA leaves to the host: {hosts}' if hosts else ''}"
+            ) from error
+        if graphs := self._runtime.num_compilations() - before:
+            self.compilations.note(
+                name, select_replica(0, (tuple(args), dict(kwargs or {}))), graphs
+            )
+        return result
+
+    def _call_on_cores(
+        self,
+        cores: ReplicaCores,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        own_args, own_kwargs = self._spread(cores, tuple(args)), self._spread(cores, dict(kwargs))
+        with entered(self.strategy, self._contexts[0]):
+            result = fn(*own_args, **own_kwargs)
+
+        def of_all(leaf: Any) -> Any:
+            leaf = arrays.detach(leaf)
+            if arrays.is_on_xla(leaf):
+                return PerReplica(cores.rows(leaf))
+            return PerReplica([leaf] * self.num_local_replicas) if arrays.is_number(leaf) else leaf
+
+        return nest.map_structure(of_all, result)
+
+    def _spread(self, cores: ReplicaCores, structure: Any) -> Any:
+        """`structure` as one replica has it, with the values of each on its core."""
+
+        def spread(value: Any) -> Any:
+            if not isinstance(value, DistributedValues) or isinstance(value, PassedWhole):
+                return value
+            components = self.cross_replica_ops.components(value)
+            if all(component is components[0] for component in components):
+                return components[0]
+            if not all(arrays.is_array(c) or arrays.is_number(c) for c in components):
+                raise ValueError(
+                    "the replicas of a rank run one program, so what they get must be arrays, numbers, or the same "
+                    f"object, got {value!r:.80}; start one rank per core for anything else"
+                )
+            hosts = [arrays.to_host(arrays.as_array(component)) for component in components]
+            return cores.scatter([torch.as_tensor(host) for host in hosts])
+
+        import torch
+
+        return nest.map_structure(spread, structure)
+
+    # Combining
+
+    def sum_of_rank(self, value: Any) -> Any:
+        if self.cores is None or not arrays.is_on_xla(value):
+            return value
+        return self.cores.sum(value)
+
+    def all_reduce(
+        self,
+        context: ReplicaContext,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        if self.cores is None:
+            return super().all_reduce(context, op, leaves, options, label)
+        ops = self.cross_replica_ops
+        sums = [
+            (self.cores.sum(leaf),) if arrays.is_on_xla(leaf) else ops.components(leaf)
+            for leaf in leaves
+        ]
+        reduced = ops.reduce_leaves(ReduceOp.SUM, sums, options, f"{op.name} of {label or '*'}")
+        if op is ReduceOp.SUM:
+            return reduced
+        return [accumulation.divide(total, self.num_replicas_in_sync) for total in reduced]
+
+    # Variables
+
+    def _new_variable(self, asked: VariableArguments) -> Variable:
+        """Of torch tensors on the rank's device, also where NumPy arrays or numbers are given."""
+        with self.communicator.raising_together():
+            value = asked.initial_array()
+            if not arrays.is_cupy(value):
+                import torch
+
+                value = arrays.to_device(torch.as_tensor(value), self.worker_devices[0])
+        return super()._new_variable(asked._replace(initial_value=value, dtype=None))
+
+    # Logical devices
+
+    def assign(self, tensor: Any, logical_device_id: int) -> Any:
+        """The work of `TPUStrategy.experimental_assign_to_logical_device`."""
+        check_logical_device(logical_device_id, self._cores_per_replica)
+        return tensor if self._logical is None else self._logical.assign(tensor, logical_device_id)
+
+    def split(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """The work of `TPUStrategy.experimental_split_to_logical_devices`."""
+        check_split(tensor.shape, partition_dimensions, self._cores_per_replica)
+        return (
+            tensor if self._logical is None else self._logical.split(tensor, partition_dimensions)
+        )
+
+    def replicate(self, tensor: Any) -> Any:
+        """The work of `TPUStrategy.experimental_replicate_to_logical_devices`."""
+        return tensor if self._logical is None else self._logical.replicate(tensor)
+
+
+class _ContextOnCores(ReplicaContext):
+    """Of all replicas of a rank at once: which of them it is, each core knows."""
+
+    def __init__(self, strategy: Strategy, first: int, cores: ReplicaCores) -> None:
+        super().__init__(strategy, None)
+        self._first, self._cores = first, cores
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's number, 0 <= id < num_replicas_in_sync: a tensor, int64, for it differs by core."""
+        return self._cores.number() + self._first
+
+
+class _OpsOverCores(CrossReplicaOps):
+    """Takes what has one name on all cores apart into what the replicas hold."""
+
+    def __init__(self, cores: ReplicaCores, *args: Any) -> None:
+        super().__init__(*args)
+        self._cores = cores
+
+    def components(self, value: Any) -> tuple[Any, ...]:
+        one = value
+        if isinstance(value, DistributedValues) and len(value.values) == 1:
+            one = arrays.detach_read(value.values[0])
+        elif isinstance(value, DistributedValues) or not self._cores.inside:
+            return super().components(value)
+        if isinstance(one, IndexedSlices):
+            rows = zip(self._cores.rows(one.values), self._cores.rows(one.indices), strict=True)
+            return tuple(IndexedSlices(v, i, one.dense_shape) for v, i in rows)
+        if not arrays.is_on_xla(one):
+            return super().components(value)
+        return tuple(self._cores.rows(one))
