@@ -1,7 +1,8 @@
-"""Runs every stage of scripts/test, whatever the ones before it did, and adds them up in one table."""
+"""Runs every stage of scripts/test or test-tpu, whatever the ones before it did, and adds them up in one table."""
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ SECONDS_PER_LAUNCH = 3600.0  # a last resort: tests have limits of their own
 NEW_LAUNCHES = 3  # after a test that ended its job, the tests after it run in a new one
 RUN_AGAIN = 3  # so many failed tests of a stage at most: more have a cause in common
 NO_TESTS_COLLECTED = 5
+XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Stage:
     pytest: Sequence[str] = ()  # or the arguments of pytest
     mpi: str = ""
     ranks: int = 0  # 0: without mpiexec
+    python: str = sys.executable
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -54,7 +57,7 @@ class Stage:
 
     def _run_pytest(self, folder: Path) -> None:
         lines = folder / "results"
-        command = [sys.executable, "-m", "pytest", "--quiet", "--color=no", *self.pytest]
+        command = [self.python, "-m", "pytest", "--quiet", "--color=no", *self.pytest]
         command += [f"--results={lines}", f"--leave-out={lines}"]
         env = dict(os.environ)
         if self.ranks:
@@ -107,7 +110,15 @@ def _stacks_not_printed(output: Path) -> str:
 
 
 def stages(mode: str) -> Iterator[Stage]:
-    scripts = ["quickstart", "test", "test-gpu", "benchmark", "mini-slurm", "environment.sh"]
+    scripts = [
+        "quickstart",
+        "test",
+        "test-gpu",
+        "test-tpu",
+        "benchmark",
+        "mini-slurm",
+        "environment.sh",
+    ]
     scripts = [*(f"scripts/{name}" for name in scripts), ".ci/run"]
     scripts += sorted(str(path.relative_to(TOP)) for path in (TOP / "slurm").glob("*.sbatch"))
     yield Stage("format", ["ruff", "format", "--check", "."])
@@ -130,6 +141,23 @@ def stages(mode: str) -> Iterator[Stage]:
             for ranks in (2, 3, 4):
                 conformance = ["tests/conformance", "-m", choice]
                 yield Stage("conformance", pytest=conformance, mpi=mpi, ranks=ranks)
+        yield from xla_stages(choice)
+
+
+def xla_stages(choice: str) -> Iterator[Stage]:
+    """The tests that are marked mpi under both MPIs, the others without; none where there is no torch_xla."""
+    if XLA_PREFIX not in os.environ:
+        return
+    python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
+    yield Stage("xla", pytest=["tests/tpu", "-m", _both(choice, "not mpi")], python=python)
+    for mpi in MPI_NAMES:
+        for ranks in (1, 2):
+            chosen = ["tests/tpu", "-m", _both(choice, "mpi")]
+            yield Stage("xla", pytest=chosen, mpi=mpi, ranks=ranks, python=python)
+
+
+def _both(choice: str, other: str) -> str:
+    return f"{choice} and {other}" if choice else other
 
 
 def report(stage: Stage) -> None:
@@ -147,8 +175,9 @@ def report(stage: Stage) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["quick", "usual", "full"])
-    done = list(stages(parser.parse_args().mode))
+    parser.add_argument("mode", choices=["quick", "usual", "full", "xla"])
+    mode: str = parser.parse_args().mode
+    done = list(xla_stages("not slow") if mode == "xla" else stages(mode))
     for stage in done:
         stage.run()
         report(stage)
@@ -158,6 +187,9 @@ def main() -> int:
         counts = f"{stage.passed if stage.pytest else '':>8}{stage.failed:>8}{stage.seconds:>9.1f}"
         print(f"{stage.name:<13}{stage.mpi or '-':<10}{stage.ranks or '-':>5}{counts}")
     print(f"{'all':<28}{'':>16}{sum(stage.seconds for stage in done):>9.1f}\n")
+    if mode != "quick" and XLA_PREFIX not in os.environ:
+        here = f"Python {platform.python_version()} on {platform.machine()}"
+        print(f"left out: tests/tpu: torch_xla has no release for {here}")
     passed, failed = (sum(getattr(stage, what) for stage in done) for what in ("passed", "failed"))
     skipped = sum(stage.skipped for stage in done)
     for test in (test for stage in done for test in stage.unsteady):

@@ -1,6 +1,7 @@
 """scripts/test's own bookkeeping: what it counts, and that it goes on after a test that ended its job."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,30 @@ def test_a_failing_command_is_a_failure(project: Path) -> None:
     some = Stage("some", ["python", "-c", "raise SystemExit('no')"])
     some.run()
     assert (some.failed, some.output) == (1, "no\n")
+
+
+def test_a_stage_may_run_another_environment_s_python(project: Path) -> None:
+    other = project / "python"
+    other.write_text(f'#!/bin/sh\nOTHER=yes exec "{sys.executable}" "$@"\n')
+    other.chmod(0o755)
+    (project / "test_it.py").write_text("""
+import os
+def test_a(): assert os.environ["OTHER"] == "yes"
+""")
+    for mpi, ranks in (("", 0), ("MPICH", 2)):
+        some = stage(mpi, ranks)
+        some.python = str(other)
+        some.run()
+        assert (some.passed, some.failed) == (1, 0), some.output
+
+
+def test_xla_stages_are_there_where_torch_xla_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(run_stages.XLA_PREFIX, raising=False)
+    assert list(run_stages.xla_stages("not slow")) == []
+    monkeypatch.setenv(run_stages.XLA_PREFIX, "/of/xla")
+    some = list(run_stages.xla_stages("not slow"))
+    assert {one.python for one in some} == {"/of/xla/bin/python"}
+    assert [(one.mpi, one.ranks, one.pytest[-1]) for one in some] == [
+        ("", 0, "not slow and not mpi"),
+        *((mpi, n, "not slow and mpi") for mpi in ("MPICH", "Open MPI") for n in (1, 2)),
+    ]
