@@ -20,14 +20,13 @@ _DEVICE = re.compile(
 def check_device(device: str) -> str:
     """`device` in our spelling ("cpu:0", "cuda:1"); ValueError for what is not a device of this rank."""
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
-    if match is None:
+    # XLA's devices are those of a TPUStrategy: without one there are none.
+    if match is None or (match["kind"].lower() in ("xla", "tpu") and not xla.is_started()):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
     kind = {"gpu": "cuda", "tpu": "xla"}.get(match["kind"].lower(), match["kind"].lower())
     index = int(match["index"] or 0)
     if kind == "cuda" and index >= num_gpus():
         raise ValueError(f"device {device!r} does not exist: this process sees {num_gpus()} GPUs")
-    if kind == "xla" and not xla.is_started():
-        raise ValueError(f"device {device!r} is XLA's, which is used through a TPUStrategy")
     return f"{kind}:{index}"
 
 
