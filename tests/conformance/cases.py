@@ -11,6 +11,7 @@ from typing import Any
 from conformance import (
     encoding,
     replay_autoshard,
+    replay_cloud_resolvers,
     replay_contexts,
     replay_coordinator,
     replay_cross_device_ops,
@@ -53,7 +54,9 @@ def _with_failures(result: Any) -> Any:
 
 
 _RESOLVERS: dict[str, Handler] = {
-    op: _of_one_process(handler) for op, handler in replay_resolvers.HANDLERS.items()
+    op: _of_one_process(handler)
+    for handlers in (replay_resolvers.HANDLERS, replay_cloud_resolvers.HANDLERS)
+    for op, handler in handlers.items()
 }
 # No arrays are given.
 ONE_LIBRARY = ("contexts", "input_context", "autoshard", "partitioners", "preemption")
@@ -94,10 +97,6 @@ _OF_DEATHS = {
 # And what other parts of the project replay, once they are there.
 LATER_OPS = {
     **{("coordinator", op): test for op, test in _OF_DEATHS.items()},
-    ("resolvers", "kubernetes_resolver"): "cloud resolvers",
-    ("resolvers", "gce_resolver"): "cloud resolvers",
-    ("resolvers", "gce_set_task_type"): "cloud resolvers",
-    ("resolvers", "tpu_resolver"): "TPU",
     ("tpu_topology", "tpu_run_validation"): "TPUStrategy",
 }
 

@@ -63,7 +63,7 @@ def _cluster_spec(case: Case) -> dict[str, object]:
     return fields
 
 
-def _resolver_fields(resolver: ClusterResolver) -> dict[str, object]:
+def resolver_fields(resolver: ClusterResolver) -> dict[str, object]:
     fields: dict[str, object] = {
         "cluster_spec": probe(resolver.cluster_spec),
         "task_type": probe(lambda: resolver.task_type),
@@ -92,14 +92,14 @@ def _simple_resolver(case: Case) -> dict[str, object]:
     inputs = case["inputs"]
     cluster = inputs["cluster"] if inputs.get("raw_dict") else ClusterSpec(inputs["cluster"])
     resolver = SimpleClusterResolver(cluster, **inputs.get("kwargs", {}))
-    return {**_resolver_fields(resolver), "num_accelerators": resolver.num_accelerators()}
+    return {**resolver_fields(resolver), "num_accelerators": resolver.num_accelerators()}
 
 
 def _simple_resolver_setters(case: Case) -> dict[str, object]:
     resolver = SimpleClusterResolver(ClusterSpec(case["inputs"]["cluster"]))
     for name, value in case["program"]["set"].items():
         setattr(resolver, name, value)
-    return _resolver_fields(resolver)
+    return resolver_fields(resolver)
 
 
 def _union_resolver(case: Case) -> dict[str, object]:
@@ -108,14 +108,14 @@ def _union_resolver(case: Case) -> dict[str, object]:
         SimpleClusterResolver(ClusterSpec(part["cluster"]), **part["kwargs"])
         for part in inputs["parts"]
     ]
-    return _resolver_fields(UnionResolver(*parts, **inputs["kwargs"]))
+    return resolver_fields(UnionResolver(*parts, **inputs["kwargs"]))
 
 
 def _tfconfig_resolver(case: Case) -> dict[str, object]:
     inputs = case["inputs"]
     text = inputs["TF_CONFIG"]
     environ = {} if text is None else {"TF_CONFIG": text}
-    return _resolver_fields(TFConfigClusterResolver(**inputs["kwargs"], environ=environ))
+    return resolver_fields(TFConfigClusterResolver(**inputs["kwargs"], environ=environ))
 
 
 def _instantiate_base_resolver(case: Case) -> object:

@@ -1,0 +1,119 @@
+"""The virtual machines of an instance group of Google Compute Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.listed_tasks import require_client, topology_of_listed
+from mpistrat.errors import UnavailableError
+from mpistrat.topology import Topology
+
+_SECONDS = 15.0  # for each answer, and to ask again for it while the service is busy
+
+
+class GCEClusterResolver(ClusterResolver):
+    """The running instances of a group, listed again at every question.
+
+    Their addresses are those of their first network interfaces, sorted as text.
+
+    Args:
+        port: of every task's address.
+        task_type: of all instances. It cannot be set later.
+        task_id: for `master`; which rank this is, MPI tells.
+        credentials: of google.auth; "default" are the application default credentials.
+        client_options: of the clients of google.cloud.compute_v1, such as {"api_endpoint": …}. They take the place of
+            tf.distribute's `service`, which is of an older library.
+    Raises: ImportError without the package google-cloud-compute (extra `gce`); by members that list, UnavailableError
+        when the API cannot be reached, or refuses.
+    """
+
+    launcher = "gce"
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int | None = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        client_options: Any = None,
+    ):
+        super().__init__(task_type, task_id, rpc_layer)
+        require_client(self, "google.cloud.compute_v1", "gce", "google-cloud-compute")
+        self._place = {"project": project, "zone": zone}
+        self._group = instance_group
+        self._port = port
+        self._options = {
+            "credentials": None if isinstance(credentials, str) else credentials,
+            "client_options": client_options,
+        }
+        self._clients: tuple[Any, Any] | None = None
+
+    def cluster_spec(self) -> ClusterSpec:
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            addresses = sorted(f"{address}:{self._port}" for address in self._addresses())
+        except (GoogleAPIError, GoogleAuthError, OSError) as error:
+            raise UnavailableError(
+                f"the instance group {self._group!r:.80} ({self._place}) cannot be listed: {error}"
+            ) from error
+        return ClusterSpec({str(self._task_type): addresses})
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The given or own task's address."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        return format_master_url(address, rpc_layer or self.rpc_layer)
+
+    @property
+    def task_type(self) -> str | None:
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise RuntimeError(
+            "the task_type of a GCEClusterResolver is that of its instance group; give it to the constructor"
+        )
+
+    def topology(self) -> Topology:
+        """MPI's. Raises: TopologyError when MPI has started another number of ranks than there are instances."""
+        return topology_of_listed(self)
+
+    def _addresses(self) -> list[str]:
+        from google.api_core.exceptions import ServiceUnavailable
+        from google.api_core.retry import Retry, if_exception_type
+        from google.cloud import compute_v1
+
+        if self._clients is None:
+            groups = compute_v1.InstanceGroupsClient(**self._options)
+            self._clients = groups, compute_v1.InstancesClient(**self._options)
+        groups, instances = self._clients
+        running = {"instance_state": "RUNNING"}
+        again = Retry(if_exception_type(ServiceUnavailable), initial=0.3, timeout=_SECONDS)
+        limits: dict[str, Any] = {"timeout": _SECONDS, "retry": again}
+        listed = groups.list_instances(
+            {
+                **self._place,
+                "instance_group": self._group,
+                "instance_groups_list_instances_request_resource": running,
+            },
+            **limits,
+        )
+        addresses = []
+        for member in listed:  # the pager asks for further pages
+            name = member.instance.rpartition("/")[2]  # "…/zones/us-west1-a/instances/vm-1"
+            instance = instances.get({**self._place, "instance": name}, **limits)
+            addresses.append(instance.network_interfaces[0].network_i_p)
+        return addresses

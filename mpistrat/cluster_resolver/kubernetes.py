@@ -1,0 +1,143 @@
+"""The pods of a Kubernetes cluster that match label selectors."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.listed_tasks import require_client, topology_of_listed
+from mpistrat.errors import UnavailableError
+from mpistrat.topology import Topology
+
+_SECONDS = (5, 15)  # to connect, and for the answer
+_TRIES_AGAIN = 1
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where this process runs, and so how it may ask the API server."""
+
+    WITHIN_CLUSTER = 0  # in a pod: with its service account
+    OFF_CLUSTER = 1  # with $KUBECONFIG or ~/.kube/config
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """The pods that match label selectors, listed again at every question.
+
+    Args:
+        job_to_label_mapping: selectors of each job, default {"worker": ["job-name=tensorflow"]}. The pods of a selector
+            are sorted by name; those of several follow one another in the order of the selectors.
+        tf_server_port: of every task's address, whose host is the pod's node.
+        override_client: a kubernetes.client.CoreV1Api that is asked instead.
+    `task_type` and `task_id` are None until they are set: no list tells which of the pods this is. MPI does.
+    Raises: ImportError without the package kubernetes (extra `kubernetes`); ValueError for what is no location or no
+        mapping; by members that list, RuntimeError when a pod is not running, or pods may not be listed, and
+        UnavailableError when the API server cannot be reached.
+    """
+
+    launcher = "kubernetes"
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+    ):
+        super().__init__(rpc_layer=rpc_layer)
+        if override_client is None:
+            require_client(self, "kubernetes", "kubernetes", "kubernetes")
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise ValueError(
+                f"executable_location={executable_location!r:.80} must be an KubernetesExecutableLocation"
+            )
+        self._selectors = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
+        for job, selectors in self._selectors.items():
+            if isinstance(selectors, str):
+                raise ValueError(
+                    f"job_to_label_mapping: {job!r:.80} has the selectors {selectors!r:.80}: expected a list of them"
+                )
+        self._port = tf_server_port
+        self._client = override_client
+        self._location = executable_location
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(
+            {
+                job: [address for selector in selectors for address in self._pods(selector)]
+                for job, selectors in self._selectors.items()
+            }
+        )
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The given or own task's address; '' as long as neither tells a task."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        return format_master_url(address, rpc_layer or self.rpc_layer)
+
+    def topology(self) -> Topology:
+        """MPI's. Raises: TopologyError when MPI has started another number of ranks than there are pods."""
+        return topology_of_listed(self)
+
+    def _pods(self, selector: str) -> list[str]:
+        if self._client is None:
+            self._client = self._connect()
+        try:
+            pods = self._client.list_pod_for_all_namespaces(
+                label_selector=selector, _request_timeout=_SECONDS
+            ).items
+        except Exception as error:
+            explained = _explained(error, selector)
+            if explained is None:
+                raise
+            raise explained from error
+        addresses = []
+        for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+            if pod.status.phase != "Running":
+                raise RuntimeError(
+                    f"the pod {pod.metadata.name!r} ({selector!r:.80}) is not running, its phase is "
+                    f"{pod.status.phase!r}: wait until all pods run, or narrow the selector"
+                )
+            addresses.append(f"{pod.status.host_ip}:{self._port}")
+        return addresses
+
+    def _connect(self) -> Any:
+        from kubernetes import client, config
+
+        configuration = client.Configuration()
+        within = self._location is KubernetesExecutableLocation.WITHIN_CLUSTER
+        try:
+            if within:
+                config.load_incluster_config(client_configuration=configuration)
+            else:
+                config.load_kube_config(client_configuration=configuration)
+        except config.ConfigException as error:
+            other = "outside of a pod, give executable_location=KubernetesExecutableLocation.OFF_CLUSTER"
+            raise RuntimeError(
+                f"the Kubernetes API server cannot be asked: {error} "
+                f"({other if within else 'set KUBECONFIG, or kubectl config'})"
+            ) from error
+        configuration.retries = _TRIES_AGAIN
+        return client.CoreV1Api(client.ApiClient(configuration))
+
+
+def _explained(error: Exception, selector: str) -> Exception | None:
+    """What users can act on, of an error of the client, or of urllib3, with which it connects; None of others."""
+    what = f"listing the pods {selector!r:.80} of all namespaces"
+    if type(error).__module__.startswith("urllib3."):
+        return UnavailableError(f"the Kubernetes API server does not answer to {what}: {error}")
+    status = getattr(error, "status", None)
+    if status is None:
+        return None
+    fix = "; this account needs the right to list pods in the cluster" if status == 403 else ""
+    return RuntimeError(
+        f"the Kubernetes API server refuses {what}: {status} {getattr(error, 'reason', '')}{fix}"
+    )

@@ -1,0 +1,41 @@
+"""Ranks of a cluster that a service lists: MPI tells who is who, the list how many there should be."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver
+from mpistrat.cluster_resolver.task_roles import task_count
+from mpistrat.errors import TopologyError
+from mpistrat.topology import Topology
+
+
+def topology_of_listed(resolver: ClusterResolver) -> Topology:
+    """MPI's topology, of as many ranks as the resolver's cluster has tasks that train, its chief and its workers.
+
+    Called by: every rank. MPI is asked first, so that a service that does not answer is an error and not a wait.
+    Raises: TopologyError when the numbers differ.
+    """
+    topology = MPIClusterResolver().topology()
+    spec = resolver.cluster_spec()
+    listed = task_count(spec, "chief") + task_count(spec, "worker")
+    if listed != topology.size:
+        raise TopologyError(
+            f"{type(resolver).__name__} lists {listed} tasks that train ({spec.as_dict()!r:.300}), but MPI has started "
+            f"{topology.size} ranks: start one rank per task, or leave cluster_resolver out to ask MPI alone"
+        )
+    return topology
+
+
+def require_client(resolver: ClusterResolver, module: str, extra: str, package: str) -> None:
+    """Raises: ImportError, with the command that installs it, where the client library `module` is missing."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:  # not even the package that it is in
+        found = None
+    if found is None:
+        raise ImportError(
+            f"{type(resolver).__name__} needs the package {package}: pip install 'mpistrat[{extra}]', or "
+            f"pip install {package}"
+        )
