@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from google_metadata import metadata_server
 from mpistrat.cluster_resolver.tpu_discovery import discover_slice, parse_tpu_env
@@ -114,6 +116,27 @@ def test_a_variable_that_is_missing(name, words):
 def test_a_variable_that_cannot_be(name, text, words):
     with pytest.raises(ValueError, match=words):
         discover_slice({**VARIABLES, name: text})
+
+
+JUNK = st.one_of(
+    st.sampled_from(["", " ", "-1", "1,1", "0,0,0", "٢,1,1", "²", "\x00", "\udcff", "9" * 5000]),
+    st.sampled_from(["v4", "v4-", "v-16", "4-16", "v99-16", "v4-9999999", ",", ",,a", "a,a"]),
+    st.text(max_size=8),
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(VARIABLES)), JUNK, min_size=1))
+def test_damaged_variables(junk):
+    """The slice as it is, but for what can be of its kind, or an error that says what is wrong."""
+    environ = {**VARIABLES, "GCE_METADATA_HOST": "127.0.0.1:1", **junk}
+    found, error = None, ""
+    try:
+        found = discover_slice(environ)
+    except (ValueError, NotFoundError) as why:
+        error = str(why)
+    assert len(error) < 1200  # whatever it quotes
+    if found is not None:
+        assert (found.num_hosts, found.chips_per_host, len(found.addresses)) == (2, 4, 2)
 
 
 @pytest.fixture
