@@ -7,11 +7,12 @@ itself (`torch_xla._internal.tpu.configure_topology`, `torch_xla._internal.pjrt.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mpistrat.cluster_resolver.tpu_slice import TPUSlice, bounds_text
-from mpistrat.errors import TopologyError
+from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.topology import Topology
 
 DEVICE = "PJRT_DEVICE"  # "TPU"
@@ -44,7 +45,7 @@ def pjrt_environment(
 
     Args:
         topology: of MPI; its nodes are the hosts of the slice.
-        slices: what each rank knows of its slice, in rank order: `all_gather_object(resolver.slice())`.
+        slices: what each rank knows of its slice, in rank order; see `slices_of_ranks`.
         base_port: ports from this one on, as many as ranks on a host, must be free on every host.
     Raises, on all ranks alike:
         ValueError: ranks are not one per host, or one per chip, of all hosts.
@@ -80,6 +81,36 @@ def pjrt_environment(
         PROCESS_ADDRESSES: ",".join(f"{host}:{port}" for host in hosts for port in ports),
         PROCESS_PORT: str(ports[local_rank]),
     }
+
+
+def slices_of_ranks(
+    describe: Callable[[], TPUSlice | None], all_gather_object: Callable[[Any], list[Any]]
+) -> list[TPUSlice]:
+    """What `describe`, `resolver.slice`, says on each rank, in rank order; empty where it is None on all ranks.
+
+    Called by: every rank. Communicates once.
+    Args: all_gather_object: gives the objects of all ranks, in rank order.
+    Raises, on all ranks: what `describe` raises on the first rank that finds no slice, or one that cannot be;
+        TopologyError when only some ranks have one.
+    """
+    own: TPUSlice | NotFoundError | ValueError | None
+    try:
+        own = describe()
+    except (NotFoundError, ValueError) as error:
+        kind = NotFoundError if isinstance(error, NotFoundError) else ValueError
+        own = kind(str(error))
+    told: list[TPUSlice | NotFoundError | ValueError | None] = all_gather_object(own)
+    found: list[TPUSlice] = []
+    for rank, one in enumerate(told):
+        if isinstance(one, Exception):
+            raise type(one)(f"rank {rank}: {one}")
+        found += [one] if one is not None else []
+    if found and len(found) < len(told):
+        raise TopologyError(
+            f"rank {told.index(None)} was given TPUClusterResolver('local'), and others hosts of {_shown(found[0])}: "
+            "all ranks need the same"
+        )
+    return found
 
 
 def set_pjrt_environment(

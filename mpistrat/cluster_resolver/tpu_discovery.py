@@ -14,10 +14,8 @@ from mpistrat.errors import NotFoundError
 
 SKIP_METADATA = "TPU_SKIP_MDS_QUERY"  # "1", "true": the variables say everything
 ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"  # "v4-16"; set, it stands for TPU_SKIP_MDS_QUERY, too
-HOST_BOUNDS = (
-    PROCESS_BOUNDS,
-    "TPU_HOST_BOUNDS",
-)  # "1,1,2"; the first that is set, as for torch_xla
+# Of several names the first that is set counts, as for torch_xla.
+HOST_BOUNDS = (PROCESS_BOUNDS, "TPU_HOST_BOUNDS")  # "1,1,2"
 CHIPS_PER_HOST_BOUNDS = (CHIPS_PER_PROCESS_BOUNDS, "TPU_CHIPS_PER_HOST_BOUNDS")  # "2,2,1"
 WORKER_ID = (TASK_ID, "TPU_WORKER_ID")  # "1"
 WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"  # "10.0.0.1,10.0.0.2", by worker id

@@ -13,8 +13,8 @@ from mpistrat.cluster_resolver import (
     MPIClusterResolver,
     TPUClusterResolver,
 )
-from mpistrat.cluster_resolver.pjrt import pjrt_environment
-from mpistrat.errors import TopologyError
+from mpistrat.cluster_resolver.pjrt import pjrt_environment, slices_of_ranks
+from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.topology import Topology
 
 WORLD = MPI.COMM_WORLD
@@ -63,7 +63,7 @@ def test_one_rank_per_chip_of_one_host():
     with metadata_server(metadata(1, WORLD.size, 0)) as server:
         resolver = TPUClusterResolver(environ=server.environ)
         strategy = ms.MultiWorkerMirroredStrategy(resolver)
-        slices = WORLD.allgather(resolver.slice())
+        slices = slices_of_ranks(resolver.slice, WORLD.allgather)
     topology = resolver.topology()
     assert topology == MPIClusterResolver().topology()
     assert strategy.cluster_resolver is resolver
@@ -76,7 +76,8 @@ def test_one_rank_per_chip_of_one_host():
 def test_one_rank_per_host_in_another_order_than_worker_ids():
     worker = WORLD.size - 1 - WORLD.rank
     with metadata_server(metadata(WORLD.size, 4, worker)) as server:
-        slices = WORLD.allgather(TPUClusterResolver(environ=server.environ).slice())
+        resolver = TPUClusterResolver(environ=server.environ)
+        slices = slices_of_ranks(resolver.slice, WORLD.allgather)
     hosts = [f"n{rank}" for rank in range(WORLD.size)]
     own = pjrt_environment(Topology.from_hosts(WORLD.rank, hosts, "test"), slices)
     everyone = WORLD.allgather(own)
@@ -88,7 +89,8 @@ def test_one_rank_per_host_in_another_order_than_worker_ids():
 
 def test_hosts_that_were_given_one_worker_id():
     with metadata_server(metadata(WORLD.size, 4, 0)) as server:
-        slices = WORLD.allgather(TPUClusterResolver(environ=server.environ).slice())
+        resolver = TPUClusterResolver(environ=server.environ)
+        slices = slices_of_ranks(resolver.slice, WORLD.allgather)
     hosts = [f"n{rank}" for rank in range(WORLD.size)]
     topology = Topology.from_hosts(WORLD.rank, hosts, "test")
     if WORLD.size == 1:
@@ -96,3 +98,25 @@ def test_hosts_that_were_given_one_worker_id():
         return
     with pytest.raises(TopologyError, match="ranks 0 and 1 run on different nodes, and both have"):
         pjrt_environment(topology, slices)
+
+
+def test_one_rank_finds_no_tpu():
+    last = WORLD.size - 1
+    with metadata_server(metadata(WORLD.size, 4, WORLD.rank)) as server:
+        nowhere = {"GCE_METADATA_HOST": "127.0.0.1:1"}
+        environ = nowhere if WORLD.rank == last else server.environ
+        resolver = TPUClusterResolver(environ=environ)
+        with pytest.raises(NotFoundError, match=f"^rank {last}: no TPU found: "):
+            slices_of_ranks(resolver.slice, WORLD.allgather)
+
+
+def test_local_on_all_ranks_or_on_none():
+    local = TPUClusterResolver("local")
+    assert slices_of_ranks(local.slice, WORLD.allgather) == []
+    with metadata_server(metadata(WORLD.size, 4, WORLD.rank)) as server:
+        resolver = TPUClusterResolver(environ=server.environ) if WORLD.rank else local
+        if WORLD.size == 1:
+            assert slices_of_ranks(resolver.slice, WORLD.allgather) == []
+            return
+        with pytest.raises(TopologyError, match=r"rank 0 was given TPUClusterResolver\('local'\)"):
+            slices_of_ranks(resolver.slice, WORLD.allgather)

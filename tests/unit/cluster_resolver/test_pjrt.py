@@ -25,7 +25,7 @@ EIGHT = ",".join(f"{host}:{port}" for host in ("h0", "h1") for port in range(847
 # What torch_xla 2.9 leaves in the environment of a process of its own launcher, one per chip; v4-8 and v4-16 are also
 # in its published tests. (type, hosts, ranks per host, worker id, local rank): the variables in the order of NAMES.
 ONE_PER_CHIP = [
-    (("v4-8", [""], 4, 0, 0), ("0", "4", "0", "2,2,1", "1,1,1", "0", LOCAL, "8476")),
+    (("v4-8", ["10.130.0.31"], 4, 0, 0), ("0", "4", "0", "2,2,1", "1,1,1", "0", LOCAL, "8476")),
     (("v4-8", [""], 4, 0, 3), ("3", "4", "3", "2,2,1", "1,1,1", "3", LOCAL, "8479")),
     (
         ("v4-16", ["10.130.0.31", "10.130.0.30"], 4, 1, 0),

@@ -181,6 +181,7 @@ def test_older_generations_tell_no_bounds(server):
     }
     found = discover_slice(server.environ)
     assert found == TPUSlice("v3-32", (2, 2, 1), (2, 2, 1), 3, ("h0", "h1", "h2", "h3"))
+    assert len(set(server.asked)) == len(server.asked)  # nothing twice
 
 
 def test_a_virtual_machine_without_a_tpu(server):
