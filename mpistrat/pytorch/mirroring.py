@@ -74,7 +74,7 @@ class Mirroring:
         if self._recorder.changed:
             self._recorder.changed = False
             roots = self._recorder.roots()
-            self._place(roots)
+            self._bring(roots)
             new, slots = self._collect(roots)
             parameters += new
         if parameters or slots:
@@ -97,7 +97,7 @@ class Mirroring:
                 modules.append(one)
             else:
                 tensors.append(one)
-        self._place(modules)
+        self._bring(modules)
         parameters, slots = self._collect(modules, again=True)
         parameters += [(f"parameter {i}", tensor) for i, tensor in enumerate(tensors)]
         self._mirror_tensors(parameters, slots)
@@ -110,7 +110,7 @@ class Mirroring:
         """How gradients are reduced, for people."""
         return self.reducer.explain()
 
-    def _place(self, modules: Iterable[torch.nn.Module]) -> None:
+    def _bring(self, modules: Iterable[torch.nn.Module]) -> None:
         """Put them where the strategy keeps modules, if it says where."""
         if self._extended.device_of_modules is not None:
             for module in modules:

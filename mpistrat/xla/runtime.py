@@ -155,7 +155,7 @@ class Runtime:
         """That a tensor's dimension d is cut over axis `split[d]` of a mesh of all devices, or whole (None)."""
         from torch_xla.distributed import spmd
 
-        mesh = spmd.Mesh(range(self.num_all_devices), tuple(mesh_shape))  # type: ignore[arg-type]
+        mesh = spmd.Mesh(range(self.num_all_devices), tuple(mesh_shape))
         return mesh.get_op_sharding(tuple(split))
 
     def on_one_device(self, index: int) -> Any:
