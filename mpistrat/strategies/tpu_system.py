@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpistrat import xla
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
-from mpistrat.cluster_resolver.pjrt import asked_device, pjrt_environment, set_pjrt_environment
+from mpistrat.cluster_resolver.pjrt import (
+    asked_device,
+    pjrt_environment,
+    set_pjrt_environment,
+    slices_of_ranks,
+)
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import Communicator
 from mpistrat.errors import TopologyError
@@ -48,7 +54,8 @@ def initialize_tpu_system(
         first coordinate is the rank, the second the device.
     Raises:
         NotFoundError: this is no TPU host. ValueError, TopologyError: ranks and hosts do not fit. ImportError:
-        torch_xla is missing, or of another version than torch. All of them on all ranks.
+        torch_xla is missing, or of another version than torch. RuntimeError: XLA finds no device, or another rank
+        could not start. One of them on all ranks.
     """
     over_mpi = MPIClusterResolver(comm)
     communicator = communicator_of(over_mpi, "always", "initialize_tpu_system")
@@ -94,16 +101,10 @@ def _set_environment(
     resolver: TPUClusterResolver, topology: RankTopology, communicator: Communicator
 ) -> None:
     """PJRT's variables: how many processes there are, where, and which chips are this one's."""
-    error, own = None, None
-    try:
-        own = resolver.slice()
-    except Exception as raised:
-        error = raised
-    communicator.raise_any(error, "found no TPU")
-    slices = communicator.all_gather_object(own, label="TPU slices")
-    if all(one is None for one in slices):  # "local"
-        return
-    set_pjrt_environment(pjrt_environment(topology, slices))
+    gather = functools.partial(communicator.all_gather_object, label="TPU slices")
+    slices = slices_of_ranks(resolver.slice, gather)
+    if slices:  # of "local" there are none: PJRT finds the chips of this host itself
+        set_pjrt_environment(pjrt_environment(topology, slices))
 
 
 def mesh_of(places: tuple[list[Coordinates] | None, ...], per_task: int) -> Topology:
