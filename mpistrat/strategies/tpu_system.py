@@ -15,15 +15,14 @@ from mpistrat.cluster_resolver.pjrt import (
 )
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import Communicator
-from mpistrat.errors import TopologyError
+from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.strategies.mirrored import communicator_of
 from mpistrat.topology import Topology as RankTopology
 from mpistrat.tpu_topology.topology import Topology
+from mpistrat.xla.runtime import Runtime, check_versions
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpistrat.xla.runtime import Runtime
 
 Coordinates = tuple[int, int, int, int]
 
@@ -75,13 +74,21 @@ def start_system(
     resolver: TPUClusterResolver | None, topology: RankTopology, communicator: Communicator
 ) -> TpuSystem:
     """The work of `initialize_tpu_system`, for the ranks of `communicator`, of which MPI says `topology`."""
-    if not xla.is_started() and asked_device() == "TPU":
-        _set_environment(resolver or TPUClusterResolver(), topology, communicator)
+    asked = asked_device()  # torch_xla sets PJRT_DEVICE to what it has found
     error: Exception | None = None
     told = None
+    if not xla.is_started():
+        try:
+            check_versions()
+        except ImportError as raised:
+            error = raised
+        communicator.raise_any(error, "has no torch_xla")
+        if asked == "TPU":
+            _set_environment(resolver or TPUClusterResolver(), topology, communicator)
     with start_deadline("XLA's start", rank=topology.rank, size=topology.size):
         try:
             runtime = xla.start()
+            _check_devices(runtime, asked, topology)
             told = runtime.kind, runtime.own_devices(), runtime.coordinates()
         except Exception as raised:
             error = raised
@@ -95,6 +102,21 @@ def start_system(
                 "with the same PJRT_DEVICE"
             )
     return TpuSystem(runtime, mesh_of(places, len(cores[0])), [*cores])
+
+
+def _check_devices(runtime: Runtime, asked: str, topology: RankTopology) -> None:
+    """Raises: where they are not those that were asked for."""
+    if runtime.kind != asked:
+        raise NotFoundError(
+            f"no {asked} found: XLA has {runtime.num_devices} {runtime.kind} devices here. See that libtpu is "
+            "installed (pip install 'mpistrat[tpu]') and no other process holds the chips; to try a program without a TPU, set "
+            "PJRT_DEVICE=CPU"
+        )
+    if runtime.was_in_use and runtime.kind == "TPU" and topology.size > 1:
+        raise RuntimeError(
+            f"rank {topology.rank}: the program has used an XLA device before the strategy was made, when PJRT did not "
+            "know of the other ranks; make the TPUStrategy, or call tpu.initialize_tpu_system(), first"
+        )
 
 
 def _set_environment(

@@ -20,6 +20,7 @@ class Runtime:
 
     Attributes:
         kind: "TPU", or "CPU", on which the same tracing, compilation and sharding can be tried.
+        was_in_use: the program had used XLA's devices before, which are what they were then.
         num_devices: those of this process.
         num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
         spmd: one program runs on all devices: see `replica_cores`, `logical_devices`.
@@ -38,6 +39,7 @@ class Runtime:
         self._torch_xla, self._xla_model = torch_xla, xla_model
         self._runtime = torch_xla_runtime
         self.native: Any = torch_xla._XLAC
+        self.was_in_use = bool(self.native._xla_runtime_is_initialized())
         try:
             self.kind = str(torch_xla_runtime.device_type())
             self.num_devices = int(torch_xla_runtime.addressable_runtime_device_count())
@@ -176,10 +178,11 @@ class Runtime:
 def check_versions() -> None:
     """Raises: ImportError where torch_xla is missing, or of another version than torch, which it is built against."""
     try:
-        ours = importlib.metadata.version("torch_xla")
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"TPUStrategy needs torch_xla, which is not installed: {EXTRA}") from None
-    torch = importlib.metadata.version("torch")
+        ours, torch = map(importlib.metadata.version, ("torch_xla", "torch"))
+    except importlib.metadata.PackageNotFoundError as missing:
+        raise ImportError(
+            f"TPUStrategy needs {missing.name}, which is not installed: {EXTRA}"
+        ) from None
     series = ".".join(ours.split(".")[:2])
     if torch.split("+")[0].split(".")[:2] != series.split("."):
         raise ImportError(
