@@ -108,8 +108,8 @@ def _check_devices(runtime: Runtime, asked: str, topology: RankTopology) -> None
     """Raises: where they are not those that were asked for."""
     if runtime.kind != asked:
         raise NotFoundError(
-            f"no {asked} found: XLA has {runtime.num_devices} {runtime.kind} devices here. See that libtpu is "
-            "installed (pip install 'mpistrat[tpu]') and no other process holds the chips; to try a program without a TPU, set "
+            f"no {asked} found: XLA has {runtime.num_devices} {runtime.kind} devices here. See that libtpu is there "
+            "(pip install 'mpistrat[tpu]') and no other process holds the chips; to try a program without a TPU, set "
             "PJRT_DEVICE=CPU"
         )
     if runtime.was_in_use and runtime.kind == "TPU" and topology.size > 1:

@@ -40,6 +40,7 @@ class Runtime:
         self._runtime = torch_xla_runtime
         self.native: Any = torch_xla._XLAC
         self.was_in_use = bool(self.native._xla_runtime_is_initialized())
+        self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
         try:
             self.kind = str(torch_xla_runtime.device_type())
             self.num_devices = int(torch_xla_runtime.addressable_runtime_device_count())
@@ -115,6 +116,11 @@ class Runtime:
         with self._torch_xla.compile(full_graph=True, name=name):
             yield
 
+    @property
+    def recording(self) -> bool:
+        """Whether the program is inside a `step`."""
+        return not self.native._get_allow_execution()
+
     @staticmethod
     def is_early_read(error: BaseException) -> bool:
         """Whether `error` says that a step asked for a value before its end."""
@@ -157,22 +163,34 @@ class Runtime:
         """That a tensor's dimension d is cut over axis `split[d]` of a mesh of all devices, or whole (None)."""
         from torch_xla.distributed import spmd
 
-        mesh = spmd.Mesh(range(self.num_all_devices), tuple(mesh_shape))
-        return mesh.get_op_sharding(tuple(split))
-
-    def on_one_device(self, index: int) -> Any:
-        """That a tensor, and what makes it, is device `index`'s alone."""
-        return self._kind_of_sharding("MAXIMAL", [index])
+        # torch_xla keeps each mesh that it was asked for a sharding of.
+        key = tuple(mesh_shape), tuple(split)
+        if key not in self._shardings:
+            mesh = spmd.Mesh(list(range(self.num_all_devices)), key[0])
+            self._shardings[key] = mesh.get_op_sharding(key[1])
+        return self._shardings[key]
 
     def own(self, tensor: Any) -> Any:
         """`tensor` marked as each device's own: nothing is exchanged of it."""
-        self.native._mark_manual_sharding(tensor, self._kind_of_sharding("MANUAL", []))
-        return tensor
-
-    def _kind_of_sharding(self, name: str, devices: list[int]) -> Any:
         from torch_xla.distributed.spmd import ShardingType
 
-        return self.native.OpSharding(devices, [], [], ShardingType[name])
+        manual = self.native.OpSharding([], [], [], ShardingType.MANUAL)
+        self.native._mark_manual_sharding(tensor, manual)
+        return tensor
+
+    def spread(self, tensor: Any, sharding: Any) -> None:
+        """Lays `tensor` itself out over the devices, by way of the host. Not inside a step."""
+        if any(self.native._check_tensor_need_materialization([tensor])):
+            self._torch_xla.sync()
+        self.wait()  # a value that is being computed cannot be marked
+        self.native._xla_clear_sharding(tensor)  # it takes no second one
+        self.native._xla_mark_sharding(tensor, sharding)
+
+    def spread_copy(self, tensor: Any, sharding: Any) -> Any:
+        """Its value, for which the program says how it is laid out; `tensor` stays as it is."""
+        copy = tensor.clone()
+        self.native._xla_annotate_custom_sharding(copy, sharding)
+        return copy
 
 
 def check_versions() -> None:
