@@ -105,6 +105,9 @@ def average(
         else:
             flat = _flat(extended, copies[0], sums=False)
             communicator.broadcast(flat, label=label)
+        if extended.device_of_modules is not None:
+            # All at once: XLA takes a scalar that a host tensor sets for a part of the graph, if it is 0 or 1.
+            flat = arrays.to_device(flat, extended.device_of_modules)
         for own in copies:
             pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
             for index, tensor, piece in zip(group, own, pieces, strict=True):
@@ -117,13 +120,13 @@ def _flat(
     extended: StrategyExtended, tensors: Sequence[torch.Tensor | None], *, sums: bool = True
 ) -> torch.Tensor:
     """One replica's `tensors` in a row, for the communicator; with `sums`, of all replicas that share a name."""
-    own = [t.detach() for t in tensors if t is not None]
     if extended.records_steps:
-        if sums:
-            own = [extended.sum_of_rank(tensor) for tensor in own]
+        sum_of_rank = extended.sum_of_rank if sums else lambda tensor: tensor
+        flat = torch.cat([sum_of_rank(t.detach()).reshape(-1) for t in tensors if t is not None])
         if extended.communicator.size == 1 or extended.communicator.takes_device_buffers:
-            return torch.cat([tensor.reshape(-1) for tensor in own])
-    return torch.cat([arrays.to_host(tensor).reshape(-1) for tensor in own])
+            return flat
+        return arrays.to_host(flat)
+    return torch.cat([arrays.to_host(t.detach()).reshape(-1) for t in tensors if t is not None])
 
 
 def _write(slot: BufferSlot, tensor: Any, value: torch.Tensor) -> None:
