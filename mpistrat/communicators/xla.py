@@ -111,12 +111,15 @@ def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
     """What XLA made of a sum over all ranks that are known, and "" where it was right, on all of them.
 
     Its CPU device returns the operand as if there were no other process, or aborts. So what it says of itself does not
-    count, and nothing is summed where it knows fewer devices than there are ranks.
+    count, and nothing is summed where it knows fewer devices than the ranks have.
     """
     size = communicator.size
-    known = communicator.all_gather_object(runtime.num_all_devices, label="devices that XLA knows")
-    if min(known) < size:
-        return f"XLA on rank {known.index(min(known))} knows of {min(known)} devices, not of all {size} ranks'"
+    counts = communicator.all_gather_object(
+        (runtime.num_all_devices, runtime.num_devices), label="devices that XLA knows"
+    )
+    known, own = zip(*counts, strict=True)
+    if min(known) < sum(own):
+        return f"XLA on rank {known.index(min(known))} knows of {min(known)} of the ranks' {sum(own)} devices"
     expected = [float(sum(range(1, size + 1))), float(sum(r * r for r in range(size)))]
     got = _probe(communicator.rank, runtime)
     everyone = communicator.all_gather_object(got, label="sums by XLA")
@@ -135,5 +138,5 @@ def _probe(rank: int, runtime: Runtime) -> Sequence[float] | str:
         (mine,) = runtime.put([torch.tensor([rank + 1.0, float(rank * rank)])], runtime.device(0))
         (total,) = runtime.all_reduce("sum", [mine])
         return [float(value) for value in runtime.fetch([total])[0]]
-    except RuntimeError as error:
+    except Exception as error:  # XLA's are of many classes
         return f"no value ({str(error).splitlines()[0]})"
