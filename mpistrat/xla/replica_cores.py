@@ -38,6 +38,10 @@ class ReplicaCores:
         self._runtime = runtime
         self._groups = [list(cores) for cores in cores_of_ranks]
         self._count = len(self._groups[rank])
+        if len(set().union(*self._groups)) < sum(map(len, self._groups)):
+            self._groups = [
+                self._groups[rank]
+            ]  # XLA knows of no other rank: all have the same numbers
         self._device = runtime.device(0)
         self._seen: _Seen | None = None
         self._numbers: Any = None
@@ -50,39 +54,41 @@ class ReplicaCores:
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """`Runtime.step` around one replica's work, which all of them do."""
-        self._seen = seen = _Seen()
+        self._seen = seen = _Seen(self._take_back)
         try:
             with self._runtime.step(name):
                 with seen:
                     yield
-                held = self._let_go(seen)
-            self._take_back(held)
+                alive = seen.alive()
+                self._let_go(alive)
+            self._take_back(alive)
         finally:
             self._seen = None
 
     @contextlib.contextmanager
-    def _cut(self) -> Iterator[None]:
+    def _cut(self, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
         """Around what computes all that was recorded, in the middle of a step."""
         if self._seen is None:
             yield
             return
-        held = self._let_go(self._seen)
+        alive = [*self._seen.alive(), *wanted]
+        self._let_go(alive)
         yield
-        self._take_back(held)
+        self._take_back(alive)
 
-    def _let_go(self, seen: _Seen) -> list[torch.Tensor]:
+    def _let_go(self, alive: list[torch.Tensor]) -> None:
         """What the program still holds of the step is to outlive its graph."""
-        held = seen.alive()
-        pending = self._runtime.native._check_tensor_need_materialization(held) if held else []
-        held = [tensor for tensor, is_pending in zip(held, pending, strict=True) if is_pending]
-        for tensor in held:
-            tensor.data = self._whole(tensor.detach(), tensor.shape)
-        return held
+        pending = self._runtime.native._check_tensor_need_materialization(alive) if alive else []
+        for tensor, is_pending in zip(alive, pending, strict=True):
+            if is_pending:
+                tensor.data = self._whole(tensor.detach(), tensor.shape)
 
-    def _take_back(self, held: Sequence[torch.Tensor]) -> None:
+    def _take_back(self, values: Sequence[torch.Tensor]) -> None:
         """What all cores are said to share may be each one's own again: said of nothing, it goes with what it meets."""
-        for tensor in held:
-            self._runtime.native._xla_clear_sharding(tensor)
+        pending = self._runtime.native._check_tensor_need_materialization(values) if values else []
+        for tensor, is_pending in zip(values, pending, strict=True):
+            if not is_pending:
+                self._runtime.native._xla_clear_sharding(tensor)
 
     def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The replicas' values, on the host, each on its core: of the shape of one.
@@ -145,20 +151,28 @@ class ReplicaCores:
 
 
 class _Seen(TorchFunctionMode):
-    """Which tensors torch's functions were given, and made."""
+    """Which tensors torch's functions were given, and made.
 
-    def __init__(self) -> None:
+    Args:
+        take_back: gets those that were there before the step when they are first seen.
+    """
+
+    def __init__(self, take_back: Callable[[list[torch.Tensor]], None]) -> None:
         super().__init__()
+        self._take_back = take_back
         self._references: dict[int, TensorWeakRef] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        self._take_back(self._note((args, kwargs), 3))
         result = func(*args, **(kwargs or {}))
-        self._note((args, kwargs, result), 3)
+        self._note(result, 2)
         return result
 
-    def _note(self, value: Any, depth: int) -> None:
+    def _note(self, value: Any, depth: int) -> list[torch.Tensor]:
+        """Returns: those that are new."""
+        new: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor):
             if value.device.type == "xla":
                 known = self._references.get(id(value))
@@ -166,12 +180,14 @@ class _Seen(TorchFunctionMode):
                     # The place of a dead one goes, too: the order must be the same in each step, as it is in the graph.
                     self._references.pop(id(value), None)
                     self._references[id(value)] = TensorWeakRef(value)
+                    new.append(value)
         elif depth and isinstance(value, dict):
             for child in value.values():
-                self._note(child, depth - 1)
+                new += self._note(child, depth - 1)
         elif depth and isinstance(value, (list, tuple)):
             for child in value:
-                self._note(child, depth - 1)
+                new += self._note(child, depth - 1)
+        return new
 
     def alive(self) -> list[torch.Tensor]:
         """Those that the program still has, and their gradients."""

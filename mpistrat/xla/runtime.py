@@ -25,7 +25,7 @@ class Runtime:
         num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
         spmd: one program runs on all devices: see `replica_cores`, `logical_devices`.
         cores_of_ranks: with `spmd`, the numbers of each rank's devices among all that XLA knows.
-        around_cut: a context for computing what was recorded in the middle of a step.
+        around_cut: a context for computing what was recorded in the middle of a step, of which these are wanted.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Runtime:
             ) from error
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
-        self.around_cut: Callable[[], contextlib.AbstractContextManager[None]] = (
+        self.around_cut: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
             contextlib.nullcontext
         )
 
@@ -91,13 +91,17 @@ class Runtime:
 
     def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
         """Copies of CPU `tensors` on `device`; the copying goes on while the program does."""
-        return list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
+        copies = list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
+        if self.spmd:
+            for copy in copies:  # are whole on all devices, and go with what they meet
+                self.native._xla_clear_sharding(copy)
+        return copies
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
         wanted = list(tensors)
         if any(self.native._check_tensor_need_materialization(wanted)):
-            with self._execution_allowed(), self.around_cut():
+            with self._execution_allowed(), self.around_cut(wanted):
                 self._torch_xla.sync()
         return list(self.native._xla_get_cpu_tensors(wanted))
 
