@@ -94,10 +94,10 @@ _OF_DEATHS = {
     "create iterator, kill+restart worker 0, keep scheduling next": "the same test, of which each function calls next",
     "kill the ps that holds v, schedule v+=1, join": "test_a_server_is_killed",
 }
-# And what other parts of the project replay, once they are there.
-LATER_OPS = {
+# What is not replayed here, and the test that does the same.
+REPLAYED_ELSEWHERE = {
     **{("coordinator", op): test for op, test in _OF_DEATHS.items()},
-    ("tpu_topology", "tpu_run_validation"): "TPUStrategy",
+    ("tpu_topology", "tpu_run_validation"): "tests/tpu/test_recorded_runs.py, with torch_xla",
 }
 
 
@@ -106,18 +106,22 @@ def folder() -> Path:
     return Path(os.environ.get("MPISTRAT_GOLDEN") or RECORDED)
 
 
-def load(path: Path) -> Iterator[dict[str, Any]]:
-    """Every case of `path` that this part of the project replays, in a fixed order."""
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Every case of `path`, in a fixed order."""
     files = sorted(path.glob("*.json"))
     if not files:
         raise FileNotFoundError(
             f"no recorded cases in {path}; set MPISTRAT_GOLDEN to a folder of them"
         )
     for file in files:
-        for case in json.loads(file.read_text())["cases"]:
-            area, op = case["area"], case["program"]["op"]
-            if (area, op) not in LATER_OPS:
-                yield case
+        yield from json.loads(file.read_text())["cases"]
+
+
+def load(path: Path) -> Iterator[dict[str, Any]]:
+    """Those of `path` that are replayed here."""
+    for case in read(path):
+        if (case["area"], case["program"]["op"]) not in REPLAYED_ELSEWHERE:
+            yield case
 
 
 def stages(case: dict[str, Any], rank: int, size: int) -> list[Stage]:
