@@ -183,9 +183,7 @@ class Runtime:
         return tensor
 
     def spread(self, tensor: Any, sharding: Any) -> None:
-        """Lays `tensor` itself out over the devices, by way of the host. Not inside a step."""
-        if any(self.native._check_tensor_need_materialization([tensor])):
-            self._torch_xla.sync()
+        """Lays `tensor` itself out over the devices; a value that is there goes through the host. Not inside a step."""
         self.wait()  # a value that is being computed cannot be marked
         self.native._xla_clear_sharding(tensor)  # it takes no second one
         self.native._xla_mark_sharding(tensor, sharding)

@@ -58,6 +58,7 @@ def test_the_state_of_an_optimizer_takes_no_more_compilations_than_whole() -> No
     )
     assert cut["difference"] < 1e-6
     assert cut["compilations"] == whole["compilations"]
+    assert cut["shards"] == shard_shapes(spread)
 
 
 def test_inside_a_step_the_value_and_its_gradient_are_laid_out_and_the_tensor_is_not() -> None:
@@ -101,6 +102,7 @@ tensors = {
     "half": host.bfloat16().to(DEVICE),
 }
 results = {}
+LOGICAL.split(tensors["recorded"], [1, 4])
 for name, tensor in tensors.items():
     results[name] = []
     for parts in ([2, 2], [2, 2], [4, 1], "whole", [1, 4]):
