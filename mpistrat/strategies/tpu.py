@@ -89,26 +89,27 @@ class TPUStrategy(Strategy):
         self._cluster_resolver = resolver or over_mpi
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, computed on one of the replica's logical devices.
+        """`tensor`, on one of the replica's logical devices.
 
-        Called by: a replica, inside `run`.
-        Raises: ValueError: there is no such device.
+        Called by: a replica.
+        Raises: ValueError: there is no such device; or there are several, which run one program, as in tf.distribute's
+            SPMD mode.
         """
         return self._tpu.assign(tensor, logical_device_id)
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """`tensor`, cut into parts of which each of the replica's logical devices computes one.
+        """`tensor`, cut into parts of which each of the replica's logical devices has one; see `LogicalDevices`.
 
-        Called by: a replica, inside `run`.
+        Called by: a replica; outside `run`, of a parameter, too, which then itself is cut.
         Args: partition_dimensions: into how many parts each dimension is cut; their product is the number of devices.
         Raises: ValueError: they do not fit the tensor, or the devices.
         """
         return self._tpu.split(tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, whole on each of the replica's logical devices. Called by: a replica, inside `run`."""
+        """`tensor`, whole on each of the replica's logical devices. Called as the above."""
         return self._tpu.replicate(tensor)
 
     @property
