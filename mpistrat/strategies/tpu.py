@@ -89,11 +89,10 @@ class TPUStrategy(Strategy):
         self._cluster_resolver = resolver or over_mpi
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, on one of the replica's logical devices.
+        """`tensor`, for one of the replica's logical devices; all of them have it: see `LogicalDevices`.
 
         Called by: a replica.
-        Raises: ValueError: there is no such device; or there are several, which run one program, as in tf.distribute's
-            SPMD mode.
+        Raises: ValueError: there is no such device.
         """
         return self._tpu.assign(tensor, logical_device_id)
 

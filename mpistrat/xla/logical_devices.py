@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpistrat.notices import tell
 from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
 from mpistrat.xla.runtime import Runtime
 
@@ -40,22 +41,23 @@ class LogicalDevices:
             )
         self._runtime = runtime
         self._count = count
+        self._has_told = False
 
     def assign(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, on one logical device.
+        """`tensor`, for one logical device; with several all of them have it, which a line on stderr says once.
 
-        Raises: ValueError where the replica has no such device, and where it has several: as TensorFlow when XLA
-            partitions the program (`use_spmd_for_xla_partitioning`).
+        torch_xla has no layout on one device: it takes one for all.
+        Raises: ValueError where the replica has no such device, and for a tensor of another device.
         """
         check_logical_device(logical_device_id, self._count)
-        if self._count == 1:
-            return tensor
-        raise ValueError(
-            f"logical device {logical_device_id} cannot have a value for itself: one program runs on all "
-            f"{self._count} logical devices of a replica, and torch_xla has no layout on one of them. Call "
-            "experimental_split_to_logical_devices to give each a part of the value, or "
-            "experimental_replicate_to_logical_devices to give each all of it"
-        )
+        if self._count > 1 and not self._has_told:
+            self._has_told = True
+            tell(
+                f"experimental_assign_to_logical_device: torch_xla keeps no value on one of a replica's {self._count} "
+                "logical devices, so each of them has it, and computes what is made of it; to share the work out, use "
+                "experimental_split_to_logical_devices"
+            )
+        return self.replicate(tensor)
 
     def split(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
         """`tensor`, dimension d cut into `partition_dimensions[d]` parts, which the devices have in row-major order.

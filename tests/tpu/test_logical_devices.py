@@ -84,7 +84,7 @@ answer({
     columns, square = "devices=[1,4]0,1,2,3", "devices=[2,2]0,1,2,3"
     result = ran(body)
     assert sorted(result["graph"]) == sorted(2 * [columns] + 2 * [square] + 2 * ["replicated"])
-    assert result["input"] == ["{replicated}", "{replicated}"]
+    assert result["input"] == ["", ""]
     assert result["hidden"] == ["{" + columns + "}", [[8, 1]] * 4]
     assert result["equal"] == [True, True]
     assert result["gradient"] < 1e-4
@@ -155,7 +155,6 @@ answer([
     message(LOGICAL.split, torch.ones(()).to(DEVICE), []),
     message(LOGICAL.assign, tensor, 4),
     message(LOGICAL.assign, tensor, -1),
-    message(LOGICAL.assign, tensor, 2),
     message(LOGICAL.split, torch.ones(8, 4), [2, 2]),
     message(LOGICAL.replicate, torch.ones(2).numpy()),
     message(LogicalDevices, RUNTIME, 2),
@@ -168,7 +167,6 @@ answer([
         "[] makes 1 parts for the 4 logical devices",
         "no logical device 4: a replica has 4",
         "no logical device -1",
-        "experimental_split_to_logical_devices",
         "this is on cpu: move it there first",
         "this is on ndarray",
         "2 logical devices",
@@ -178,7 +176,7 @@ answer([
 
 
 def test_torch_xla_takes_one_device_for_all() -> None:
-    """Why `assign` is an error: as soon as this fails, it can be built."""
+    """Why all devices have what `assign` gives to one: as soon as this fails, it can be built."""
     body = """
 from torch_xla.distributed.spmd import ShardingType
 native = RUNTIME.native
@@ -190,6 +188,23 @@ for kind, devices in ((ShardingType.MAXIMAL, [2]), (ShardingType.TILED, [[2]])):
 answer(layouts)
 """
     assert ran(body) == ["replicated", "replicated"]
+
+
+def test_what_is_assigned_to_one_device_is_on_all_and_that_is_told_once() -> None:
+    body = """
+import contextlib, io
+told = io.StringIO()
+with contextlib.redirect_stderr(told):
+    doubled = LOGICAL.assign(torch.arange(4.0).to(DEVICE) * 2, 3)
+    LOGICAL.assign(doubled, 0)
+lines = [line for line in told.getvalue().splitlines() if line.startswith("mpistrat")]
+answer([layout_of(doubled), doubled.cpu().tolist(), lines])
+"""
+    layout, values, lines = ran(body)
+    assert layout == "{replicated}"
+    assert values == [0.0, 2.0, 4.0, 6.0]
+    (line,) = lines
+    assert "keeps no value on one of a replica's 4 logical devices" in line
 
 
 class NoRuntime:
