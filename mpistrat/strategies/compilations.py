@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from mpistrat import arrays, nest
@@ -17,14 +18,21 @@ class Compiled:
     """
     Attributes:
         step: the function's name.
+        code: which function of that name.
         shapes: of the arrays among its arguments, such as "float32[64,1,8,8]".
         graphs: compiled for them, in `calls` calls.
     """
 
     step: str
+    code: object
     shapes: tuple[str, ...]
     graphs: int = 0
     calls: int = 0
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a step is called by, for people."""
+    return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 class Compilations:
@@ -34,13 +42,17 @@ class Compilations:
         self._rank = rank
         self.all: list[Compiled] = []
 
-    def note(self, step: str, arguments: Any, graphs: int) -> None:
-        """A call of `step` has compiled `graphs` graphs; `arguments` are one replica's."""
+    def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
+        """A call of `fn` has compiled `graphs` graphs; `arguments` are one replica's."""
+        step, code = (
+            name_of(fn),
+            getattr(fn, "__code__", fn),
+        )  # a lambda is another object in each call
         shapes = tuple(map(_shape, nest.leaves(arguments)))
-        before = [compiled for compiled in self.all if compiled.step == step]
+        before = [compiled for compiled in self.all if compiled.code == code]
         found = next((compiled for compiled in before if compiled.shapes == shapes), None)
         if found is None:
-            found = Compiled(step, shapes)
+            found = Compiled(step, code, shapes)
             self.all.append(found)
             if before:
                 tell(self._new_shape(step, before[-1].shapes, shapes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from mpistrat.local_replicas import LocalReplicas
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replica_context import ReplicaContext
-from mpistrat.strategies.compilations import Compilations
+from mpistrat.strategies.compilations import Compilations, name_of
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerExtended
 from mpistrat.strategies.tpu_system import TpuSystem
 from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
@@ -107,7 +108,7 @@ class TPUExtended(MultiWorkerExtended):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Record `fn` once, for all replicas of this rank, and start what was recorded."""
-        name = getattr(fn, "__qualname__", type(fn).__name__)
+        name = name_of(fn)
         step = self._runtime.step if self.cores is None else self.cores.step
         before = 0
         try:
@@ -121,6 +122,8 @@ class TPUExtended(MultiWorkerExtended):
             if not self._runtime.is_early_read(error):
                 raise
             hosts = self._runtime.fallbacks()
+            # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
+            traceback.clear_frames(error.__traceback__)
             raise RuntimeError(
                 f"rank {self.communicator.rank}: {name} asks inside run for a value, or for a shape that depends on "
                 "values: item(), float(), print of a tensor, `if tensor`, nonzero(), a boolean mask as an index. What "
@@ -128,9 +131,7 @@ class TPUExtended(MultiWorkerExtended):
                 f"torch.where for masks{f'. XLA leaves to the host: {hosts}' if hosts else ''}"
             ) from error
         if graphs := self._runtime.num_compilations() - before:
-            self.compilations.note(
-                name, select_replica(0, (tuple(args), dict(kwargs or {}))), graphs
-            )
+            self.compilations.note(fn, select_replica(0, (tuple(args), dict(kwargs or {}))), graphs)
         return result
 
     def _call_on_cores(
@@ -198,7 +199,30 @@ class TPUExtended(MultiWorkerExtended):
         reduced = ops.reduce_leaves(ReduceOp.SUM, sums, options, f"{op.name} of {label or '*'}")
         if op is ReduceOp.SUM:
             return reduced
-        return [accumulation.divide(total, self.num_replicas_in_sync) for total in reduced]
+        count = self.num_replicas_in_sync
+        return [
+            total / count if arrays.is_number(total) else accumulation.divide(total, count)
+            for total in reduced
+        ]
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """As of other strategies: what the replicas of several cores pass comes as the value of each."""
+        if self.cores is None:
+            return super().merge_call(context, merge_fn, args, kwargs)
+
+        def of_all(leaf: Any) -> Any:
+            if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
+                return PerReplica(self.cross_replica_ops.components(leaf))
+            return leaf
+
+        given = nest.map_structure(of_all, (args, kwargs))
+        return super().merge_call(context, merge_fn, *given)
 
     # Variables
 
@@ -237,6 +261,9 @@ class _ContextOnCores(ReplicaContext):
     def __init__(self, strategy: Strategy, first: int, cores: ReplicaCores) -> None:
         super().__init__(strategy, None)
         self._first, self._cores = first, cores
+
+    def __str__(self) -> str:
+        return f"the replicas from {self._first} on"
 
     @property
     def replica_id_in_sync_group(self) -> Any:

@@ -117,8 +117,17 @@ class Runtime:
 
         Raises: RuntimeError, for which `is_early_read` is true, where the program asks for a value.
         """
-        with self._torch_xla.compile(full_graph=True, name=name):
+        graph = self._torch_xla.compile(full_graph=True, name=name)
+        graph.__enter__()
+        try:
             yield
+        except BaseException as error:
+            with contextlib.suppress(
+                Exception
+            ):  # it starts what there is, and may fail of the same cause
+                graph.__exit__(type(error), error, error.__traceback__)
+            raise
+        graph.__exit__(None, None, None)
 
     @property
     def recording(self) -> bool:
