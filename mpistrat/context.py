@@ -101,9 +101,8 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
         )
     if mode.replica_context is not None:
         raise RuntimeError(
-            f"{call} was called inside run (replica "
-            f"{mode.replica_context.replica_id_in_sync_group}); it acts on all replicas at once. Call "
-            "it outside run, or from run through get_replica_context().merge_call(fn)"
+            f"{call} was called inside run ({mode.replica_context}); it acts on all replicas at once. "
+            "Call it outside run, or from run through get_replica_context().merge_call(fn)"
         )
 
 
@@ -127,12 +126,12 @@ def require_replica(context: ReplicaContext, call: str) -> None:
     if mode.replica_context is context:
         return
     where = (
-        f"replica {mode.replica_context.replica_id_in_sync_group} of {mode.strategy}"
+        f"{mode.replica_context} of {mode.strategy}"
         if mode.replica_context is not None
         else f"the cross-replica context of {mode.strategy}"
     )
     raise RuntimeError(
-        f"{call} was called on the context of replica {context.replica_id_in_sync_group} of "
+        f"{call} was called on the context of {context} of "
         f"{context.strategy}, but this thread is in {where}; a replica context is valid only inside "
         "the run that made it: ask get_replica_context() again"
     )

@@ -44,6 +44,9 @@ class ReplicaContext:
         self._replica_id = given
         self.local_index = local_index
 
+    def __str__(self) -> str:
+        return f"replica {self.replica_id_in_sync_group}"
+
     @property
     def strategy(self) -> Strategy:
         """The strategy that runs this replica."""

@@ -41,8 +41,17 @@ class _AllGather(torch.autograd.Function):
         extended = context.strategy.extended
         gathered = extended.all_gather(context, value, axis, options)
         sizes = extended.all_gather(context, torch.tensor([value.shape[axis]]), 0, options)
-        first = int(sizes[: context.replica_id_in_sync_group].sum())
-        ctx.given = (context, axis, options, first, value.shape[axis])
+        own = torch.as_tensor(
+            context.replica_id_in_sync_group
+        )  # where cores run one program, each has its own
+        starts = (sizes.cumsum(0) - sizes).to(own.device)
+        ctx.given = (
+            context,
+            axis,
+            options,
+            starts.index_select(0, own.reshape(1)),
+            value.shape[axis],
+        )
         return gathered if extended.num_replicas_in_sync > 1 else gathered.clone()
 
     @staticmethod
@@ -52,7 +61,8 @@ class _AllGather(torch.autograd.Function):
         (total,) = context.strategy.extended.all_reduce(
             context, ReduceOp.SUM, [upstream], options, "gradient of all_gather"
         )
-        return None, None, None, total.narrow(axis, first, length)
+        rows = first.to(total.device) + torch.arange(length, device=total.device)
+        return None, None, None, total.index_select(axis, rows)
 
 
 def _check_device(context: ReplicaContext, gradients: Sequence[Any]) -> None:
