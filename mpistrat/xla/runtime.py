@@ -47,8 +47,8 @@ class Runtime:
             self.num_all_devices = int(torch_xla_runtime.global_runtime_device_count())
         except (OSError, RuntimeError) as error:  # of libtpu's library, or of PJRT's client
             raise RuntimeError(
-                f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({EXTRA}) and no other "
-                "process holds the chips; to try a program without a TPU, set PJRT_DEVICE=CPU"
+                f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({EXTRA}) and no "
+                "other process holds the chips; to try a program without a TPU, set PJRT_DEVICE=CPU"
             ) from error
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
