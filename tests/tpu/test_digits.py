@@ -1,0 +1,76 @@
+"""The digits job on torch_xla's CPU device, beside the same job without XLA."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from mpi_launcher import MPI_NAMES, Launcher
+
+PROGRAM = Path(__file__).parent / "programs" / "trained_digits.py"
+# After an epoch, of each tensor the norm of the difference over that of the tensor: float32's rounding, which grows with
+# steps. Seen were 1e-6; another step or order of batches makes it 1e-2 and more.
+WITHIN = 1e-4
+
+
+class Trained(NamedTuple):
+    output: str
+    answers: list[dict[str, object]]  # by rank
+    tensors: dict[str, torch.Tensor]
+
+    def is_near(self, other: "Trained") -> bool:
+        far = {
+            name: float((self.tensors[name] - tensor).norm() / tensor.norm())
+            for name, tensor in other.tensors.items()
+        }
+        print(far)
+        return set(self.tensors) == set(other.tensors) and max(far.values()) < WITHIN
+
+
+def train(
+    launcher: Launcher, ranks: int, folder: Path, *arguments: str, devices: int = 1
+) -> Trained:
+    path = folder / f"{ranks}x{devices}-{'-'.join(arguments)}.pt"
+    environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    job = launcher.run_python(ranks, PROGRAM, path, *arguments, env=environment, seconds=150)
+    assert job.returncode == 0, job.output
+    assert job.left_behind == ()
+    lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    answers = sorted(lines, key=lambda line: line["rank"])
+    assert [line["rank"] for line in answers] == [*range(ranks)]
+    assert len({line["digest"] for line in answers}) == 1, "the ranks' parameters differ"
+    return Trained(job.output, answers, torch.load(path))
+
+
+@pytest.fixture(params=MPI_NAMES)
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    return Launcher.named(request.param)
+
+
+def test_two_ranks_learn_to_read(launcher: Launcher, tmp_path: Path) -> None:
+    trained = train(launcher, 2, tmp_path, "--strategy", "tpu", "--explain")
+    assert [line["code"] for line in trained.answers] == [0, 0]
+    assert float(re.findall(r"Test accuracy ([0-9.]+)", trained.output)[0]) >= 0.97
+    assert trained.output.count("samples/s") == 12
+    # Gradients; the first update, which makes Adam's state; the others.
+    assert "train_step: 3 graphs for float32[32,1,8,8], int64[32]\n" in trained.output
+    assert "test_step: 1 graph for float32[180,1,8,8], int64[180]\n" in trained.output
+
+
+def test_an_epoch_is_that_of_ranks_without_xla(tmp_path: Path) -> None:
+    mpich = Launcher.named("MPICH")
+    hosts = train(mpich, 2, tmp_path, "--epochs", "1")
+    ranks = train(mpich, 2, tmp_path, "--epochs", "1", "--strategy", "tpu")
+    cores = train(mpich, 1, tmp_path, "--epochs", "1", "--strategy", "tpu", devices=2)
+    assert ranks.is_near(hosts)
+    assert cores.is_near(hosts)
+
+
+def test_one_rank_with_two_devices_learns_to_read(tmp_path: Path) -> None:
+    """Its steps go on after those of the test, which write nothing."""
+    trained = train(Launcher.named("MPICH"), 1, tmp_path, "--strategy", "tpu", devices=2)
+    assert trained.answers[0]["code"] == 0
