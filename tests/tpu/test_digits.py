@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +11,8 @@ import torch
 from mpi_launcher import MPI_NAMES, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "trained_digits.py"
-# After an epoch, of each tensor the norm of the difference over that of the tensor: float32's rounding, which grows with
-# steps. Seen were 1e-6; another step or order of batches makes it 1e-2 and more.
+# Of each tensor after an epoch, the norm of the difference over that of the tensor: rounding of float32, which grows
+# with steps. 1e-6 was seen; half the gradient makes it 0.5.
 WITHIN = 1e-4
 
 
@@ -22,13 +21,12 @@ class Trained(NamedTuple):
     answers: list[dict[str, object]]  # by rank
     tensors: dict[str, torch.Tensor]
 
-    def is_near(self, other: "Trained") -> bool:
-        far = {
-            name: float((self.tensors[name] - tensor).norm() / tensor.norm())
+    def farthest_from(self, other: "Trained") -> float:
+        assert self.tensors.keys() == other.tensors.keys()
+        return max(
+            float((self.tensors[name] - tensor).norm() / tensor.norm())
             for name, tensor in other.tensors.items()
-        }
-        print(far)
-        return set(self.tensors) == set(other.tensors) and max(far.values()) < WITHIN
+        )
 
 
 def train(
@@ -66,8 +64,8 @@ def test_an_epoch_is_that_of_ranks_without_xla(tmp_path: Path) -> None:
     hosts = train(mpich, 2, tmp_path, "--epochs", "1")
     ranks = train(mpich, 2, tmp_path, "--epochs", "1", "--strategy", "tpu")
     cores = train(mpich, 1, tmp_path, "--epochs", "1", "--strategy", "tpu", devices=2)
-    assert ranks.is_near(hosts)
-    assert cores.is_near(hosts)
+    assert ranks.farthest_from(hosts) < WITHIN
+    assert cores.farthest_from(hosts) < WITHIN
 
 
 def test_one_rank_with_two_devices_learns_to_read(tmp_path: Path) -> None:
