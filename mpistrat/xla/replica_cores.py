@@ -154,7 +154,7 @@ class _Seen(TorchFunctionMode):
     """Which tensors torch's functions were given, and made.
 
     Args:
-        take_back: gets those that were there before the step when they are first seen.
+        take_back: gets them before each use.
     """
 
     def __init__(self, take_back: Callable[[list[torch.Tensor]], None]) -> None:
@@ -171,23 +171,23 @@ class _Seen(TorchFunctionMode):
         return result
 
     def _note(self, value: Any, depth: int) -> list[torch.Tensor]:
-        """Returns: those that are new."""
-        new: list[torch.Tensor] = []
+        """Returns: the tensors among `value`."""
+        tensors: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor):
             if value.device.type == "xla":
+                tensors.append(value)
                 known = self._references.get(id(value))
                 if known is None or known() is not value:
                     # The place of a dead one goes, too: the order must be the same in each step, as it is in the graph.
                     self._references.pop(id(value), None)
                     self._references[id(value)] = TensorWeakRef(value)
-                    new.append(value)
         elif depth and isinstance(value, dict):
             for child in value.values():
-                new += self._note(child, depth - 1)
+                tensors += self._note(child, depth - 1)
         elif depth and isinstance(value, (list, tuple)):
             for child in value:
-                new += self._note(child, depth - 1)
-        return new
+                tensors += self._note(child, depth - 1)
+        return tensors
 
     def alive(self) -> list[torch.Tensor]:
         """Those that the program still has, and their gradients."""
