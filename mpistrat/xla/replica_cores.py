@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from mpistrat.xla.random_numbers import DRAWING, NOT_DRAWING, OwnRandomNumbers
 from mpistrat.xla.runtime import Runtime
 
 
@@ -54,7 +55,8 @@ class ReplicaCores:
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """`Runtime.step` around one replica's work, which all of them do."""
-        self._seen = seen = _Seen(self._take_back)
+        own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self._deal_out)
+        self._seen = seen = _Seen(self._take_back, self._runtime.random_state, own_numbers)
         try:
             with self._runtime.step(name):
                 with seen:
@@ -110,6 +112,12 @@ class ReplicaCores:
         )
         return self._runtime.native._spmd_full_to_shard_shape(whole).reshape(shape)
 
+    def _deal_out(self, whole: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor that each core has computed, or could, each to its core."""
+        self._runtime.native._xla_mark_sharding(whole, self._rows(whole.ndim - 1))
+        own: torch.Tensor = self._runtime.native._spmd_full_to_shard_shape(whole)
+        return own.reshape(whole.shape[1:])
+
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The value of each core of this rank, on all of them. Inside a step, or outside."""
         mine = (torch.arange(self._count, device=self._device) == self.number()).view(
@@ -155,18 +163,36 @@ class _Seen(TorchFunctionMode):
 
     Args:
         take_back: gets them before each use.
+        random_state: of the device.
+        own_numbers: around functions that draw random numbers.
     """
 
-    def __init__(self, take_back: Callable[[list[torch.Tensor]], None]) -> None:
+    def __init__(
+        self,
+        take_back: Callable[[list[torch.Tensor]], None],
+        random_state: Callable[[], int],
+        own_numbers: OwnRandomNumbers,
+    ) -> None:
         super().__init__()
-        self._take_back = take_back
+        self._take_back, self._random_state, self._own_numbers = (
+            take_back,
+            random_state,
+            own_numbers,
+        )
         self._references: dict[int, TensorWeakRef] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self._take_back(self._note((args, kwargs), 3))
-        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in DRAWING:
+            with self._own_numbers:
+                result = func(*args, **(kwargs or {}))
+        else:
+            before = self._random_state()
+            result = func(*args, **(kwargs or {}))
+            if self._random_state() != before:
+                raise NotImplementedError(NOT_DRAWING.format(func=func))
         self._note(result, 2)
         return result
 
