@@ -172,6 +172,14 @@ class StrategyExtended(StrategyVariables):
         """The sum of what this rank's replicas hold under one name, as cores that run one program do."""
         return value
 
+    @property
+    def device_random_state(self) -> int | None:
+        """Of a generator of this rank's device that is not torch's; None where there is none."""
+        return None
+
+    def set_device_random_state(self, state: int) -> None:
+        """Go on from a `device_random_state`. Called by: who has given torch's generators theirs."""
+
     def explain(self) -> str:
         """By which ways values are combined over ranks, and what memory that takes. Not collective."""
         mirroring = self.strategy._mirroring

@@ -60,6 +60,7 @@ class TPUExtended(MultiWorkerExtended):
         self._cores_per_replica = cores_per_replica
         self.device_of_modules = worker_devices[0]
         self.compilations = Compilations(communicator.rank)
+        self._seed: int | None = None  # torch's, which XLA's generator has been given
         self._why_through_the_host = ""
         if isinstance(communicator, CheckedCommunicator) and not communicator.takes_device_buffers:
             from mpistrat.communicators.xla import use_xla
@@ -109,6 +110,7 @@ class TPUExtended(MultiWorkerExtended):
     ) -> Any:
         """Record `fn` once, for all replicas of this rank, and start what was recorded."""
         name = name_of(fn)
+        self._follow_seed()
         step = self._runtime.step if self.cores is None else self.cores.step
         before = 0
         try:
@@ -133,6 +135,25 @@ class TPUExtended(MultiWorkerExtended):
         if graphs := self._runtime.num_compilations() - before:
             self.compilations.note(fn, select_replica(0, (tuple(args), dict(kwargs or {}))), graphs)
         return result
+
+    def _follow_seed(self) -> None:
+        """Have XLA's generator follow the seed of torch, by another way on each rank, when that is a new one."""
+        import torch
+
+        if self._seed != torch.initial_seed():
+            self._seed = torch.initial_seed()
+            self._runtime.seed(self._seed + self.first_replica_id)
+
+    @property
+    def device_random_state(self) -> int:
+        self._follow_seed()
+        return self._runtime.random_state()
+
+    def set_device_random_state(self, state: int) -> None:
+        import torch
+
+        self._seed = torch.initial_seed()
+        self._runtime.seed(state)
 
     def _call_on_cores(
         self,

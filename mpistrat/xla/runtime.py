@@ -109,6 +109,16 @@ class Runtime:
         """Until the devices have done what they were given."""
         self._xla_model.wait_device_ops()
 
+    # Random numbers
+
+    def seed(self, seed: int) -> None:
+        """What device 0 draws from now on (with `spmd`, all do) follows from `seed`, or from a `random_state`."""
+        self.native._xla_set_rng_seed(seed % (1 << 63), str(self.device(0)))
+
+    def random_state(self) -> int:
+        """With which `seed` goes on."""
+        return int(self.native._xla_get_rng_seed(str(self.device(0))))
+
     # Graphs
 
     @contextlib.contextmanager
