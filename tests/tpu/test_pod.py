@@ -1,0 +1,42 @@
+"""The program of CHECKLIST.md answers on the CPU device, so that it does on a TPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpi_launcher import Launcher
+
+PROGRAM = Path(__file__).parent / "programs" / "pod.py"
+
+
+def answers(ranks: int, devices: int, *arguments: str | Path) -> list[dict[str, object]]:
+    environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    mpich = Launcher.named("MPICH")
+    job = mpich.run_python(ranks, PROGRAM, *arguments, env=environment, seconds=120)
+    assert job.returncode == 0, job.output
+    told = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == ranks
+    return told
+
+
+def test_environment() -> None:
+    assert [told["mesh"] for told in answers(2, 2, "environment")] == ["[2 2 1 1]"] * 2
+
+
+def test_logical_devices() -> None:
+    (told,) = answers(1, 4, "logical_devices")
+    assert told["cores"] == 4
+    assert told["difference"] == pytest.approx(0, abs=1e-5)
+
+
+def test_bfloat16() -> None:
+    """Added up in 16 bits, 256 and ones stay 256."""
+    assert {told["sum"] for told in answers(2, 2, "bfloat16")} <= {258.0, 260.0}
+
+
+def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
+    first = answers(2, 1, "checkpoint", tmp_path)
+    then = answers(1, 2, "checkpoint", tmp_path)
+    assert {told["digest"] for told in then} == {told["digest"] for told in first}
+    assert [told["restored"] for told in (*first, *then)] == [False, False, True]
