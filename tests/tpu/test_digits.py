@@ -72,3 +72,4 @@ def test_one_rank_with_two_devices_learns_to_read(tmp_path: Path) -> None:
     """Its steps go on after those of the test, which write nothing."""
     trained = train(Launcher.named("MPICH"), 1, tmp_path, "--strategy", "tpu", devices=2)
     assert trained.answers[0]["code"] == 0
+    assert "was compiled in" not in trained.output
