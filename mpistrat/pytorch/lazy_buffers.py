@@ -50,7 +50,7 @@ class LazyBuffers(FlatBuffers):
         found = dict(zip(on_host, sums, strict=True))
         (own,) = contributions
         lazy = [slot for slot in slots if slot not in found]
-        for group in alike(lazy, parameters).values():
+        for (dtype, _), group in alike(lazy, parameters).items():
             pieces = []
             for slot in group:
                 parameter, gradient = parameters[slot], own[slot]
@@ -65,7 +65,7 @@ class LazyBuffers(FlatBuffers):
             del pieces, gradient
             label = f"gradients of {len(group)} parameters{self.wires}"
             total = self._sum(communicator, flat, label, scale, self.wires.of(group))
-            parts = total.split(lengths)
+            parts = total.to(dtype).split(lengths)
             views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             found.update(zip(group, views, strict=True))
         return [found[slot] for slot in slots]

@@ -200,7 +200,8 @@ class TPUExtended(MultiWorkerExtended):
     def sum_of_rank(self, value: Any) -> Any:
         if self.cores is None or not arrays.is_on_xla(value):
             return value
-        return self.cores.sum(value)
+        short = arrays.is_floating(value) and arrays.itemsize(value) < 4
+        return self.cores.sum(value.float() if short else value)
 
     def all_reduce(
         self,
