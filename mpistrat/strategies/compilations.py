@@ -9,8 +9,8 @@ from typing import Any
 from mpistrat import arrays, nest
 from mpistrat.notices import tell
 
-# The first call makes an optimizer's state, which the second finds: each is a graph of its own. On several cores
-# there is one more after a step that only reads parameters, as a test does: torch_xla tells them from others.
+# The first call makes an optimizer's state, which the second finds: each is a graph of its own. What was brought to the
+# device, or was read, between two calls may be another kind of input to one more.
 _EXPECTED_CALLS = 3
 
 

@@ -1,0 +1,211 @@
+"""What `run` takes, gives, refuses and reports on several virtual cores of one rank, and on one.
+
+Each test is a child: how many devices a process has is known once it has started.
+"""
+
+from typing import Any
+
+import pytest
+
+from xla_children import answer
+
+START = """
+import contextlib, io, json, sys
+import numpy as np
+import torch
+import mpistrat as ms
+
+strategy = ms.TPUStrategy(gradients="sum")
+replicas = strategy.num_replicas_in_sync
+device = strategy.extended.worker_devices[0]
+
+def per_replica(fn):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: fn(context.replica_id_in_sync_group))
+
+def lists(value):
+    return [v.tolist() if hasattr(v, "tolist") else v for v in strategy.experimental_local_results(value)]
+
+def refusal(fn, *args):
+    "The class and the text of the error; then that the strategy goes on."
+    try:
+        strategy.run(fn, args=args)
+    except Exception as error:
+        told = [type(error).__name__, str(error)]
+        assert lists(strategy.run(lambda x: x + 1, args=(inputs,))) == [[r + 1.0, r + 2.0] for r in range(replicas)]
+        return told
+
+inputs = per_replica(lambda r: torch.tensor([r + 0.0, r + 1.0], device=device if replicas == 1 else "cpu"))
+"""
+
+
+def child(program: str, cores: int) -> Any:
+    return answer(START + program, CPU_NUM_DEVICES=str(cores))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_structures_numbers_and_keywords(cores: int) -> None:
+    told = child(
+        """
+def step(x, number, *, scale):
+    return {"twice": x * 2, "nothing": None, "numbers": (3, number * scale), "numpy": np.float32(4)}
+result = strategy.run(step, args=(inputs, per_replica(lambda r: r + 1)), kwargs={"scale": 10})
+print(json.dumps([
+    lists(result["twice"]), result["nothing"], [lists(n) for n in result["numbers"]], lists(result["numpy"])[0],
+    lists(strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group))]))
+""",
+        cores,
+    )
+    each = range(cores)
+    assert told == [
+        [[2.0 * r, 2.0 * r + 2] for r in each],
+        None,
+        [[3] * cores, [10 * (r + 1) for r in each]],
+        4.0,
+        [*each],
+    ]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_value_that_is_asked_for_too_early(cores: int) -> None:
+    told = child(
+        """
+def branch(x):
+    return x if (x * 2).sum() > 1 else -x
+print(json.dumps([refusal(fn, inputs) for fn in (
+    lambda x: (x * 2).sum().item(), branch, lambda x: x[x * 2 > 1], lambda x: str(x * 2),
+    lambda x: (x * 2).cpu().numpy())]))
+""",
+        cores,
+    )
+    for kind, text in told:
+        assert kind == "RuntimeError"
+        assert text.startswith("rank 0: ")
+        assert "asks inside run for a value" in text
+    assert told[1][1].startswith("rank 0: branch asks")
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_errors_of_a_step_are_its_own(cores: int) -> None:
+    told = child(
+        """
+def fail(x):
+    y = x * 3
+    raise KeyError("mine")
+print(json.dumps([refusal(fail, inputs), refusal(lambda x: strategy.run(fail, args=(x,)), inputs)]))
+""",
+        cores,
+    )
+    assert told[0] == ["KeyError", "'mine'"]
+    assert told[1][0] == "RuntimeError"
+    assert "run was called inside run" in told[1][1]
+
+
+def test_replicas_of_one_program_get_arrays_numbers_or_the_same() -> None:
+    told = child(
+        """
+same = object()
+print(json.dumps([
+    refusal(lambda x: x, per_replica(lambda r: f"text {r}")),
+    refusal(lambda x: x, per_replica(lambda r: torch.ones(r + 1))),
+    strategy.run(lambda x: x is same, args=(per_replica(lambda r: same),)).values]))
+""",
+        2,
+    )
+    assert told[0][0] == told[1][0] == "ValueError"
+    assert "start one rank per core" in told[0][1]
+    assert "drop_last=True" in told[1][1]
+    assert told[2] == [True, True]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_replicas_combine_what_they_have(cores: int) -> None:
+    told = child(
+        """
+def step(x):
+    context = ms.get_replica_context()
+    weight = torch.ones(2, device=x.device, requires_grad=True)
+    reduced = context.all_reduce("sum", weight * x)
+    (of_reduced,) = torch.autograd.grad((reduced * x).sum(), weight)
+    gathered = context.all_gather(weight * x, 0)
+    (of_gathered,) = torch.autograd.grad((gathered * gathered).sum() / 2, weight)
+    merged = context.merge_call(lambda s, value: s.reduce("mean", value, axis=None), (x,))
+    slices = context.all_reduce("sum", ms.IndexedSlices(x[None], torch.tensor([1], device=x.device), (3, 2)))
+    return (context.all_reduce("mean", x), context.all_reduce("sum", {"b": x.bfloat16()})["b"].float(),
+        context.all_reduce("mean", 3), gathered.detach(), of_reduced, of_gathered, merged, slices.values)
+print(json.dumps([lists(value) for value in strategy.run(step, args=(inputs,))]))
+""",
+        cores,
+    )
+    each = range(cores)
+    total = [sum(each) + 0.0, sum(r + 1.0 for r in each)]
+    mean = [pytest.approx(t / cores) for t in total]
+    rows = [float(v) for r in each for v in (r, r + 1)]
+    assert told == [
+        [mean] * cores,
+        [total] * cores,
+        [3] * cores,
+        [rows] * cores,
+        [[r * total[0], (r + 1) * total[1]] for r in each],
+        [[cores * float(r * r), cores * float((r + 1) ** 2)] for r in each],
+        [mean] * cores,
+        [[[rows[2 * r], rows[2 * r + 1]] for r in each]] * cores,
+    ]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_each_core_draws_its_own_numbers_from_the_seed(cores: int) -> None:
+    program = """
+torch.manual_seed(5)
+def step(x):
+    return torch.nn.functional.dropout(torch.ones(64, device=x.device)), torch.rand(64, device=x.device)
+both = [[lists(value) for value in strategy.run(step, args=(inputs,))] for _ in range(2)]
+print(json.dumps(both))
+"""
+    first, second = child(program, cores), child(program, cores)
+    assert first == second
+    drawn = [tuple(values) for of_run in first for kind in of_run for values in kind]
+    assert len(set(drawn)) == len(drawn) == 4 * cores
+    for of_run in first:
+        masks, uniform = of_run
+        assert all(set(mask) == {0.0, 2.0} for mask in masks)
+        assert all(0 <= v < 1 for values in uniform for v in values)
+
+
+def test_what_cores_cannot_draw_is_refused() -> None:
+    (told,) = child(
+        "print(json.dumps([refusal(lambda x: torch.randint(0, 5, (3,), device=x.device), inputs)]))",
+        2,
+    )
+    assert told[0] == "NotImplementedError"
+    assert "one rank per core" in told[1]
+
+
+def test_views_of_what_a_step_makes_write_into_it() -> None:
+    program = """
+def step(x):
+    zeros = torch.zeros(4, device=x.device)
+    zeros[1:2].add_(x.sum())
+    zeros.view(2, 2)[1].fill_(7)
+    return zeros
+print(json.dumps(lists(strategy.run(step, args=(inputs,)))))
+"""
+    assert child(program, 2) == [[0.0, 1.0, 7.0, 7.0], [0.0, 3.0, 7.0, 7.0]]
+
+
+def test_what_was_made_outside_a_step_is_written_in_it() -> None:
+    """XLA ended the process: torch_xla had said that all cores share it."""
+    program = """
+outside = torch.ones(2, device="xla") * 2
+weight = torch.nn.Parameter(torch.ones(2))
+with strategy.scope():
+    module = torch.nn.Linear(2, 2, bias=False)
+def step(x):
+    with torch.no_grad():
+        module.weight.mul_(0).add_(ms.get_replica_context().all_reduce("sum", x))
+        outside.add_(ms.get_replica_context().all_reduce("sum", x))
+for _ in range(2):
+    strategy.run(step, args=(inputs,))
+print(json.dumps([outside.tolist(), module.weight.tolist()]))
+"""
+    assert child(program, 2) == [[4.0, 8.0], [[1.0, 3.0], [1.0, 3.0]]]
