@@ -1,0 +1,109 @@
+"""Modules of the scope are on the device, the same objects as before; variables too."""
+
+import numpy as np
+import pytest
+import torch
+
+import mpistrat as ms
+
+pytestmark = pytest.mark.mpi
+
+
+class Shared(torch.nn.Module):
+    """Two layers with one weight, two buffers that are one, and a layer whose shape comes with the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(4))
+        self.child = torch.nn.Module()
+        self.child.register_buffer("scale", self.scale)
+        self.lazy = torch.nn.LazyLinear(3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.lazy(self.second(self.first(inputs)) * self.scale)
+
+
+def test_parameters_stay_the_same_objects_and_shared_ones_shared() -> None:
+    strategy = ms.TPUStrategy(gradients="sum")
+    with strategy.scope():
+        module = Shared()
+        before = [*map(id, module.parameters())]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    device = torch.device(strategy.extended.worker_devices[0])
+    inputs = torch.ones(2, 4).to(device)
+    for _ in range(2):  # the second run mirrors what the first has made
+        strategy.run(module, args=(inputs,))
+    assert [*map(id, module.parameters())] == before
+    assert module.first.weight is module.second.weight
+    assert module.scale is module.child.scale
+    tensors = [*module.parameters(), *module.buffers()]
+    assert {tensor.device for tensor in tensors} == {device}
+
+    def step(inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        module(inputs).sum().backward()
+        optimizer.step()
+
+    old = module.lazy.bias.tolist()
+    strategy.run(step, args=(inputs,))
+    moved = 0.1 * 2 * strategy.num_replicas_in_sync
+    assert module.lazy.bias.tolist() == pytest.approx([b - moved for b in old], rel=1e-5)
+    states = strategy.extended.communicator.all_gather_object(module.first.weight.tolist())
+    assert all(state == states[0] for state in states)
+
+
+def test_a_module_that_was_moved_by_hand_and_is_frozen_in_part() -> None:
+    strategy = ms.TPUStrategy(gradients="mean")
+    module = torch.nn.Linear(4, 3).to(strategy.extended.worker_devices[0])
+    strategy.mirror(module)
+    module.weight.requires_grad_(False)
+    weight, bias = module.weight.tolist(), module.bias.tolist()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def step(inputs: torch.Tensor) -> None:
+        module(inputs).sum().backward()
+        optimizer.step()
+
+    strategy.run(step, args=(torch.ones(2, 4).to(module.weight.device),))
+    assert module.weight.tolist() == weight
+    assert module.bias.tolist() == pytest.approx([b - 2 for b in bias])
+
+
+def test_variables_are_on_the_device_and_combine_what_replicas_give() -> None:
+    strategy = ms.TPUStrategy()
+    ids = range(strategy.num_replicas_in_sync)
+    of = ms.VariableAggregation
+    with strategy.scope():
+        totals = ms.Variable(np.ones(2), aggregation=of.SUM)
+        means = ms.Variable(1.0, aggregation=of.MEAN)
+        count = ms.Variable(3, dtype="int64", aggregation=of.SUM)
+        on_read = ms.Variable(
+            0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=of.SUM
+        )
+        rows = ms.Variable(torch.zeros(4, 2), aggregation=of.SUM)
+    device = torch.device(strategy.extended.worker_devices[0])
+
+    def step() -> None:
+        mine = torch.tensor(ms.get_replica_context().replica_id_in_sync_group + 1, device=device)
+        totals.assign_add(mine.double() * torch.ones(2, dtype=torch.float64, device=device))
+        means.assign_add(mine.float())
+        count.assign_add(mine)
+        on_read.assign_add(mine.float())
+        index = torch.tensor([1], device=device)
+        rows.scatter_add(
+            ms.IndexedSlices(mine.float() * torch.ones(1, 2, device=device), index, (4, 2))
+        )
+
+    strategy.run(step)
+    total = sum(i + 1 for i in ids)
+    assert totals.values[0].read_value().device == device
+    assert totals.numpy().tolist() == [1.0 + total] * 2
+    assert totals.numpy().dtype == np.float64
+    assert means.numpy() == pytest.approx(1 + total / len(ids))
+    assert (int(count.numpy()), count.numpy().dtype) == (3 + total, np.int64)
+    assert on_read.numpy() == total
+    assert rows.numpy().tolist() == [[0, 0], [total] * 2, [0, 0], [0, 0]]
+    count.assign(7)
+    assert int(count.numpy()) == 7
