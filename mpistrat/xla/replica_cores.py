@@ -46,7 +46,6 @@ class ReplicaCores:
         self._device = runtime.device(0)
         self._seen: _Seen | None = None
         self._numbers: Any = None
-        runtime.around_cut = self._cut
 
     @property
     def inside(self) -> bool:
@@ -56,6 +55,7 @@ class ReplicaCores:
     def step(self, name: str) -> Iterator[None]:
         """`Runtime.step` around one replica's work, which all of them do."""
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self._deal_out)
+        self._runtime.around_cut = self._cut  # of the strategy that runs: there may be several
         self._seen = seen = _Seen(self._take_back, self._runtime.random_state, own_numbers)
         try:
             with self._runtime.step(name):
