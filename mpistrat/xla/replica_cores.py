@@ -73,6 +73,7 @@ class ReplicaCores:
         if self._seen is None:
             yield
             return
+        self._seen.cuts += 1
         alive = [*self._seen.alive(), *wanted]
         self._let_go(alive)
         yield
@@ -180,6 +181,7 @@ class _Seen(TorchFunctionMode):
             own_numbers,
         )
         self._references: dict[int, TensorWeakRef] = {}
+        self.cuts = 0  # how often something was computed in the middle of the step
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -189,9 +191,9 @@ class _Seen(TorchFunctionMode):
             with self._own_numbers:
                 result = func(*args, **(kwargs or {}))
         else:
-            before = self._random_state()
+            before, cuts = self._random_state(), self.cuts
             result = func(*args, **(kwargs or {}))
-            if self._random_state() != before:
+            if self._random_state() != before and self.cuts == cuts:  # a cut changes it, too
                 raise NotImplementedError(NOT_DRAWING.format(func=func))
         self._note(result, 2)
         return result
