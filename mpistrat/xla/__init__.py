@@ -1,4 +1,4 @@
-"""XLA devices. All that is known of torch_xla is in `runtime`; importing this package loads neither it nor torch."""
+"""XLA devices. Importing this package loads neither torch nor torch_xla, which `runtime` alone imports."""
 
 from __future__ import annotations
 

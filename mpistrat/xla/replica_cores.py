@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -40,11 +40,11 @@ class ReplicaCores:
         self._groups = [list(cores) for cores in cores_of_ranks]
         self._count = len(self._groups[rank])
         if len(set().union(*self._groups)) < sum(map(len, self._groups)):
-            self._groups = [
-                self._groups[rank]
-            ]  # XLA knows of no other rank: all have the same numbers
+            # XLA knows of no other rank: all have the same numbers.
+            self._groups = [self._groups[rank]]
         self._device = runtime.device(0)
         self._seen: _Seen | None = None
+        self._taken: dict[int, _Taken] = {}  # by id of a tensor that the step was given
         self._numbers: Any = None
 
     @property
@@ -56,16 +56,22 @@ class ReplicaCores:
         """`Runtime.step` around one replica's work, which all of them do."""
         own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self._deal_out)
         self._runtime.around_cut = self._cut  # of the strategy that runs: there may be several
-        self._seen = seen = _Seen(self._take_back, self._runtime.random_state, own_numbers)
+        self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
         try:
             with self._runtime.step(name):
-                with seen:
-                    yield
+                try:
+                    with seen:
+                        yield
+                except BaseException:
+                    with contextlib.suppress(Exception):  # it is the step's own error that counts
+                        self._let_go(seen.alive())
+                    raise
                 alive = seen.alive()
                 self._let_go(alive)
-            self._take_back(alive)
+            self._settle(alive)
         finally:
             self._seen = None
+            self._taken.clear()
 
     @contextlib.contextmanager
     def _cut(self, wanted: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -77,21 +83,40 @@ class ReplicaCores:
         alive = [*self._seen.alive(), *wanted]
         self._let_go(alive)
         yield
-        self._take_back(alive)
+        self._settle(alive)
 
-    def _let_go(self, alive: list[torch.Tensor]) -> None:
-        """What the program still holds of the step is to outlive its graph."""
-        pending = self._runtime.native._check_tensor_need_materialization(alive) if alive else []
-        for tensor, is_pending in zip(alive, pending, strict=True):
-            if is_pending:
-                tensor.data = self._whole(tensor.detach(), tensor.shape)
-
-    def _take_back(self, values: Sequence[torch.Tensor]) -> None:
-        """What all cores are said to share may be each one's own again: said of nothing, it goes with what it meets."""
-        pending = self._runtime.native._check_tensor_need_materialization(values) if values else []
-        for tensor, is_pending in zip(values, pending, strict=True):
+    def _take_in(self, values: Sequence[torch.Tensor]) -> None:
+        """What the step finds, which all cores are said to share, is each one's own from here on."""
+        for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if not is_pending:
-                self._runtime.native._xla_clear_sharding(tensor)
+                self._runtime.clear_layout(tensor)
+                given = tensor.detach()
+                tensor.data = self._each_its_own(given)
+                self._taken[id(tensor)] = _Taken(given, *self._identity(tensor))
+
+    def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
+        """What the program still holds of the step is to outlive its graph; what it only read is what it was."""
+        for tensor, is_pending in zip(alive, self._runtime.are_pending(alive), strict=True):
+            if not is_pending:
+                continue
+            taken = self._taken.get(id(tensor))
+            # Of what is no parameter, batch norm writes without a trace.
+            is_parameter = tensor.is_leaf and tensor.requires_grad
+            if taken and is_parameter and taken[1:] == self._identity(tensor):
+                tensor.data = taken.given
+            else:
+                tensor.data = self._whole(tensor.detach(), tensor.shape)
+        self._taken.clear()
+
+    def _settle(self, values: Sequence[torch.Tensor]) -> None:
+        """Computed, they are said to be nobody's: the next graph is to find them as the last one did."""
+        for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
+            if not is_pending:
+                self._runtime.clear_layout(tensor)
+
+    def _identity(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Another one once a parameter has been written."""
+        return self._runtime.number_of(tensor), tensor._version
 
     def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The replicas' values, on the host, each on its core: of the shape of one.
@@ -108,16 +133,13 @@ class ReplicaCores:
                 )
         rows = [value.detach().cpu().unsqueeze(0) for value in values]
         sharding = self._rows(len(shape))
-        whole = self._runtime.native._global_tensor_from_cpu_shards(
-            rows, sharding, torch.Size((self._runtime.num_all_devices, *shape))
-        )
-        return self._runtime.native._spmd_full_to_shard_shape(whole).reshape(shape)
+        whole = self._runtime.from_rows(rows, sharding, (self._runtime.num_all_devices, *shape))
+        return self._runtime.part_of(whole).reshape(shape)
 
     def _deal_out(self, whole: torch.Tensor) -> torch.Tensor:
         """The rows of a tensor that each core has computed, or could, each to its core."""
-        self._runtime.native._xla_mark_sharding(whole, self._rows(whole.ndim - 1))
-        own: torch.Tensor = self._runtime.native._spmd_full_to_shard_shape(whole)
-        return own.reshape(whole.shape[1:])
+        spread = self._runtime.spread_copy(whole, self._rows(whole.ndim - 1))
+        return self._runtime.part_of(spread).reshape(whole.shape[1:])
 
     def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The value of each core of this rank, on all of them. Inside a step, or outside."""
@@ -127,66 +149,80 @@ class ReplicaCores:
         # A sum in which all cores but one have zeros: to cut a spread tensor apart is what GSPMD does badly, if at all.
         number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
         table = self._sum(torch.where(mine, number.unsqueeze(0), torch.zeros_like(number)))
-        return list(self._whole(table, table.shape).to(value.dtype).unbind(0))
+        if not self.inside:
+            table = self._whole(table, table.shape)
+        return list(table.to(value.dtype).unbind(0))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Of all cores of this rank, on each of them. Inside a step, or outside."""
-        here = (
-            self.number() >= 0
-        )  # makes what all cores share, and the value of no operation, each one's own
-        return self._sum(torch.where(here, value.detach(), torch.zeros_like(value)))
+        return self._sum(self._each_its_own(value.detach()))
+
+    def _each_its_own(self, value: torch.Tensor) -> torch.Tensor:
+        """`value`, of which GSPMD knows by an operation with what differs between cores that it is each one's own.
+
+        Where it had to find that out from what is done with it, it ends the process, as for a conversion of its dtype.
+        """
+        return torch.where(self.number() >= 0, value, torch.zeros_like(value))
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        return self._runtime.native._xla_spmd_all_reduce("sum", value, 1.0, self._groups)
+        return self._runtime.sum_over_devices(value, self._groups)
 
     def number(self) -> torch.Tensor:
         """Which replica of this rank a core is; int64, of no dimension. Inside a step, or outside."""
         if self._numbers is None:
             numbers = [torch.tensor([i]) for i in range(self._count)]
-            self._numbers = self._runtime.native._global_tensor_from_cpu_shards(
-                numbers, self._rows(0), torch.Size((self._runtime.num_all_devices,))
-            )
-        return self._runtime.native._spmd_full_to_shard_shape(self._numbers).reshape(())
+            shape = (self._runtime.num_all_devices,)
+            self._numbers = self._runtime.from_rows(numbers, self._rows(0), shape)
+        return self._runtime.part_of(self._numbers).reshape(())
 
     def _rows(self, ndim: int) -> Any:
         """Of a tensor with a row for each core of all ranks, of `ndim` more dimensions."""
         return self._runtime.sharding((self._runtime.num_all_devices,), (0, *(None,) * ndim))
 
-    def _whole(self, value: torch.Tensor, shape: torch.Size) -> Any:
+    def _everywhere(self, ndim: int) -> Any:
+        """Of a tensor of `ndim` dimensions that all cores have whole."""
+        return self._runtime.sharding((self._runtime.num_all_devices,), (None,) * ndim)
+
+    def _whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """What all cores are said to share, of which each has its own."""
-        own = self._runtime.own(value.clone())
-        whole = self._runtime.sharding((self._runtime.num_all_devices,), (None,) * len(shape))
-        return self._runtime.native._spmd_shard_to_full_shape(own, whole, shape, value.dtype)
+        return self._runtime.whole_of(value.clone(), self._everywhere(len(shape)), shape)
+
+
+class _Taken(NamedTuple):
+    """A tensor that a step was given: as it was, and its identity (`ReplicaCores._identity`) since it was taken in."""
+
+    given: torch.Tensor
+    number: int
+    version: int
 
 
 class _Seen(TorchFunctionMode):
     """Which tensors torch's functions were given, and made.
 
     Args:
-        take_back: gets them before each use.
+        take_in: gets them before each use.
         random_state: of the device.
         own_numbers: around functions that draw random numbers.
     """
 
     def __init__(
         self,
-        take_back: Callable[[list[torch.Tensor]], None],
+        take_in: Callable[[list[torch.Tensor]], None],
         random_state: Callable[[], int],
         own_numbers: OwnRandomNumbers,
     ) -> None:
         super().__init__()
-        self._take_back, self._random_state, self._own_numbers = (
-            take_back,
-            random_state,
-            own_numbers,
-        )
+        self._take_in, self._random_state = take_in, random_state
+        self._own_numbers = own_numbers
         self._references: dict[int, TensorWeakRef] = {}
         self.cuts = 0  # how often something was computed in the middle of the step
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self._take_back(self._note((args, kwargs), 3))
+        self._take_in(self._note((args, kwargs), 3))
+        if func is torch.Tensor.backward:  # it adds to them, unseen
+            self._take_in(self._gradients())
         if getattr(func, "__name__", "") in DRAWING:
             with self._own_numbers:
                 result = func(*args, **(kwargs or {}))
@@ -219,6 +255,10 @@ class _Seen(TorchFunctionMode):
 
     def alive(self) -> list[torch.Tensor]:
         """Those that the program still has, and their gradients."""
-        held = [t for reference in self._references.values() if (t := reference()) is not None]
-        gradients = [t.grad for t in held if t.is_leaf and t.grad is not None]
-        return list({id(t): t for t in (*held, *gradients)}.values())
+        return list({id(t): t for t in (*self._held(), *self._gradients())}.values())
+
+    def _held(self) -> list[torch.Tensor]:
+        return [t for reference in self._references.values() if (t := reference()) is not None]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [t.grad for t in self._held() if t.is_leaf and t.grad is not None]

@@ -38,8 +38,8 @@ class Runtime:
             raise ImportError(f"torch_xla cannot be loaded ({error}); {EXTRA}") from error
         self._torch_xla, self._xla_model = torch_xla, xla_model
         self._runtime = torch_xla_runtime
-        self.native: Any = torch_xla._XLAC
-        self.was_in_use = bool(self.native._xla_runtime_is_initialized())
+        self._native: Any = torch_xla._XLAC
+        self.was_in_use = bool(self._native._xla_runtime_is_initialized())
         self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
         try:
             self.kind = str(torch_xla_runtime.device_type())
@@ -66,7 +66,7 @@ class Runtime:
 
     def coordinates(self) -> list[tuple[int, int, int, int]] | None:
         """Of each of this process's devices: x, y, z of its chip and its core there. None where they have none."""
-        names = set(self.native._xla_get_runtime_devices())
+        names = set(self._native._xla_get_runtime_devices())
         everywhere = self._runtime.global_runtime_device_attributes()
         found = [attributes for attributes in everywhere if attributes["name"] in names]
         if not all("coords" in attributes for attributes in found):
@@ -78,8 +78,8 @@ class Runtime:
 
     def own_devices(self) -> list[int]:
         """The numbers of this process's devices among `num_all_devices`."""
-        everyone = list(self.native._xla_get_all_runtime_devices())
-        return [everyone.index(name) for name in self.native._xla_get_runtime_devices()]
+        everyone = list(self._native._xla_get_all_runtime_devices())
+        return [everyone.index(name) for name in self._native._xla_get_runtime_devices()]
 
     def use_spmd(self) -> None:
         """From now on one program runs on all devices; tensors that there are become whole on each. Not undone."""
@@ -94,16 +94,24 @@ class Runtime:
         copies = list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
         if self.spmd:
             for copy in copies:  # are whole on all devices, and go with what they meet
-                self.native._xla_clear_sharding(copy)
+                self._native._xla_clear_sharding(copy)
         return copies
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
         wanted = list(tensors)
-        if any(self.native._check_tensor_need_materialization(wanted)):
+        if any(self._native._check_tensor_need_materialization(wanted)):
             with self._execution_allowed(), self.around_cut(wanted):
                 self._torch_xla.sync()
-        return list(self.native._xla_get_cpu_tensors(wanted))
+        return list(self._native._xla_get_cpu_tensors(wanted))
+
+    def are_pending(self, tensors: Sequence[Any]) -> list[bool]:
+        """Of which nothing has been computed yet."""
+        return self._native._check_tensor_need_materialization(list(tensors)) if tensors else []
+
+    def number_of(self, tensor: Any) -> int:
+        """Changes when an operation of torch writes `tensor`; XLA's batch norm does not count."""
+        return int(self._native._xla_get_tensor_id(tensor))
 
     def wait(self) -> None:
         """Until the devices have done what they were given."""
@@ -113,11 +121,11 @@ class Runtime:
 
     def seed(self, seed: int) -> None:
         """What device 0 draws from now on (with `spmd`, all do) follows from `seed`, or from a `random_state`."""
-        self.native._xla_set_rng_seed(seed % (1 << 63), str(self.device(0)))
+        self._native._xla_set_rng_seed(seed % (1 << 63), str(self.device(0)))
 
     def random_state(self) -> int:
         """With which `seed` goes on."""
-        return int(self.native._xla_get_rng_seed(str(self.device(0))))
+        return int(self._native._xla_get_rng_seed(str(self.device(0))))
 
     # Graphs
 
@@ -142,7 +150,7 @@ class Runtime:
     @property
     def recording(self) -> bool:
         """Whether the program is inside a `step`."""
-        return not self.native._get_allow_execution()
+        return not self._native._get_allow_execution()
 
     @staticmethod
     def is_early_read(error: BaseException) -> bool:
@@ -151,20 +159,20 @@ class Runtime:
 
     def num_compilations(self) -> int:
         """Graphs that this process has compiled."""
-        return int(self.native._xla_counter_value("UncachedCompile") or 0)
+        return int(self._native._xla_counter_value("UncachedCompile") or 0)
 
     def fallbacks(self) -> list[str]:
         """The operations that XLA does not have, or whose results' shapes depend on values: done on the host so far."""
-        return list(self.native._get_executed_fallback_ops())
+        return list(self._native._get_executed_fallback_ops())
 
     @contextlib.contextmanager
     def _execution_allowed(self) -> Iterator[None]:
-        before = self.native._get_allow_execution()
-        self.native._set_allow_execution(True)
+        before = self._native._get_allow_execution()
+        self._native._set_allow_execution(True)
         try:
             yield
         finally:
-            self.native._set_allow_execution(before)
+            self._native._set_allow_execution(before)
 
     # Between processes
 
@@ -176,7 +184,7 @@ class Runtime:
         """
         if self.spmd:
             across = [list(cores) for cores in zip(*self.cores_of_ranks, strict=True)]
-            reduce = self.native._xla_spmd_all_reduce
+            reduce = self._native._xla_spmd_all_reduce
             return [reduce(op, tensor, 1.0, across) for tensor in tensors]
         return [self._xla_model.all_reduce(op, tensor) for tensor in tensors]
 
@@ -193,24 +201,46 @@ class Runtime:
             self._shardings[key] = mesh.get_op_sharding(key[1])
         return self._shardings[key]
 
-    def own(self, tensor: Any) -> Any:
-        """`tensor` marked as each device's own: nothing is exchanged of it."""
+    def from_rows(self, rows: Sequence[Any], sharding: Any, shape: Sequence[int]) -> Any:
+        """The tensor of `shape` of which this process's devices have `rows`, on the host, in the order of devices."""
+        import torch
+
+        return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
+
+    def part_of(self, tensor: Any) -> Any:
+        """Of a tensor that was laid out: what each device has, as its own, of which nothing is exchanged."""
+        return self._native._spmd_full_to_shard_shape(tensor)
+
+    def whole_of(self, parts: Any, sharding: Any, shape: Sequence[int]) -> Any:
+        """The inverse of `part_of`, for the result of an operation, which is marked as each device's own."""
+        import torch
         from torch_xla.distributed.spmd import ShardingType
 
-        manual = self.native.OpSharding([], [], [], ShardingType.MANUAL)
-        self.native._mark_manual_sharding(tensor, manual)
-        return tensor
+        own = self._native.OpSharding([], [], [], ShardingType.MANUAL)
+        self._native._mark_manual_sharding(parts, own)
+        shape = torch.Size(shape)
+        return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
+
+    def sum_over_devices(self, value: Any, groups: Sequence[Sequence[int]]) -> Any:
+        """Of what is each device's own: the sum over the devices of its group, on each of them."""
+        return self._native._xla_spmd_all_reduce(
+            "sum", value, 1.0, [list(group) for group in groups]
+        )
+
+    def clear_layout(self, tensor: Any) -> None:
+        """Nothing is said any more of how the value of `tensor`, which is computed, lies on the devices."""
+        self._native._xla_clear_sharding(tensor)
 
     def spread(self, tensor: Any, sharding: Any) -> None:
         """Lays `tensor` itself out over the devices; a value that is there goes through the host. Not inside a step."""
         self.wait()  # a value that is being computed cannot be marked
-        self.native._xla_clear_sharding(tensor)  # it takes no second one
-        self.native._xla_mark_sharding(tensor, sharding)
+        self._native._xla_clear_sharding(tensor)  # it takes no second one
+        self._native._xla_mark_sharding(tensor, sharding)
 
     def spread_copy(self, tensor: Any, sharding: Any) -> Any:
         """Its value, for which the program says how it is laid out; `tensor` stays as it is."""
         copy = tensor.clone()
-        self.native._xla_annotate_custom_sharding(copy, sharding)
+        self._native._xla_annotate_custom_sharding(copy, sharding)
         return copy
 
 
