@@ -1,5 +1,7 @@
 """Modules of the scope are on the device, the same objects as before; variables too."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,53 @@ def test_a_module_that_was_moved_by_hand_and_is_frozen_in_part() -> None:
     strategy.run(step, args=(torch.ones(2, 4).to(module.weight.device),))
     assert module.weight.tolist() == weight
     assert module.bias.tolist() == pytest.approx([b - 2 for b in bias])
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+def test_recurrent_modules_train_where_the_scope_brings_them(kind: type[torch.nn.RNNBase]) -> None:
+    strategy = ms.TPUStrategy(gradients="mean")
+    torch.manual_seed(2)
+    with strategy.scope():
+        module = kind(3, 4, num_layers=2, bidirectional=True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    on_host = kind(3, 4, num_layers=2, bidirectional=True)
+    on_host.load_state_dict({name: value.cpu() for name, value in module.state_dict().items()})
+    host_optimizer = torch.optim.SGD(on_host.parameters(), lr=0.1)
+    inputs = torch.arange(30.0).reshape(5, 2, 3) / 30
+
+    def descend(
+        module: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor
+    ) -> None:
+        optimizer.zero_grad()
+        module(inputs)[0].sum().backward()
+        optimizer.step()
+
+    there = inputs.to(strategy.extended.worker_devices[0])
+    for _ in range(2):
+        descend(on_host, host_optimizer, inputs)
+        strategy.run(descend, args=(module, optimizer, there))
+    for one, other in zip(module.parameters(), on_host.parameters(), strict=True):
+        assert torch.allclose(one.detach().cpu(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+class Watched(torch.nn.Sequential):
+    """Something else refers to one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(2, 2))
+        self.reference = weakref.ref(self[0].bias)
+
+
+def test_a_parameter_that_something_else_refers_to_is_named() -> None:
+    strategy = ms.TPUStrategy()
+    fix = r"parameter 0\.bias of Watched .*to\('xla:0'\) in the scope"
+    with pytest.raises(RuntimeError, match=fix), strategy.scope():
+        module = Watched()
+    with strategy.scope():
+        module = torch.nn.Linear(2, 2).to("xla:0")
+        reference = weakref.ref(module.bias)
+    assert reference() is module.bias
+    assert str(module.bias.device) == "xla:0"
 
 
 def test_variables_are_on_the_device_and_combine_what_replicas_give() -> None:
