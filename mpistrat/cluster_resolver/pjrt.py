@@ -124,8 +124,11 @@ def set_pjrt_environment(
 
 
 def asked_device(environ: Mapping[str, str] | None = None) -> str:
-    """ "TPU", or what PJRT_DEVICE says is to stand for it: "CPU"."""
-    return (os.environ if environ is None else environ).get(DEVICE, "") or "TPU"
+    """ "TPU", or what PJRT_DEVICE says is to stand for it: "CPU". Raises: ValueError where it says anything else."""
+    asked = (os.environ if environ is None else environ).get(DEVICE, "") or "TPU"
+    if asked not in ("TPU", "CPU"):
+        raise ValueError(f"PJRT_DEVICE must be TPU or CPU, got {asked!r}")
+    return asked
 
 
 def _check_alike(topology: Topology, slices: Sequence[TPUSlice]) -> None:

@@ -74,17 +74,18 @@ def start_system(
     resolver: TPUClusterResolver | None, topology: RankTopology, communicator: Communicator
 ) -> TpuSystem:
     """The work of `initialize_tpu_system`, for the ranks of `communicator`, of which MPI says `topology`."""
-    asked = asked_device()  # torch_xla sets PJRT_DEVICE to what it has found
+    # PJRT reads its environment once, at the first use of a device, so all of that comes before; and what was asked
+    # for is read before torch_xla is imported, which sets PJRT_DEVICE to what it has found.
+    asked, told = "", None
     error: Exception | None = None
-    told = None
-    if not xla.is_started():
-        try:
-            check_versions()
-        except ImportError as raised:
-            error = raised
-        communicator.raise_any(error, "has no torch_xla")
-        if asked == "TPU":
-            _set_environment(resolver or TPUClusterResolver(), topology, communicator)
+    try:
+        asked = asked_device()
+        check_versions()
+    except (ImportError, ValueError) as raised:
+        error = raised
+    communicator.raise_any(error, "cannot start XLA")
+    if asked == "TPU" and not xla.is_started():
+        _set_environment(resolver or TPUClusterResolver(), topology, communicator)
     with start_deadline("XLA's start", rank=topology.rank, size=topology.size):
         try:
             runtime = xla.start()

@@ -69,3 +69,8 @@ def test_no_tpu_and_nobody_who_knows_of_one() -> None:
     for error, _ in started("MPICH", 2, **nobody):
         assert error.startswith("NotFoundError: rank 0: no TPU found")
         assert "PJRT_DEVICE=CPU" in error
+
+
+def test_a_device_of_another_name_is_an_error_on_all() -> None:
+    for error, _ in started("MPICH", 2, PJRT_DEVICE="cpu"):
+        assert error == "ValueError: PJRT_DEVICE must be TPU or CPU, got 'cpu'"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster_resolver.pjrt import pjrt_environment, set_pjrt_environment
+from mpistrat.cluster_resolver.pjrt import asked_device, pjrt_environment, set_pjrt_environment
 from mpistrat.cluster_resolver.tpu_slice import TPUSlice, bounds_of_type, parse_bounds
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
@@ -217,3 +217,15 @@ def test_older_generations_have_bounds_by_their_size():
     assert bounds_of_type("v2-512") == ((8, 8, 1), (2, 2, 1))
     assert bounds_of_type("v4-8") is None
     assert TPUSlice("v3-8", (1, 1, 1), (2, 2, 1)).cores_per_host == 8
+
+
+def test_only_devices_that_a_strategy_can_have_may_be_asked_for() -> None:
+    assert [asked_device({"PJRT_DEVICE": name}) for name in ("TPU", "CPU", "")] == [
+        "TPU",
+        "CPU",
+        "TPU",
+    ]
+    assert asked_device({}) == "TPU"
+    for wrong in ("cpu", "CUDA"):
+        with pytest.raises(ValueError, match=f"must be TPU or CPU, got '{wrong}'"):
+            asked_device({"PJRT_DEVICE": wrong})
