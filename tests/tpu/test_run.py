@@ -209,3 +209,52 @@ for _ in range(2):
 print(json.dumps([outside.tolist(), module.weight.tolist()]))
 """
     assert child(program, 2) == [[4.0, 8.0], [[1.0, 3.0], [1.0, 3.0]]]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_a_step_is_given_may_be_converted_read_and_written(cores: int) -> None:
+    """On several cores each of these has once ended the process, where XLA had to find out whose a value is."""
+    losses, graphs, parameter, kept, reading = child(
+        """
+torch.manual_seed(0)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+batch = per_replica(lambda r: torch.ones(4, 2, device=device if replicas == 1 else "cpu"))
+
+def step(x):
+    optimizer.zero_grad()
+    loss = model(x.bfloat16()).float().square().mean() + 0 * model[0].weight.double().float().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+def test(x):
+    return model(x.bfloat16()).float().sum()
+
+def failing(x):
+    step(x)
+    raise ValueError("mine")
+
+losses = [float(strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None)) for _ in range(3)]
+try:
+    strategy.run(failing, args=(batch,))
+except ValueError as error:
+    assert str(error) == "mine"
+parameter = model[0].weight.detach().float().cpu().isfinite().all().item()
+kept = [id(p) for p in model.parameters()]
+told = [lists(strategy.run(test, args=(batch,)))[0] for _ in range(3)]
+values = [p.detach().float().cpu().sum().item() for p in model.parameters()]
+strategy.run(test, args=(batch,))
+again = [p.detach().float().cpu().sum().item() for p in model.parameters()]
+graphs = {c.step: c.graphs for c in strategy.extended.compilations.all}
+print(json.dumps([losses, graphs, parameter, kept == [id(p) for p in model.parameters()],
+    [len(set(told)), values == again]]))
+""",
+        cores,
+    )
+    assert losses[1] < losses[0]
+    assert graphs["test"] <= 2
+    assert parameter
+    assert kept
+    assert reading == [1, True]
