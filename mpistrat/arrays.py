@@ -71,6 +71,11 @@ def dtype_name(array: Array) -> str:
     return _name_of(array.dtype)
 
 
+def described(array: Array) -> str:
+    """Its dtype and shape, such as "float32[64,1,8,8]"."""
+    return f"{dtype_name(array)}[{','.join(map(str, array.shape))}]"
+
+
 @functools.cache
 def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 
@@ -34,7 +35,7 @@ def standing_for(frame: FrameType) -> Iterator[None]:
 def outside(frame: FrameType) -> FrameType:
     """The innermost frame of the user's, counted from `frame`; the outermost if there is none.
 
-    Not this package's, nor those of what may stand between: torch, whose `backward` reduces, and contextlib.
+    Not this package's, nor those of what may stand between: torch, whose `backward` reduces, torch_xla, and contextlib.
     """
     frame = _standing_for.frame or frame
     while True:
@@ -47,13 +48,19 @@ def outside(frame: FrameType) -> FrameType:
         frame = frame.f_back
 
 
+def raised_at(error: BaseException) -> str:
+    """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if it had no part in it."""
+    stack = traceback.extract_tb(error.__traceback__)
+    at = next((place for place in reversed(stack) if not _is_between(place.filename)), None)
+    return f"{at.filename}:{at.lineno} in {at.name}" if at else ""
+
+
 def _is_between(file: str) -> bool:
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return (
-        file.startswith(_PACKAGE)
-        or file == contextlib.__file__
-        or (torch is not None and file.startswith(os.path.dirname(torch) + os.sep))
-    )
+    libraries = [
+        getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "torch_xla")
+    ]
+    folders = [os.path.dirname(library) + os.sep for library in libraries if library is not None]
+    return file == contextlib.__file__ or file.startswith((_PACKAGE, *folders))
 
 
 def call_site(frame: FrameType) -> str:

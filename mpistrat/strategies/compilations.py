@@ -89,6 +89,4 @@ class Compilations:
 
 
 def _shape(leaf: Any) -> str:
-    if not arrays.is_array(leaf):
-        return type(leaf).__name__
-    return f"{arrays.dtype_name(leaf)}[{','.join(map(str, leaf.shape))}]"
+    return arrays.described(leaf) if arrays.is_array(leaf) else type(leaf).__name__

@@ -16,6 +16,7 @@ from mpistrat.local_replicas import LocalReplicas
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replica_context import ReplicaContext
+from mpistrat.strategies import step_errors
 from mpistrat.strategies.compilations import Compilations, name_of
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerExtended
 from mpistrat.strategies.tpu_system import TpuSystem
@@ -112,7 +113,7 @@ class TPUExtended(MultiWorkerExtended):
         name = name_of(fn)
         self._follow_seed()
         step = self._runtime.step if self.cores is None else self.cores.step
-        before = 0
+        before, on_host = 0, self._runtime.fallbacks()
         try:
             with step(name):
                 before = self._runtime.num_compilations()
@@ -121,19 +122,22 @@ class TPUExtended(MultiWorkerExtended):
                 else:
                     result = self._call_on_cores(self.cores, fn, args, kwargs or {})
         except RuntimeError as error:
-            if not self._runtime.is_early_read(error):
+            step_of_rank = f"rank {self.communicator.rank}: {name}"
+            if self._runtime.is_early_read(error):
+                left = self._runtime.fallbacks() - on_host
+                told = step_errors.early_read(step_of_rank, error, [*left])
+            elif self._runtime.is_of_host(error):
+                brought = (args, kwargs or {}) if self.cores else _of_one_replica(args, kwargs)
+                told = step_errors.array_on_host(
+                    step_of_rank, error, brought, self.worker_devices[0]
+                )
+            else:
                 raise
-            hosts = self._runtime.fallbacks()
             # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
             traceback.clear_frames(error.__traceback__)
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: {name} asks inside run for a value, or for a shape that depends on "
-                "values: item(), float(), print of a tensor, `if tensor`, nonzero(), a boolean mask as an index. What "
-                "run calls is recorded first and computed later: return the tensor and read it after run, and use "
-                f"torch.where for masks{f'. XLA leaves to the host: {hosts}' if hosts else ''}"
-            ) from error
+            raise RuntimeError(told) from error
         if graphs := self._runtime.num_compilations() - before:
-            self.compilations.note(fn, select_replica(0, (tuple(args), dict(kwargs or {}))), graphs)
+            self.compilations.note(fn, _of_one_replica(args, kwargs), graphs)
         return result
 
     def _follow_seed(self) -> None:
@@ -275,6 +279,10 @@ class TPUExtended(MultiWorkerExtended):
     def replicate(self, tensor: Any) -> Any:
         """The work of `TPUStrategy.experimental_replicate_to_logical_devices`."""
         return tensor if self._logical is None else self._logical.replicate(tensor)
+
+
+def _of_one_replica(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    return select_replica(0, (tuple(args), dict(kwargs or {})))
 
 
 class _ContextOnCores(ReplicaContext):

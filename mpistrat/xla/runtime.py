@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -157,13 +158,19 @@ class Runtime:
         """Whether `error` says that a step asked for a value before its end."""
         return isinstance(error, RuntimeError) and "Unexpected execution happens" in str(error)
 
+    @staticmethod
+    def is_of_host(error: BaseException) -> bool:
+        """Whether `error` says that an operation on XLA's tensors was given one of the host."""
+        return isinstance(error, RuntimeError) and "Expected XLA tensor. Got: torch." in str(error)
+
     def num_compilations(self) -> int:
         """Graphs that this process has compiled."""
         return int(self._native._xla_counter_value("UncachedCompile") or 0)
 
-    def fallbacks(self) -> list[str]:
-        """The operations that XLA does not have, or whose results' shapes depend on values: done on the host so far."""
-        return list(self._native._get_executed_fallback_ops())
+    def fallbacks(self) -> Counter[str]:
+        """How often the host has done operations that XLA does not have, or whose results' shapes depend on values."""
+        names = self._native._get_executed_fallback_ops()
+        return Counter({name: int(self._native._xla_counter_value(name) or 0) for name in names})
 
     @contextlib.contextmanager
     def _execution_allowed(self) -> Iterator[None]:

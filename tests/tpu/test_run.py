@@ -82,7 +82,32 @@ print(json.dumps([refusal(fn, inputs) for fn in (
         assert kind == "RuntimeError"
         assert text.startswith("rank 0: ")
         assert "asks inside run for a value" in text
+        assert ", at <string>:" in text
     assert told[1][1].startswith("rank 0: branch asks")
+    assert " in branch: item()" in told[1][1]
+    assert ["aten::nonzero" in text for _, text in told] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_arrays_of_the_host_are_named(cores: int) -> None:
+    told = child(
+        """
+def product(x, y):
+    return x @ y
+print(json.dumps([
+    refusal(product, inputs, torch.ones(2, 3)),
+    refusal(product, torch.ones(2), torch.ones(2, 3, device=device)),
+    refusal(lambda x: product(x, torch.ones(2, 3)), inputs)]))
+""",
+        cores,
+    )
+    expected = ["argument array 1 (float32[2,3])", "argument array 0 (float32[2])", "none of its"]
+    for (kind, text), found in zip(told, expected, strict=True):
+        assert kind == "RuntimeError"
+        assert ", at <string>:" in text
+        assert " in product" in text
+        assert found in text
+        assert ".to('xla:0')" in text
 
 
 @pytest.mark.parametrize("cores", [1, 2])
