@@ -17,7 +17,8 @@ class _OnItsWay(NamedTuple):
 class DeviceCopies:
     """Copies each replica's batch to its device: from pinned memory, on a stream of the copies' own.
 
-    torch tensors only; NumPy arrays stay on the host, and "cpu:0", "cpu:1" name replicas that share its memory.
+    torch tensors only: NumPy arrays stay on the host, but for XLA's devices, whose programs take none. "cpu:0", "cpu:1"
+    name replicas that share the host's memory.
 
     Args:
         devices: of this rank's replicas, in their order; none when batches stay where they are.
@@ -81,5 +82,10 @@ def _pinned(leaf: Any) -> Any:
 
 def _to(device: str, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
-        return leaf.copy()  # it waits while the source, which may use its memory again, reads on
+        leaf = leaf.copy()  # it waits while the source, which may use its memory again, reads on
+        if not device.startswith("xla") or leaf.dtype.kind not in "biufc":
+            return leaf
+        import torch
+
+        leaf = torch.as_tensor(leaf)
     return arrays.to_device(leaf, device) if arrays.is_array(leaf) else leaf

@@ -180,13 +180,16 @@ class TPUExtended(MultiWorkerExtended):
 
     def _spread(self, cores: ReplicaCores, structure: Any) -> Any:
         """`structure` as one replica has it, with the values of each on its core."""
+        import torch
 
         def spread(value: Any) -> Any:
             if not isinstance(value, DistributedValues) or isinstance(value, PassedWhole):
                 return value
             components = self.cross_replica_ops.components(value)
-            if all(component is components[0] for component in components):
-                return components[0]
+            first = components[0]
+            on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
+            if not on_host and all(component is first for component in components):
+                return first
             if not all(arrays.is_array(c) or arrays.is_number(c) for c in components):
                 raise ValueError(
                     "the replicas of a rank run one program, so what they get must be arrays, numbers, or the same "
@@ -194,8 +197,6 @@ class TPUExtended(MultiWorkerExtended):
                 )
             hosts = [arrays.to_host(arrays.as_array(component)) for component in components]
             return cores.scatter([torch.as_tensor(host) for host in hosts])
-
-        import torch
 
         return nest.map_structure(spread, structure)
 

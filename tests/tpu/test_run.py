@@ -283,3 +283,42 @@ print(json.dumps([losses, graphs, parameter, kept == [id(p) for p in model.param
     assert parameter
     assert kept
     assert reading == [1, True]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_batches_are_tensors_on_the_device(cores: int) -> None:
+    told = child(
+        """
+rows = np.arange(2 * replicas * 3, dtype=np.float32).reshape(2 * replicas, 3)
+batch = (rows, np.arange(2 * replicas), torch.from_numpy(rows))
+options = ms.InputOptions(experimental_fetch_to_device=False)
+sources = [
+    strategy.experimental_distribute_dataset([batch]),
+    strategy.distribute_datasets_from_function(lambda _: [tuple(a + 0 for a in batch) for _ in range(replicas)]),
+    strategy.experimental_distribute_dataset([batch], options)]
+def step(*arrays):
+    seen.extend([type(a).__name__, str(getattr(a, "device", "cpu")), str(a.dtype), *a.shape] for a in arrays)
+    return arrays[0] * 2
+answers = []
+for source in sources:
+    (given,), seen = list(source), []
+    answers += [[seen, lists(strategy.run(step, args=given))]]
+print(json.dumps(answers))
+""",
+        cores,
+    )
+    there = [
+        ["Tensor", "xla:0", "torch.float32"],
+        ["Tensor", "xla:0", "torch.int64"],
+        ["Tensor", "xla:0", "torch.float32"],
+    ]
+    (shared, doubled), (own, own_doubled), (left, left_doubled) = told
+    assert [seen[:3] for seen in shared] == [seen[:3] for seen in own] == there
+    assert shared[0][3:] == [2, 3]
+    assert own[0][3:] == [2 * cores, 3]
+    rows = [[6.0 * i + 2 * j for j in range(3)] for i in range(2 * cores)]
+    assert doubled == left_doubled == [rows[2 * r : 2 * r + 2] for r in range(cores)]
+    assert own_doubled == [rows] * cores
+    on_host = [["ndarray", "cpu", "float32"], ["ndarray", "cpu", "int64"]]
+    assert [seen[:3] for seen in left][:2] == (on_host if cores == 1 else there[:2])
+    assert left[2][:3] == (["Tensor", "cpu", "torch.float32"] if cores == 1 else there[2])
