@@ -26,9 +26,10 @@ class TPUStrategy(Strategy):
 
     `run` records what the function does, and XLA compiles that into one graph, once for each set of shapes; with ranks
     that XLA does not connect into two, between which gradients are summed through host memory and MPI. Shapes must not
-    depend on values, and the function must not read a value: return it, and read it afterwards. Torch modules of the
-    scope, variables and the batches of distributed datasets are on the rank's device. A rank with several cores calls
-    the function once for all of them, with the shapes of one replica.
+    depend on values, and the function must not read a value: return it, and read it afterwards. What it returns is cut
+    off from autograd: `backward()` belongs into the function. Torch modules of the scope, variables and the batches of
+    distributed datasets are on the rank's device. A rank with several cores calls the function once for all of them,
+    with the shapes of one replica.
 
     Args:
         tpu_cluster_resolver: the slice; None is the one that this host belongs to.

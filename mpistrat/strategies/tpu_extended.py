@@ -119,6 +119,8 @@ class TPUExtended(MultiWorkerExtended):
                 before = self._runtime.num_compilations()
                 if self.cores is None:
                     result = super().call_for_each_replica(fn, args, kwargs)
+                    # Of several cores, too: else what autograd has kept for a backward were results of the graph.
+                    result = nest.map_structure(_cut_off, result)
                 else:
                     result = self._call_on_cores(self.cores, fn, args, kwargs or {})
         except RuntimeError as error:
@@ -280,6 +282,11 @@ class TPUExtended(MultiWorkerExtended):
     def replicate(self, tensor: Any) -> Any:
         """The work of `TPUStrategy.experimental_replicate_to_logical_devices`."""
         return tensor if self._logical is None else self._logical.replicate(tensor)
+
+
+def _cut_off(leaf: Any) -> Any:
+    """`leaf` without what autograd knows of it; a parameter is itself."""
+    return leaf if not arrays.is_on_xla(leaf) or leaf.is_leaf else leaf.detach()
 
 
 def _of_one_replica(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:

@@ -49,10 +49,14 @@ def test_structures_numbers_and_keywords(cores: int) -> None:
         """
 def step(x, number, *, scale):
     return {"twice": x * 2, "nothing": None, "numbers": (3, number * scale), "numpy": np.float32(4)}
+weight = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+graph = strategy.run(lambda: {"twice": weight * 2, "itself": weight})
 result = strategy.run(step, args=(inputs, per_replica(lambda r: r + 1)), kwargs={"scale": 10})
 print(json.dumps([
     lists(result["twice"]), result["nothing"], [lists(n) for n in result["numbers"]], lists(result["numpy"])[0],
-    lists(strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group))]))
+    lists(strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)),
+    lists(graph["twice"]), strategy.experimental_local_results(graph["twice"])[0].requires_grad,
+    replicas > 1 or graph["itself"] is weight]))
 """,
         cores,
     )
@@ -63,6 +67,9 @@ print(json.dumps([
         [[3] * cores, [10 * (r + 1) for r in each]],
         4.0,
         [*each],
+        [[2.0, 4.0]] * cores,
+        False,
+        True,
     ]
 
 
