@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,9 @@ class Compiled:
     """
     Attributes:
         step: the function's name.
-        code: which function of that name.
+        code: which function of that name, or which class of callable objects.
         shapes: of the arrays among its arguments, such as "float32[64,1,8,8]".
-        graphs: compiled for them, in `calls` calls.
+        graphs: compiled for them, in `calls` calls; 0 where XLA had them all, of another strategy's steps.
     """
 
     step: str
@@ -33,7 +34,16 @@ class Compiled:
 
 def name_of(fn: Callable[..., Any]) -> str:
     """What a step is called by, for people."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+def _code_of(fn: Callable[..., Any]) -> object:
+    """What is the same in each call, though a lambda or a partial is made anew; of a callable object its class."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__code__", type(fn))
 
 
 class Compilations:
@@ -44,19 +54,18 @@ class Compilations:
         self.all: list[Compiled] = []
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
-        """A call of `fn` has compiled `graphs` graphs; `arguments` are one replica's."""
-        step, code = (
-            name_of(fn),
-            getattr(fn, "__code__", fn),
-        )  # a lambda is another object in each call
+        """A call of `fn` has compiled `graphs` graphs, or none; `arguments` are one replica's."""
+        step, code = name_of(fn), _code_of(fn)
         shapes = tuple(map(_shape, nest.leaves(arguments)))
-        before = [compiled for compiled in self.all if compiled.code == code]
+        before = [c for c in self.all if (c.step, c.code) == (step, code)]
         found = next((compiled for compiled in before if compiled.shapes == shapes), None)
         if found is None:
             found = Compiled(step, code, shapes)
             self.all.append(found)
-            if before:
+            if before and graphs:
                 tell(self._new_shape(step, before[-1].shapes, shapes))
+        if not graphs:
+            return
         found.graphs += graphs
         found.calls += 1
         if found.calls == _EXPECTED_CALLS + 1:
@@ -82,10 +91,16 @@ class Compilations:
     def explain(self) -> str:
         """A line for each step and its shapes, for people."""
         return "\n".join(
-            f"{compiled.step}: {compiled.graphs} {'graph' if compiled.graphs == 1 else 'graphs'} for "
+            f"{compiled.step}: {_number_of(compiled.graphs)} for "
             f"{', '.join(compiled.shapes) or 'no arrays'}"
             for compiled in self.all
         )
+
+
+def _number_of(graphs: int) -> str:
+    if not graphs:
+        return "no graph that was not compiled before"
+    return f"{graphs} {'graph' if graphs == 1 else 'graphs'}"
 
 
 def _shape(leaf: Any) -> str:

@@ -138,8 +138,8 @@ class TPUExtended(MultiWorkerExtended):
             # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
             traceback.clear_frames(error.__traceback__)
             raise RuntimeError(told) from error
-        if graphs := self._runtime.num_compilations() - before:
-            self.compilations.note(fn, _of_one_replica(args, kwargs), graphs)
+        graphs = self._runtime.num_compilations() - before
+        self.compilations.note(fn, _of_one_replica(args, kwargs), graphs)
         return result
 
     def _follow_seed(self) -> None:

@@ -1,5 +1,6 @@
 """Training under TPUStrategy is training: the same parameters as on the CPU, with ranks, with cores, and with both."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,30 @@ def test_steps_of_one_name_are_told_apart(capfd: pytest.CaptureFixture[str]) -> 
     for step in (lambda x: x + 1, lambda x: x + 2.5, lambda x: x * x, lambda x: x - x * x):
         strategy.run(step, args=(value,))
     assert "compiled" not in capfd.readouterr().err
+
+
+@pytest.mark.mpi
+def test_steps_that_another_strategy_had_compiled_are_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def add(number: float, value: torch.Tensor) -> torch.Tensor:
+        return value + number
+
+    told = []
+    for _ in range(2):
+        strategy = ms.TPUStrategy()
+        device = strategy.extended.worker_devices[0]
+        for length in (7, 9, 7):
+            step = functools.partial(add, 2.75)  # another object, the same step
+            strategy.run(step, args=(torch.ones(length, device=device),))
+        told.append(strategy.extended.compilations.explain().splitlines())
+    name = add.__qualname__
+    assert told == [
+        [f"{name}: 1 graph for float32[7]", f"{name}: 1 graph for float32[9]"],
+        [f"{name}: no graph that was not compiled before for float32[{n}]" for n in (7, 9)],
+    ]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "compiled" in line]
+    assert len(lines) == 1  # of the first strategy's second shape
 
 
 @pytest.mark.mpi
