@@ -6,10 +6,10 @@ replicas hold copies: k replicas on each of `communicator.size` ranks.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.checkpoint_role import CheckpointRole
 from mpistrat.communicators import Communicator
 from mpistrat.context import entered, per_thread, require_cross_replica
 from mpistrat.cross_device_ops import CrossDeviceOps
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
 
-class StrategyExtended(StrategyVariables):
+class StrategyExtended(CheckpointRole, StrategyVariables):
     """Additional methods for algorithms that need to be aware of the distribution.
 
     Args:
@@ -99,48 +99,6 @@ class StrategyExtended(StrategyVariables):
             ReplicaContext(strategy, self.first_replica_id + i, i)
             for i in range(self.num_local_replicas)
         ]
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this rank is the one to save checkpoints: the first."""
-        return self.communicator.rank == 0
-
-    @property
-    def saves_checkpoints(self) -> bool:
-        """Whether this rank writes a part of each checkpoint now; else another does that for it."""
-        return True
-
-    @property
-    def restores_checkpoints(self) -> bool:
-        """Whether this rank reads checkpoints; else it is told by another what was in them."""
-        return True
-
-    @property
-    def has_followers(self) -> bool:
-        """Whether others restore what this rank tells them, for it alone reads checkpoints."""
-        return False
-
-    def unchanging(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, no other rank changes the variables by itself: what is read of several was so at one time."""
-        return contextlib.nullcontext()
-
-    def already_written(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, variables stay as they are: another rank has written what this one would."""
-        return contextlib.nullcontext()
-
-    def tell_of_checkpoint(self, path: str, restored: bool = False) -> None:
-        """A checkpoint is complete, or this rank has `restored` from one. Called by: any thread."""
-
-    def tell_followers(self, what: str, value: Any) -> None:
-        """Tell those who do not take part in checkpoints how one went."""
-
-    def telling_failure(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what followers wait to be told of: an error is told to them, too."""
-        return contextlib.nullcontext()
-
-    def follow(self, what: str) -> Any:
-        """What the rank that took part has told; waits for it. Raises: the error that it came to, which names it."""
-        raise RuntimeError(f"{self.strategy} has nobody to follow")
 
     @property
     def should_save_summary(self) -> bool:

@@ -23,7 +23,7 @@ LAYERS = (
     ("traced_ranges",),
     ("strategy",),
     ("strategy_extended",),
-    ("strategy_variables",),
+    ("checkpoint_role", "strategy_variables"),
     ("cross_replica_ops", "input"),
     ("cross_device_ops",),
     ("batch_norm", "losses", "multi_step", "replica_context"),
