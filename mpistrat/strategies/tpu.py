@@ -18,6 +18,8 @@ from mpistrat.tpu_topology.device_assignment import DeviceAssignment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpistrat.xla.logical_devices import LogicalDevices
+
 
 class TPUStrategy(Strategy):
     """Synchronous replicas on TPU cores: one rank per chip, or one per host with a replica on each of its cores.
@@ -95,7 +97,7 @@ class TPUStrategy(Strategy):
         Called by: a replica.
         Raises: ValueError: there is no such device.
         """
-        return self._tpu.assign(tensor, logical_device_id)
+        return self._logical_devices.assign(tensor, logical_device_id)
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
@@ -106,13 +108,13 @@ class TPUStrategy(Strategy):
         Args: partition_dimensions: into how many parts each dimension is cut; their product is the number of devices.
         Raises: ValueError: they do not fit the tensor, or the devices.
         """
-        return self._tpu.split(tensor, partition_dimensions)
+        return self._logical_devices.split(tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """`tensor`, whole on each of the replica's logical devices. Called as the above."""
-        return self._tpu.replicate(tensor)
+        return self._logical_devices.replicate(tensor)
 
     @property
-    def _tpu(self) -> TPUExtended:
+    def _logical_devices(self) -> LogicalDevices:
         assert isinstance(self._extended, TPUExtended)
-        return self._extended
+        return self._extended.logical_devices

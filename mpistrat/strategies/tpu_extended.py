@@ -20,14 +20,12 @@ from mpistrat.strategies import step_errors
 from mpistrat.strategies.compilations import Compilations, name_of
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerExtended
 from mpistrat.strategies.tpu_system import TpuSystem
-from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
 from mpistrat.values import DistributedValues, PassedWhole, PerReplica, select_replica
 from mpistrat.variable_arguments import VariableArguments
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
-    from mpistrat.xla.logical_devices import LogicalDevices
     from mpistrat.xla.replica_cores import ReplicaCores
 
 
@@ -40,6 +38,7 @@ class TPUExtended(MultiWorkerExtended):
 
     Attributes:
         compilations: of this rank.
+        logical_devices: of a replica.
         cores: of a rank with a replica on each of several; else None.
     """
 
@@ -58,7 +57,6 @@ class TPUExtended(MultiWorkerExtended):
     ) -> None:
         super().__init__(strategy, communicator, worker_devices, *args)
         self._runtime = system.runtime
-        self._cores_per_replica = cores_per_replica
         self.device_of_modules = worker_devices[0]
         self.compilations = Compilations(communicator.rank)
         self._seed: int | None = None  # torch's, which XLA's generator has been given
@@ -67,11 +65,9 @@ class TPUExtended(MultiWorkerExtended):
             from mpistrat.communicators.xla import use_xla
 
             self._why_through_the_host = use_xla(communicator, system.runtime)
-        self._logical: LogicalDevices | None = None
-        if cores_per_replica > 1:
-            from mpistrat.xla.logical_devices import LogicalDevices
+        from mpistrat.xla.logical_devices import LogicalDevices
 
-            self._logical = LogicalDevices(system.runtime, cores_per_replica)
+        self.logical_devices = LogicalDevices(system.runtime, cores_per_replica)
         self.cores: ReplicaCores | None = None
         if self.num_local_replicas > 1:
             from mpistrat.xla.replica_cores import ReplicaCores
@@ -264,24 +260,6 @@ class TPUExtended(MultiWorkerExtended):
 
                 value = arrays.to_device(torch.as_tensor(value), self.worker_devices[0])
         return super()._new_variable(asked._replace(initial_value=value, dtype=None))
-
-    # Logical devices
-
-    def assign(self, tensor: Any, logical_device_id: int) -> Any:
-        """The work of `TPUStrategy.experimental_assign_to_logical_device`."""
-        check_logical_device(logical_device_id, self._cores_per_replica)
-        return tensor if self._logical is None else self._logical.assign(tensor, logical_device_id)
-
-    def split(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """The work of `TPUStrategy.experimental_split_to_logical_devices`."""
-        check_split(tensor.shape, partition_dimensions, self._cores_per_replica)
-        return (
-            tensor if self._logical is None else self._logical.split(tensor, partition_dimensions)
-        )
-
-    def replicate(self, tensor: Any) -> Any:
-        """The work of `TPUStrategy.experimental_replicate_to_logical_devices`."""
-        return tensor if self._logical is None else self._logical.replicate(tensor)
 
 
 def _cut_off(leaf: Any) -> Any:
