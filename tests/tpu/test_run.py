@@ -329,3 +329,31 @@ print(json.dumps(answers))
     on_host = [["ndarray", "cpu", "float32"], ["ndarray", "cpu", "int64"]]
     assert [seen[:3] for seen in left][:2] == (on_host if cores == 1 else there[:2])
     assert left[2][:3] == (["Tensor", "cpu", "torch.float32"] if cores == 1 else there[2])
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_a_smaller_last_batch_is_told_of_or_refused_with_the_advice(cores: int) -> None:
+    answers, told = child(
+        """
+data = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(10, 2))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+answers, told = [], io.StringIO()
+with contextlib.redirect_stderr(told):
+    try:
+        for batch in strategy.experimental_distribute_dataset(loader):
+            sums = strategy.run(lambda x: x[0].sum(), args=(batch,))
+            answers.append(float(strategy.reduce("sum", sums, axis=None)))
+    except ValueError as error:
+        answers.append(str(error))
+print(json.dumps([answers, told.getvalue()]))
+""",
+        cores,
+    )
+    assert answers[:2] == [28.0, 92.0]
+    if cores == 1:
+        assert answers[2] == 70.0
+        assert "argument array 0 is float32[2,2], and was float32[4,2]" in told
+        assert "DataLoader(drop_last=True)" in told
+    else:  # ten examples: two of four replicas have none
+        assert "replica 2 of this rank torch.float32 of [0, 2]" in answers[2]
+        assert "DataLoader(drop_last=True)" in answers[2]
