@@ -101,10 +101,11 @@ class Runtime:
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
         wanted = list(tensors)
-        if any(self._native._check_tensor_need_materialization(wanted)):
-            with self._execution_allowed(), self.around_cut(wanted):
-                self._torch_xla.sync()
-        return list(self._native._xla_get_cpu_tensors(wanted))
+        with self._execution_allowed():
+            if any(self.are_pending(wanted)):
+                with self.around_cut(wanted):
+                    self._torch_xla.sync()
+            return list(self._native._xla_get_cpu_tensors(wanted))
 
     def are_pending(self, tensors: Sequence[Any]) -> list[bool]:
         """Of which nothing has been computed yet."""

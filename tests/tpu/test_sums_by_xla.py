@@ -1,0 +1,77 @@
+"""Gradients and values between ranks by XLA's own sums, for which a sum over MPI of copies on the host stands in here.
+
+On the CPU device XLA does not connect processes; on a TPU it does, and nothing is cut in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat import xla
+from xla_training import Training
+
+pytestmark = pytest.mark.mpi
+
+COMM = MPI.COMM_WORLD
+OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+def over_mpi(op: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    runtime = xla.start()
+    summed = []
+    for tensor in tensors:
+        (host,) = runtime.fetch([tensor.detach()])
+        COMM.Allreduce(MPI.IN_PLACE, host.numpy(), OPERATIONS[op])
+        summed += runtime.put([host], tensor.device)
+    return summed
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> ms.TPUStrategy:
+    """A strategy that has seen XLA's sums to be right, over a communicator of its own: that is for good."""
+    runtime = xla.start()
+    monkeypatch.setattr(runtime, "all_reduce", over_mpi)
+    monkeypatch.setattr(runtime, "num_all_devices", COMM.size)
+    strategy = ms.TPUStrategy(gradients="sum", comm=COMM.Dup())
+    assert ("by XLA's collectives" in strategy.extended.explain()) == (COMM.size > 1)
+    return strategy
+
+
+def test_training_is_that_of_sums_through_the_host(
+    connected: ms.TPUStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(connected, "adam")
+    losses = training.run()
+    monkeypatch.undo()
+    through_host = Training(ms.TPUStrategy(gradients="sum"), "adam")
+    assert "by XLA's collectives" not in through_host.strategy.extended.explain()
+    assert losses == through_host.run()
+    assert training.state() == through_host.state()
+
+
+def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy) -> None:
+    ranks = range(COMM.size)
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        context = ms.get_replica_context()
+        return [
+            context.all_reduce("sum", x),
+            context.all_reduce("mean", x),
+            context.all_reduce("sum", x.bfloat16()).float(),
+            context.all_reduce("sum", x.long()),
+            context.all_gather(x, 0),
+        ]
+
+    given = torch.tensor([COMM.rank + 1.0, 2.0], device="xla:0")
+    total, mean, half, whole, gathered = (
+        value.tolist() for value in connected.run(step, args=(given,))
+    )
+    expected = [sum(rank + 1.0 for rank in ranks), 2.0 * COMM.size]
+    assert total == half == whole == expected
+    assert mean == [value / COMM.size for value in expected]
+    assert gathered == [value for rank in ranks for value in (rank + 1.0, 2.0)]
