@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -55,6 +56,7 @@ def raised_at(error: BaseException) -> str:
     return f"{at.filename}:{at.lineno} in {at.name}" if at else ""
 
 
+@functools.cache  # of each frame of each collective; a library has been loaded when a frame of it is seen
 def _is_between(file: str) -> bool:
     libraries = [
         getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "torch_xla")

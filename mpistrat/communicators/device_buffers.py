@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, copy, is_on_gpu, is_torch, to_device_of, to_host
@@ -10,14 +10,13 @@ from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.device_library import DeviceLibrary, library_of
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import wait_until
-from mpistrat.communicators.wrapping import WrappingCommunicator
+from mpistrat.communicators.wrapping import BesideHost
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 
-class DeviceCommunicator(WrappingCommunicator):
+class DeviceCommunicator(BesideHost):
     """Takes buffers on GPUs, too; here they are copied to the host, where `inner` combines them.
 
     A collective returns when its result is there: what hangs or fails does so inside it, where it is watched, and
@@ -31,11 +30,8 @@ class DeviceCommunicator(WrappingCommunicator):
         why: what is told of this way.
     """
 
-    takes_device_buffers = True
-
     def __init__(self, inner: Communicator, index: int, station: Station, why: str = "") -> None:
         super().__init__(inner)
-        self.has_window = inner.has_window
         self._index, self._station, self._why = index, station, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
@@ -132,29 +128,6 @@ class DeviceCommunicator(WrappingCommunicator):
         here = library.here(buffer)
         with library.device():
             return self._gather(here)
-
-    @property
-    def window_capacity(self) -> int:  # type: ignore[override]
-        return self.inner.window_capacity
-
-    def window_buffer(self, nbytes: int) -> Any:
-        return self.inner.window_buffer(nbytes)
-
-    def common_memory(
-        self, nbytes: int, *, summed: bool = False
-    ) -> tuple[CommonMemory | None, str]:
-        return self.inner.common_memory(nbytes, summed=summed)
-
-    def sum_into(
-        self,
-        memory: CommonMemory,
-        parts: Sequence[Part],
-        view: View,
-        scale: float | None = None,
-        *,
-        label: str = "",
-    ) -> None:
-        self.inner.sum_into(memory, parts, view, scale)
 
     def explain(self) -> str:
         return f"buffers on GPUs: {self._why}\nbuffers on the host: {self.inner.explain()}"

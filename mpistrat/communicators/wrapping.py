@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -10,6 +10,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 
@@ -47,3 +48,36 @@ class WrappingCommunicator(Communicator):
 
     def abort(self, code: int) -> NoReturn:
         self.inner.abort(code)
+
+
+class BesideHost(WrappingCommunicator):
+    """Takes buffers in the memory of devices; those on the host, and the memory that ranks share, are `inner`'s."""
+
+    takes_device_buffers = True
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner)
+        self.has_window = inner.has_window
+
+    @property
+    def window_capacity(self) -> int:  # type: ignore[override]
+        return self.inner.window_capacity
+
+    def window_buffer(self, nbytes: int) -> Any:
+        return self.inner.window_buffer(nbytes)
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        return self.inner.common_memory(nbytes, summed=summed)
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        scale: float | None = None,
+        *,
+        label: str = "",
+    ) -> None:
+        self.inner.sum_into(memory, parts, view, scale)

@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING
 from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
 from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator, Wire
-from mpistrat.communicators.wrapping import WrappingCommunicator
+from mpistrat.communicators.wrapping import BesideHost
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
 
-class XlaCommunicator(WrappingCommunicator):
+class XlaCommunicator(BesideHost):
     """Sums, and the like, of tensors on XLA devices are recorded, as all that is done with them.
 
     What has no collective of XLA's here (broadcasts, gathered parts, slices in a wire format) goes through host memory.
     """
 
-    takes_device_buffers = True
-
     def __init__(self, inner: Communicator, runtime: Runtime) -> None:
         super().__init__(inner)
-        self.has_window = inner.has_window
         self._runtime = runtime
 
     def all_reduce(
@@ -81,13 +78,6 @@ class XlaCommunicator(WrappingCommunicator):
         if not is_on_xla(buffer):
             return self.inner.all_gather(buffer)
         return [to_device_of(part, buffer) for part in self.inner.all_gather(to_host(buffer))]
-
-    @property
-    def window_capacity(self) -> int:  # type: ignore[override]
-        return self.inner.window_capacity
-
-    def window_buffer(self, nbytes: int) -> Array | None:
-        return self.inner.window_buffer(nbytes)
 
     def explain(self) -> str:
         return (

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat import xla
+from mpistrat.communicators.common_memory import PAGE
 from xla_training import Training
 
 pytestmark = pytest.mark.mpi
@@ -75,3 +76,14 @@ def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy) -> None:
     assert total == half == whole == expected
     assert mean == [value / COMM.size for value in expected]
     assert gathered == [value for rank in ranks for value in (rank + 1.0, 2.0)]
+
+
+def test_memory_that_ranks_share_goes_on_being_shared(connected: ms.TPUStrategy) -> None:
+    """The communicator is that of other strategies, too."""
+    ordinary = ms.MultiWorkerMirroredStrategy(gradients="sum").extended.communicator
+    kinds = {
+        type(communicator.common_memory(PAGE)[0])
+        for communicator in (connected.extended.communicator, ordinary)
+    }
+    assert len(kinds) == 1
+    assert (kinds == {type(None)}) == (COMM.size == 1)
