@@ -55,7 +55,10 @@ class Compilations:
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
         """A call of `fn` has compiled `graphs` graphs, or none; `arguments` are one replica's."""
-        step, code = name_of(fn), _code_of(fn)
+        code = _code_of(fn)
+        if not graphs and any(compiled.code is code for compiled in self.all):
+            return  # as nearly all calls: shapes that others had compiled are told of a step's first call only
+        step = name_of(fn)
         shapes = tuple(map(_shape, nest.leaves(arguments)))
         before = [c for c in self.all if (c.step, c.code) == (step, code)]
         found = next((compiled for compiled in before if compiled.shapes == shapes), None)
