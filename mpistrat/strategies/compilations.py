@@ -52,14 +52,17 @@ class Compilations:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.all: list[Compiled] = []
+        self._known: set[tuple[object, ...]] = set()  # what steps were called with
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
         """A call of `fn` has compiled `graphs` graphs, or none; `arguments` are one replica's."""
-        code = _code_of(fn)
-        if not graphs and any(compiled.code is code for compiled in self.all):
-            return  # as nearly all calls: shapes that others had compiled are told of a step's first call only
-        step = name_of(fn)
-        shapes = tuple(map(_shape, nest.leaves(arguments)))
+        code, leaves = _code_of(fn), list(nest.leaves(arguments))
+        kinds = [(x.shape, x.dtype) if arrays.is_array(x) else type(x) for x in leaves]
+        call = (code, *kinds)
+        if not graphs and call in self._known:
+            return  # as nearly all calls, each of which pays for what is done up to here
+        self._known.add(call)
+        step, shapes = name_of(fn), tuple(map(_shape, leaves))
         before = [c for c in self.all if (c.step, c.code) == (step, code)]
         found = next((compiled for compiled in before if compiled.shapes == shapes), None)
         if found is None:
