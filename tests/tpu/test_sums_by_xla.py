@@ -6,40 +6,49 @@ On the CPU device XLA does not connect processes; on a TPU it does, and nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat import xla
 from mpistrat.communicators.common_memory import PAGE
 from xla_training import Training
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 pytestmark = pytest.mark.mpi
-
-COMM = MPI.COMM_WORLD
-OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-
-
-def over_mpi(op: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    runtime = xla.start()
-    summed = []
-    for tensor in tensors:
-        (host,) = runtime.fetch([tensor.detach()])
-        COMM.Allreduce(MPI.IN_PLACE, host.numpy(), OPERATIONS[op])
-        summed += runtime.put([host], tensor.device)
-    return summed
 
 
 @pytest.fixture
-def connected(monkeypatch: pytest.MonkeyPatch) -> ms.TPUStrategy:
+def comm() -> MPI.Intracomm:
+    from mpi4py import MPI  # beside this file, tests run where there is no MPI to be loaded
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def connected(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> ms.TPUStrategy:
     """A strategy that has seen XLA's sums to be right, over a communicator of its own: that is for good."""
+    from mpi4py import MPI
+
     runtime = xla.start()
+    operations = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+    def over_mpi(op: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        summed = []
+        for tensor in tensors:
+            (host,) = runtime.fetch([tensor.detach()])
+            comm.Allreduce(MPI.IN_PLACE, host.numpy(), operations[op])
+            summed += runtime.put([host], tensor.device)
+        return summed
+
     monkeypatch.setattr(runtime, "all_reduce", over_mpi)
-    monkeypatch.setattr(runtime, "num_all_devices", COMM.size)
-    strategy = ms.TPUStrategy(gradients="sum", comm=COMM.Dup())
-    assert ("by XLA's collectives" in strategy.extended.explain()) == (COMM.size > 1)
+    monkeypatch.setattr(runtime, "num_all_devices", comm.size)
+    strategy = ms.TPUStrategy(gradients="sum", comm=comm.Dup())
+    assert ("by XLA's collectives" in strategy.extended.explain()) == (comm.size > 1)
     return strategy
 
 
@@ -55,8 +64,8 @@ def test_training_is_that_of_sums_through_the_host(
     assert training.state() == through_host.state()
 
 
-def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy) -> None:
-    ranks = range(COMM.size)
+def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy, comm: MPI.Intracomm) -> None:
+    ranks = range(comm.size)
 
     def step(x: torch.Tensor) -> list[torch.Tensor]:
         context = ms.get_replica_context()
@@ -68,17 +77,19 @@ def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy) -> None:
             context.all_gather(x, 0),
         ]
 
-    given = torch.tensor([COMM.rank + 1.0, 2.0], device="xla:0")
+    given = torch.tensor([comm.rank + 1.0, 2.0], device="xla:0")
     total, mean, half, whole, gathered = (
         value.tolist() for value in connected.run(step, args=(given,))
     )
-    expected = [sum(rank + 1.0 for rank in ranks), 2.0 * COMM.size]
+    expected = [sum(rank + 1.0 for rank in ranks), 2.0 * comm.size]
     assert total == half == whole == expected
-    assert mean == [value / COMM.size for value in expected]
+    assert mean == [value / comm.size for value in expected]
     assert gathered == [value for rank in ranks for value in (rank + 1.0, 2.0)]
 
 
-def test_memory_that_ranks_share_goes_on_being_shared(connected: ms.TPUStrategy) -> None:
+def test_memory_that_ranks_share_goes_on_being_shared(
+    connected: ms.TPUStrategy, comm: MPI.Intracomm
+) -> None:
     """The communicator is that of other strategies, too."""
     ordinary = ms.MultiWorkerMirroredStrategy(gradients="sum").extended.communicator
     kinds = {
@@ -86,4 +97,4 @@ def test_memory_that_ranks_share_goes_on_being_shared(connected: ms.TPUStrategy)
         for communicator in (connected.extended.communicator, ordinary)
     }
     assert len(kinds) == 1
-    assert (kinds == {type(None)}) == (COMM.size == 1)
+    assert (kinds == {type(None)}) == (comm.size == 1)
