@@ -42,11 +42,14 @@ def bits(array: Array) -> Array:
     """The array's elements as integers of their size, one after the other; two for a complex number.
 
     Its own memory where that is contiguous: NumPy's array on the host, the library's own on a GPU.
+    What is on an XLA device is copied to the host, for there the view as integers takes the host anyway.
     """
     if arrays.is_torch(array):
         import torch
 
         tensor = array.detach()
+        if arrays.is_on_xla(tensor):
+            tensor = arrays.to_host(tensor)
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         tensor = tensor.resolve_conj().resolve_neg()
