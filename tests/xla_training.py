@@ -37,14 +37,16 @@ class Training:
     """A model, an optimizer, and the step of both.
 
     Args:
-        kind: "adam" (with a batch norm), "momentum" or "sgd".
+        kind: "adam" (with a batch norm), "momentum", "sgd", or "synchronized" (a batch norm over all replicas).
     """
 
     def __init__(self, strategy: ms.Strategy, kind: str) -> None:
         self.strategy = strategy
         torch.manual_seed(0)
         with strategy.scope():
-            self.model = normalized() if kind == "adam" else plain()
+            self.model = normalized() if kind in ("adam", "synchronized") else plain()
+            if kind == "synchronized":
+                self.model = ms.convert_sync_batchnorm(self.model)
             parameters = self.model.parameters()
             if kind == "adam":
                 self.optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=0.01)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from mpistrat.arrays import is_on_xla
 from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.reduce_op import ReduceOp
 
@@ -39,10 +40,10 @@ class SyncBatchNorm(_BatchNorm):
         x = input.to(dtype)
         axes = [0, *range(2, x.dim())]
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        elements = x.new_tensor([x.numel() // x.shape[1]])
+        elements = x.new_full((1,), x.numel() // x.shape[1])
         sums = context.all_reduce(ReduceOp.SUM, torch.cat([x.sum(axes), elements]))
         count = sums[-1].detach()
-        if count <= 1:
+        if not is_on_xla(x) and count <= 1:  # there it has not been computed yet
             raise ValueError(
                 f"SyncBatchNorm needs more than 1 value per channel over all replicas to train, got {int(count)}; "
                 f"this replica's input has shape {list(input.shape)}"
@@ -68,9 +69,12 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         self.num_batches_tracked.add_(1)
-        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
+            if self.momentum is None:
+                weight = (1.0 / self.num_batches_tracked).to(running.dtype)
+                running.lerp_(now.to(running.dtype), weight)
+            else:
+                running.lerp_(now.to(running.dtype), self.momentum)
 
 
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:

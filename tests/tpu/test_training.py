@@ -30,7 +30,7 @@ training.run()
 again = xla.start().num_compilations() - before
 print(json.dumps([replicas, losses, training.state(), again]))
 """
-KINDS = ["adam", "momentum", "sgd"]
+KINDS = ["adam", "momentum", "sgd", "synchronized"]
 
 
 def on_the_cpu(kind: str, strategy: ms.Strategy) -> tuple[list[float], list[list[float]]]:
@@ -57,7 +57,10 @@ def assert_close(left: list[list[float]], right: list[list[float]]) -> None:
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "cores"), [("adam", 1), ("adam", 2), ("momentum", 4), ("sgd", 2)])
+@pytest.mark.parametrize(
+    ("kind", "cores"),
+    [("adam", 1), ("adam", 2), ("momentum", 4), ("sgd", 2), ("synchronized", 2)],
+)
 def test_cores_of_a_rank_train_as_replicas_on_the_cpu(kind: str, cores: int) -> None:
     replicas, losses, state, again = answer(
         PROGRAM.format(kind=kind, tests=TESTS), CPU_NUM_DEVICES=str(cores)
@@ -182,3 +185,27 @@ def test_two_backwards_a_clipped_norm_and_a_schedule_in_a_step() -> None:
     ours = ms.TPUStrategy(gradients="sum")
     expected = train(of_one_rank(ours.num_replicas_in_sync, alone()), schedule_inside=False)
     assert_close(train(ours, schedule_inside=True), expected)
+
+
+@pytest.mark.mpi
+def test_activations_may_be_computed_again() -> None:
+    from torch_xla.utils.checkpoint import checkpoint
+
+    def train(training: Training) -> list[list[float]]:
+        strategy = training.strategy
+        on_xla = isinstance(strategy, ms.TPUStrategy)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+            training.optimizer.zero_grad()
+            inputs = inputs.clone().requires_grad_()
+            outputs = checkpoint(training.model, inputs) if on_xla else training.model(inputs)
+            (((outputs - targets) ** 2).mean() / strategy.num_replicas_in_sync).backward()
+            training.optimizer.step()
+
+        for batch in strategy.experimental_distribute_dataset(batches()):
+            strategy.run(step, args=batch)
+        return training.state()
+
+    ours = Training(ms.TPUStrategy(gradients="sum"), "momentum")
+    alike = of_one_rank(ours.strategy.num_replicas_in_sync, alone())
+    assert_close(train(ours), train(Training(alike, "momentum")))
