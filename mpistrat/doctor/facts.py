@@ -21,6 +21,7 @@ class Software:
     mpi4py: str = ""
     numpy: str = ""
     torch: str = ""
+    torch_xla: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from mpistrat.doctor.facts import Job, Rank, Software
 from mpistrat.doctor.finding import OK, PROBLEM, Finding
 from mpistrat.doctor.wording import ranks_in_words
+from mpistrat.xla.runtime import what_differs
 
 CHECK = "software"
 # What must be the same, and what differs harmlessly
@@ -21,6 +22,7 @@ _NAMES = {
     "mpi4py": "mpi4py",
     "numpy": "NumPy",
     "torch": "torch",
+    "torch_xla": "torch_xla",
 }
 
 
@@ -33,6 +35,7 @@ def look() -> Software:
         mpi4py=_version("mpi4py"),
         numpy=_version("numpy"),
         torch=_version("torch"),
+        torch_xla=_version("torch_xla"),
     )
 
 
@@ -40,9 +43,13 @@ def check(job: Job) -> Iterator[Finding]:
     different = list(_differences(job.ranks))
     yield from different
     here = job.first.software
+    wrong_pair, command = what_differs(here.torch_xla, here.torch) if here.torch_xla else ("", "")
+    if wrong_pair:
+        yield Finding(CHECK, PROBLEM, f"{wrong_pair}. A program that imports it ends.", command)
     if not different:
         everywhere = " on all ranks" if len(job.ranks) > 1 else ""
         torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
+        torch += f", torch_xla {here.torch_xla}" if here.torch_xla else ""
         yield Finding(
             CHECK,
             OK,

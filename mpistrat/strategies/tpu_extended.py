@@ -59,7 +59,7 @@ class TPUExtended(MultiWorkerExtended):
         self._runtime = system.runtime
         self.device_of_modules = worker_devices[0]
         self.compilations = Compilations(communicator.rank)
-        self._seed: int | None = None  # torch's, which XLA's generator has been given
+        self._seeded: Any = None  # torch's generator, as it was with the seed that XLA's was given
         self._why_through_the_host = ""
         if isinstance(communicator, CheckedCommunicator) and not communicator.takes_device_buffers:
             from mpistrat.communicators.xla import use_xla
@@ -139,12 +139,21 @@ class TPUExtended(MultiWorkerExtended):
         return result
 
     def _follow_seed(self) -> None:
-        """Have XLA's generator follow the seed of torch, by another way on each rank, when that is a new one."""
+        """Have XLA's generator follow the seed of torch, by another way on each rank, when a program has given one."""
         import torch
 
-        if self._seed != torch.initial_seed():
-            self._seed = torch.initial_seed()
-            self._runtime.seed(self._seed + self.first_replica_id)
+        if self._seeded is None or torch.initial_seed() != self._seeded.initial_seed():
+            self._remember_seed()
+        elif not torch.equal(torch.get_rng_state(), self._seeded.get_state()):
+            return
+        self._runtime.seed(torch.initial_seed() + self.first_replica_id)
+        if torch.equal(torch.get_rng_state(), self._seeded.get_state()):
+            torch.rand((), device="cpu")  # so that the same seed, given again, is seen
+
+    def _remember_seed(self) -> None:
+        import torch
+
+        self._seeded = torch.Generator().manual_seed(torch.initial_seed())
 
     @property
     def device_random_state(self) -> int:
@@ -152,9 +161,7 @@ class TPUExtended(MultiWorkerExtended):
         return self._runtime.random_state()
 
     def set_device_random_state(self, state: int) -> None:
-        import torch
-
-        self._seed = torch.initial_seed()
+        self._remember_seed()
         self._runtime.seed(state)
 
     def _call_on_cores(

@@ -260,9 +260,18 @@ def check_versions() -> None:
         raise ImportError(
             f"TPUStrategy needs {missing.name}, which is not installed: {EXTRA}"
         ) from None
-    series = ".".join(ours.split(".")[:2])
-    if torch.split("+")[0].split(".")[:2] != series.split("."):
-        raise ImportError(
-            f"torch_xla {ours} is built against torch {series}, and this is torch {torch}: "
-            f"pip install 'torch=={series}.*' 'torch_xla=={series}.*', in an environment of its own"
-        )
+    wrong, command = what_differs(ours, torch)
+    if wrong:
+        raise ImportError(f"{wrong}: {command}")
+
+
+def what_differs(torch_xla: str, torch: str) -> tuple[str, str]:
+    """How these versions do not belong together, and the command that mends it; empty where they do."""
+    series = ".".join(torch_xla.split(".")[:2])
+    if torch.split("+")[0].split(".")[:2] == series.split("."):
+        return "", ""
+    here = f"torch {torch}" if torch else "no torch"
+    return (
+        f"torch_xla {torch_xla} is built against torch {series}, and this is {here}",
+        f"pip install 'torch=={series}.*' 'torch_xla=={series}.*', in an environment of its own",
+    )

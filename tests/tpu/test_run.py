@@ -204,6 +204,23 @@ print(json.dumps(both))
         assert all(0 <= v < 1 for values in uniform for v in values)
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_seed_that_is_given_again_begins_again(cores: int) -> None:
+    program = """
+def draw():
+    return lists(strategy.run(lambda: torch.rand(3, device="xla:0")))
+drawn = []
+for seed in (5, 5, 7, 5):
+    torch.manual_seed(seed)
+    drawn.append([draw(), draw()])
+print(json.dumps(drawn))
+"""
+    first, again, other, last = child(program, cores)
+    assert first == again == last
+    assert first[0] != first[1]
+    assert first != other
+
+
 def test_what_cores_cannot_draw_is_refused() -> None:
     (told,) = child(
         "print(json.dumps([refusal(lambda x: torch.randint(0, 5, (3,), device=x.device), inputs)]))",

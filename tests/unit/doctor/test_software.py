@@ -24,9 +24,32 @@ def test_no_torch(make_job: MakeJob) -> None:
     assert "no torch: NumPy and CuPy only" in finding.text
 
 
+def test_torch_xla_is_told_where_it_is(make_job: MakeJob) -> None:
+    (finding,) = software.check(make_job(nodes=2, software={"torch_xla": "2.13.1"}))
+    assert finding.level == OK
+    assert finding.text.endswith("torch 2.13, torch_xla 2.13.1 on all ranks.")
+
+
+@pytest.mark.parametrize("torch", ["2.13", ""])
+def test_torch_xla_of_another_torch(make_job: MakeJob, torch: str) -> None:
+    wrong, _ = software.check(make_job(software={"torch": torch, "torch_xla": "2.9.0"}))
+    assert wrong.level == PROBLEM
+    assert (
+        f"torch_xla 2.9.0 is built against torch 2.9, and this is {'torch' if torch else 'no'}"
+        in wrong.text
+    )
+    assert "pip install 'torch==2.9.*' 'torch_xla==2.9.*'" in wrong.fix
+
+
 @pytest.mark.parametrize(
     ("field", "words"),
-    [("python", "Python"), ("torch", "torch"), ("mpistrat", "mpistrat"), ("folder", "folder")],
+    [
+        ("python", "Python"),
+        ("torch", "torch"),
+        ("torch_xla", "torch_xla"),
+        ("mpistrat", "mpistrat"),
+        ("folder", "folder"),
+    ],
 )
 def test_another_on_some_ranks(make_job: MakeJob, field: str, words: str) -> None:
     job = make_job(nodes=2)
