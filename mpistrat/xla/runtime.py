@@ -51,6 +51,13 @@ class Runtime:
                 f"XLA finds no device: {str(error).splitlines()[0]}. See that libtpu is installed ({EXTRA}) and no "
                 "other process holds the chips; to try a program without a TPU, set PJRT_DEVICE=CPU"
             ) from error
+        import torch
+
+        self._changed = {
+            torch.uint16: torch.int32,
+            torch.uint32: torch.int64,
+            torch.uint64: torch.int64,
+        }
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
         self.around_cut: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
@@ -91,12 +98,23 @@ class Runtime:
     # Copies
 
     def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
-        """Copies of CPU `tensors` on `device`; the copying goes on while the program does."""
+        """Copies of CPU `tensors` on `device`; the copying goes on while the program does.
+
+        Raises: ValueError for dtypes that would not stay what they are.
+        """
+        self._check_dtypes(tensors)
         copies = list(self._xla_model.send_cpu_data_to_device(list(tensors), device))
         if self.spmd:
             for copy in copies:  # are whole on all devices, and go with what they meet
                 self._native._xla_clear_sharding(copy)
         return copies
+
+    def _check_dtypes(self, tensors: Sequence[Any]) -> None:
+        for dtype in {tensor.dtype for tensor in tensors} & self._changed.keys():
+            raise ValueError(
+                f"torch_xla takes {dtype} for the signed type of that size, so that large numbers become negative: "
+                f"convert the array to {self._changed[dtype]} before it goes to the device"
+            )
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
@@ -213,6 +231,7 @@ class Runtime:
         """The tensor of `shape` of which this process's devices have `rows`, on the host, in the order of devices."""
         import torch
 
+        self._check_dtypes(rows)
         return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
 
     def part_of(self, tensor: Any) -> Any:

@@ -348,6 +348,29 @@ print(json.dumps(answers))
     assert left[2][:3] == (["Tensor", "cpu", "torch.float32"] if cores == 1 else there[2])
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_unsigned_numbers_that_would_become_negative_are_refused(cores: int) -> None:
+    told = child(
+        """
+refused = []
+for kind in ("uint16", "uint32", "uint64", "uint8"):
+    batch = np.full((2 * replicas,), 200, kind)
+    try:
+        (given,) = strategy.experimental_distribute_dataset([batch])
+        refused.append(lists(strategy.run(lambda x: x, args=(given,))))
+    except ValueError as error:
+        refused.append(str(error))
+print(json.dumps(refused))
+""",
+        cores,
+    )
+    assert told.pop() == [[200, 200]] * cores
+    for line, kinds in zip(told, ("16 int32", "32 int64", "64 int64"), strict=True):
+        given, wanted = kinds.split()
+        assert f"torch_xla takes torch.uint{given} for the signed type" in line
+        assert f"convert the array to torch.{wanted}" in line
+
+
 @pytest.mark.parametrize("cores", [1, 4])
 def test_a_smaller_last_batch_is_told_of_or_refused_with_the_advice(cores: int) -> None:
     answers, told = child(
