@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+_RANDOM_FROM, _RANDOM_FROM_ = (getattr(op, "from") for op in (aten.random, aten.random_))
 
 # What makes a tensor of random numbers, as what fills one: (shape and dtype as of the first argument, how to fill it).
 _LIKE: dict[Any, Callable[..., torch.Tensor]] = {
@@ -23,8 +24,23 @@ _LIKE: dict[Any, Callable[..., torch.Tensor]] = {
     aten.exponential.default: lambda like, rate=1.0, **_: _empty(like).exponential_(rate),
     aten.uniform.default: lambda like, *limits, **_: _empty(like).uniform_(*limits),
     aten.normal_functional.default: lambda like, *of, **_: _empty(like).normal_(*of),
+    aten.random.default: lambda like, **_: _empty(like).random_(),
+    aten.random.to: lambda like, high, **_: _empty(like).random_(high),
+    _RANDOM_FROM: lambda like, low, high, **_: _empty(like).random_(low, high),
     aten.rand.default: lambda size, **kwargs: torch.empty(size, **kwargs).uniform_(),
     aten.randn.default: lambda size, **kwargs: torch.empty(size, **kwargs).normal_(),
+    aten.randint.default: lambda high, size, **kwargs: _integers(size, 0, high, **kwargs),
+    aten.randint.low: lambda low, high, size, **kwargs: _integers(size, low, high, **kwargs),
+    aten.randint_like.default: lambda like, high, **kwargs: _empty(like, **kwargs).random_(0, high),
+    aten.randint_like.low_dtype: lambda like, low, high, **kwargs: _empty(like, **kwargs).random_(
+        low, high
+    ),
+    aten.normal.Tensor_Tensor: lambda mean, std, **_: mean + std * _empty(mean + std).normal_(),
+    aten.normal.Tensor_float: lambda mean, std=1.0, **_: mean + std * _empty(mean).normal_(),
+    aten.normal.float_Tensor: lambda mean, std, **_: mean + std * _empty(std).normal_(),
+    aten.normal.float_float: lambda mean, std, size, **kwargs: torch.empty(size, **kwargs).normal_(
+        mean, std
+    ),
 }
 # The functions of torch, by name, inside which that is done.
 DRAWING = frozenset(
@@ -33,6 +49,10 @@ DRAWING = frozenset(
         "randn",
         "rand_like",
         "randn_like",
+        "randint",
+        "randint_like",
+        "random_",
+        "normal",
         "bernoulli",
         "bernoulli_",
         "uniform_",
@@ -53,19 +73,28 @@ DRAWING = frozenset(
     }
 )
 NOT_DRAWING = (
-    "{func} draws random numbers in a way that a rank with several cores cannot: draw them with rand, randn, uniform_, "
-    "normal_, exponential_, bernoulli or dropout, or start one rank per core"
+    "{func} draws random numbers in a way that a rank with several cores cannot: draw them with rand, randn, randint, "
+    "uniform_, normal_, exponential_, bernoulli or dropout, or start one rank per core"
 )
 _FILLING = (
     aten.bernoulli_.float,
     aten.uniform_.default,
     aten.normal_.default,
     aten.exponential_.default,
+    aten.random_.default,
+    aten.random_.to,
+    _RANDOM_FROM_,
 )
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def _integers(
+    size: Any, low: int, high: int, dtype: torch.dtype | None = None, **kwargs: Any
+) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype or torch.int64, **kwargs).random_(low, high)
 
 
 class OwnRandomNumbers(TorchDispatchMode):

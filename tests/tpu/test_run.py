@@ -221,9 +221,36 @@ print(json.dumps(drawn))
     assert first != other
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_integers_and_normal_numbers(cores: int) -> None:
+    program = """
+torch.manual_seed(5)
+def step(x):
+    there, ones = {"device": x.device}, torch.ones(500, device=x.device)
+    integers = [
+        torch.randint(4, (500,), **there), torch.randint(-2, 2, (500,), **there), torch.randint_like(ones, 4),
+        torch.randint_like(ones, -2, 2), ones.clone().random_(4), ones.clone().random_(-2, 2)]
+    normal = [
+        torch.normal(3.0, 2.0, (500,), **there), torch.normal(3 * ones, 2.0), torch.normal(3.0, 2 * ones),
+        torch.normal(3 * ones, 2 * ones)]
+    return [i.float() for i in integers], [torch.stack([n.mean(), n.std(), n[0]]) for n in normal]
+integers, normal = strategy.run(step, args=(inputs,))
+print(json.dumps([[lists(values) for values in integers], [lists(values) for values in normal]]))
+"""
+    integers, normal = child(program, cores)
+    for number, of_replicas in enumerate(integers):
+        assert all(
+            set(own) == {*range(-2 * (number % 2), 4 - 2 * (number % 2))} for own in of_replicas
+        )
+    for of_replicas in normal:
+        assert all(abs(mean - 3) < 0.5 and abs(std - 2) < 0.5 for mean, std, _ in of_replicas)
+    drawn = [tuple(own) for of_replicas in (*integers, *normal) for own in of_replicas]
+    assert len(set(drawn)) == len(drawn) == 10 * cores
+
+
 def test_what_cores_cannot_draw_is_refused() -> None:
     (told,) = child(
-        "print(json.dumps([refusal(lambda x: torch.randint(0, 5, (3,), device=x.device), inputs)]))",
+        "print(json.dumps([refusal(lambda x: torch.multinomial(x, 3, True), inputs)]))",
         2,
     )
     assert told[0] == "NotImplementedError"
