@@ -24,6 +24,14 @@ def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
     )
 
 
+def inference_mode(step: str, error: BaseException) -> str:
+    """`step` has computed in torch.inference_mode()."""
+    return (
+        f"{step} uses torch.inference_mode() inside run{_where(error)}, which torch_xla is not made for: use "
+        f"torch.no_grad() there, or inference_mode() around run ({error})"
+    )
+
+
 def array_on_host(step: str, error: BaseException, arguments: Any, device: str) -> str:
     """`step` has met an array that is not on `device`.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
@@ -111,7 +112,7 @@ class TPUExtended(MultiWorkerExtended):
         step = self._runtime.step if self.cores is None else self.cores.step
         before, on_host = 0, self._runtime.fallbacks()
         try:
-            with step(name):
+            with _as_no_grad(), step(name):
                 before = self._runtime.num_compilations()
                 if self.cores is None:
                     result = super().call_for_each_replica(fn, args, kwargs)
@@ -129,6 +130,8 @@ class TPUExtended(MultiWorkerExtended):
                 told = step_errors.array_on_host(
                     step_of_rank, error, brought, self.worker_devices[0]
                 )
+            elif self._runtime.is_of_inference_mode(error):
+                told = step_errors.inference_mode(step_of_rank, error)
             else:
                 raise
             # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
@@ -267,6 +270,18 @@ class TPUExtended(MultiWorkerExtended):
 
                 value = arrays.to_device(torch.as_tensor(value), self.worker_devices[0])
         return super()._new_variable(asked._replace(initial_value=value, dtype=None))
+
+
+@contextlib.contextmanager
+def _as_no_grad() -> Iterator[None]:
+    """Inside `torch.inference_mode()`, which torch_xla is not made for, that of `torch.no_grad()`."""
+    import torch
+
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 def _cut_off(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from mpistrat.xla.random_numbers import DRAWING, NOT_DRAWING, OwnRandomNumbers
-from mpistrat.xla.runtime import Runtime
+from mpistrat.xla.runtime import INFERENCE_MODE, Runtime
 
 
 class ReplicaCores:
@@ -220,6 +220,8 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(INFERENCE_MODE)
         self._take_in(self._note((args, kwargs), 3))
         if func is torch.Tensor.backward:  # it adds to them, unseen
             self._take_in(self._gradients())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 EXTRA = "pip install 'mpistrat[tpu]'"
+INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # as torch says it
 
 
 class Runtime:
@@ -181,6 +182,11 @@ class Runtime:
     def is_of_host(error: BaseException) -> bool:
         """Whether `error` says that an operation on XLA's tensors was given one of the host."""
         return isinstance(error, RuntimeError) and "Expected XLA tensor. Got: torch." in str(error)
+
+    @staticmethod
+    def is_of_inference_mode(error: BaseException) -> bool:
+        """Whether `error` says that something was computed in torch.inference_mode(), which few operations can."""
+        return isinstance(error, RuntimeError) and INFERENCE_MODE in str(error)
 
     def num_compilations(self) -> int:
         """Graphs that this process has compiled."""

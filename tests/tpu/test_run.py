@@ -248,6 +248,31 @@ print(json.dumps([[lists(values) for values in integers], [lists(values) for val
     assert len(set(drawn)) == len(drawn) == 10 * cores
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_inference_mode_goes_around_run(cores: int) -> None:
+    """torch_xla makes no views in it, so that a linear layer is an error."""
+    inside, around, without = child(
+        """
+with strategy.scope():
+    model = torch.nn.Linear(2, 2)
+def inferring(x):
+    with torch.inference_mode():
+        return model(x)
+def evaluate():
+    (batch,) = strategy.experimental_distribute_dataset([np.ones((replicas, 2), np.float32)])
+    return strategy.gather(strategy.run(model, args=(batch,)), axis=0).tolist()
+with torch.inference_mode():
+    around = evaluate()
+print(json.dumps([refusal(inferring, inputs), around, evaluate()]))
+""",
+        cores,
+    )
+    assert inside[0] == "RuntimeError"
+    assert "inferring uses torch.inference_mode() inside run" in inside[1]
+    assert "use torch.no_grad() there" in inside[1]
+    assert around == without
+
+
 def test_what_cores_cannot_draw_is_refused() -> None:
     (told,) = child(
         "print(json.dumps([refusal(lambda x: torch.multinomial(x, 3, True), inputs)]))",
