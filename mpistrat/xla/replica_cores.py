@@ -88,7 +88,9 @@ class ReplicaCores:
     def _take_in(self, values: Sequence[torch.Tensor]) -> None:
         """What the step finds, which all cores are said to share, is each one's own from here on."""
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
-            if not is_pending:
+            if is_pending:
+                continue
+            with torch._C._DisableFuncTorch():  # vmap and grad transform what the program computes
                 self._runtime.clear_layout(tensor)
                 given = tensor.detach()
                 tensor.data = self._each_its_own(given)
@@ -240,6 +242,8 @@ class _Seen(TorchFunctionMode):
         """Returns: the tensors among `value`."""
         tensors: list[torch.Tensor] = []
         if isinstance(value, torch.Tensor):
+            while torch._C._functorch.is_functorch_wrapped_tensor(value):
+                value = torch._C._functorch.get_unwrapped(value)
             if value.device.type == "xla":
                 tensors.append(value)
                 known = self._references.get(id(value))

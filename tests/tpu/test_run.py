@@ -5,6 +5,7 @@ Each test is a child: how many devices a process has is known once it has starte
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from xla_children import answer
@@ -271,6 +272,34 @@ print(json.dumps([refusal(inferring, inputs), around, evaluate()]))
     assert "inferring uses torch.inference_mode() inside run" in inside[1]
     assert "use torch.no_grad() there" in inside[1]
     assert around == without
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_gradients_of_each_example(cores: int) -> None:
+    """Of torch.func's transforms, inside which a step meets its parameters for the first time."""
+    found, expected = child(
+        """
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+def loss(parameters, x):
+    return torch.func.functional_call(model, parameters, (x,)).square().sum()
+def step(x):
+    given = torch.stack([x, 2 * x, 3 * x])
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), given)
+    return gradients["weight"]
+found = [lists(strategy.run(step, args=(inputs,))) for _ in range(2)]
+model = model.cpu()
+expected = []
+for r in range(replicas):
+    x = torch.tensor([r + 0.0, r + 1.0])
+    rows = [torch.func.grad(loss)(dict(model.named_parameters()), k * x)["weight"] for k in (1, 2, 3)]
+    expected.append(torch.stack(rows).tolist())
+print(json.dumps([found, expected]))
+""",
+        cores,
+    )
+    for once in found:
+        assert np.ravel(once) == pytest.approx(np.ravel(expected), rel=1e-5)
 
 
 def test_what_cores_cannot_draw_is_refused() -> None:
