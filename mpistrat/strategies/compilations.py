@@ -9,6 +9,7 @@ from typing import Any
 
 from mpistrat import arrays, nest
 from mpistrat.notices import tell
+from mpistrat.values import DistributedValues, PassedWhole, select_replica
 
 # The first call makes an optimizer's state, which the second finds: each is a graph of its own. What was brought to the
 # device, or was read, between two calls may be another kind of input to one more.
@@ -55,14 +56,14 @@ class Compilations:
         self._known: set[tuple[object, ...]] = set()  # what steps were called with
 
     def note(self, fn: Callable[..., Any], arguments: Any, graphs: int) -> None:
-        """A call of `fn` has compiled `graphs` graphs, or none; `arguments` are one replica's."""
-        code, leaves = _code_of(fn), list(nest.leaves(arguments))
-        kinds = [(x.shape, x.dtype) if arrays.is_array(x) else type(x) for x in leaves]
-        call = (code, *kinds)
+        """A call of `fn` with `arguments`, which may hold distributed values, has compiled `graphs` graphs, or none."""
+        code = _code_of(fn)
+        call = (code, *map(_kind_of, nest.leaves(arguments)))
         if not graphs and call in self._known:
             return  # as nearly all calls, each of which pays for what is done up to here
         self._known.add(call)
-        step, shapes = name_of(fn), tuple(map(_shape, leaves))
+        step = name_of(fn)
+        shapes = tuple(map(_shape, nest.leaves(select_replica(0, arguments))))
         before = [c for c in self.all if (c.step, c.code) == (step, code)]
         found = next((compiled for compiled in before if compiled.shapes == shapes), None)
         if found is None:
@@ -107,6 +108,13 @@ def _number_of(graphs: int) -> str:
     if not graphs:
         return "no graph that was not compiled before"
     return f"{graphs} {'graph' if graphs == 1 else 'graphs'}"
+
+
+def _kind_of(leaf: Any) -> object:
+    """What a graph depends on: of a number, its type."""
+    if isinstance(leaf, DistributedValues) and not isinstance(leaf, PassedWhole):
+        leaf = leaf.values[0]
+    return (leaf.shape, leaf.dtype) if arrays.is_array(leaf) else type(leaf)
 
 
 def _shape(leaf: Any) -> str:

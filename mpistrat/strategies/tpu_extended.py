@@ -26,6 +26,8 @@ from mpistrat.variable_arguments import VariableArguments
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
+    import torch
+
     from mpistrat.strategy import Strategy
     from mpistrat.xla.replica_cores import ReplicaCores
 
@@ -60,7 +62,9 @@ class TPUExtended(MultiWorkerExtended):
         self._runtime = system.runtime
         self.device_of_modules = worker_devices[0]
         self.compilations = Compilations(communicator.rank)
-        self._seeded: Any = None  # torch's generator, as it was with the seed that XLA's was given
+        # Torch's seed that XLA's generator was given, and the state in which it leaves torch's own.
+        self._seed: int | None = None
+        self._seeded_state = b""
         self._why_through_the_host = ""
         if isinstance(communicator, CheckedCommunicator) and not communicator.takes_device_buffers:
             from mpistrat.communicators.xla import use_xla
@@ -138,25 +142,26 @@ class TPUExtended(MultiWorkerExtended):
             traceback.clear_frames(error.__traceback__)
             raise RuntimeError(told) from error
         graphs = self._runtime.num_compilations() - before
-        self.compilations.note(fn, _of_one_replica(args, kwargs), graphs)
+        self.compilations.note(fn, (args, kwargs or {}), graphs)
         return result
 
     def _follow_seed(self) -> None:
         """Have XLA's generator follow the seed of torch, by another way on each rank, when a program has given one."""
         import torch
 
-        if self._seeded is None or torch.initial_seed() != self._seeded.initial_seed():
+        if self._seed != torch.initial_seed():
             self._remember_seed()
-        elif not torch.equal(torch.get_rng_state(), self._seeded.get_state()):
+        elif _state_of(torch.default_generator) != self._seeded_state:
             return
         self._runtime.seed(torch.initial_seed() + self.first_replica_id)
-        if torch.equal(torch.get_rng_state(), self._seeded.get_state()):
+        if _state_of(torch.default_generator) == self._seeded_state:
             torch.rand((), device="cpu")  # so that the same seed, given again, is seen
 
     def _remember_seed(self) -> None:
         import torch
 
-        self._seeded = torch.Generator().manual_seed(torch.initial_seed())
+        self._seed = torch.initial_seed()
+        self._seeded_state = _state_of(torch.Generator().manual_seed(self._seed))
 
     @property
     def device_random_state(self) -> int:
@@ -270,6 +275,10 @@ class TPUExtended(MultiWorkerExtended):
 
                 value = arrays.to_device(torch.as_tensor(value), self.worker_devices[0])
         return super()._new_variable(asked._replace(initial_value=value, dtype=None))
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()  # compared faster than tensors
 
 
 @contextlib.contextmanager
