@@ -19,6 +19,8 @@ class SyncBatchNorm(_BatchNorm):
     Inside `run` and in training, every replica calls it equally often, with an empty batch if it has no
     examples. Elsewhere it is torch's batch norm. Arguments and attributes are those of
     `torch.nn.BatchNorm1d`; the input is [examples, channels, ...].
+
+    Raises: ValueError, where all replicas together have one value per channel; on XLA devices the result is NaN.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -69,12 +71,11 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         self.num_batches_tracked.add_(1)
-        for running, now in ((self.running_mean, mean), (self.running_var, variance)):
-            if self.momentum is None:
-                weight = (1.0 / self.num_batches_tracked).to(running.dtype)
-                running.lerp_(now.to(running.dtype), weight)
-            else:
-                running.lerp_(now.to(running.dtype), self.momentum)
+        weight: Any = self.momentum
+        if weight is None:
+            weight = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
 
 
 def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:

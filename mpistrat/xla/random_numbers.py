@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+# Called as a word of Python's syntax.
 _RANDOM_FROM, _RANDOM_FROM_ = (getattr(op, "from") for op in (aten.random, aten.random_))
 
 # What makes a tensor of random numbers, as what fills one: (shape and dtype as of the first argument, how to fill it).

@@ -223,7 +223,7 @@ class _Seen(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if torch.is_inference_mode_enabled():
-            raise RuntimeError(INFERENCE_MODE)
+            raise RuntimeError(INFERENCE_MODE)  # as on one core, where torch_xla does
         self._take_in(self._note((args, kwargs), 3))
         if func is torch.Tensor.backward:  # it adds to them, unseen
             self._take_in(self._gradients())

@@ -54,7 +54,7 @@ class Runtime:
             ) from error
         import torch
 
-        self._changed = {
+        self._instead_of_unsigned = {
             torch.uint16: torch.int32,
             torch.uint32: torch.int64,
             torch.uint64: torch.int64,
@@ -111,10 +111,10 @@ class Runtime:
         return copies
 
     def _check_dtypes(self, tensors: Sequence[Any]) -> None:
-        for dtype in {tensor.dtype for tensor in tensors} & self._changed.keys():
+        for dtype in {tensor.dtype for tensor in tensors} & self._instead_of_unsigned.keys():
             raise ValueError(
                 f"torch_xla takes {dtype} for the signed type of that size, so that large numbers become negative: "
-                f"convert the array to {self._changed[dtype]} before it goes to the device"
+                f"convert the array to {self._instead_of_unsigned[dtype]} before it goes to the device"
             )
 
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:

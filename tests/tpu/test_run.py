@@ -302,6 +302,25 @@ print(json.dumps([found, expected]))
         assert np.ravel(once) == pytest.approx(np.ravel(expected), rel=1e-5)
 
 
+def test_synchronized_batch_norm_without_momentum() -> None:
+    found, expected = child(
+        """
+norm = torch.nn.BatchNorm1d(2, momentum=None)
+whole = torch.tensor([[r + i + 0.0, r + i + 1.0] for r in range(replicas) for i in range(2)])
+for factor in (1, 2, 3):
+    norm(factor * whole)
+expected = [norm.running_mean.tolist(), norm.running_var.tolist()]
+with strategy.scope():
+    model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(2, momentum=None))
+for factor in (1, 2, 3):
+    strategy.run(lambda x: model(factor * torch.stack([x, x + 1])).sum(), args=(inputs,))
+print(json.dumps([[model.running_mean.tolist(), model.running_var.tolist()], expected]))
+""",
+        2,
+    )
+    assert np.ravel(found) == pytest.approx(np.ravel(expected), rel=1e-5)
+
+
 def test_what_cores_cannot_draw_is_refused() -> None:
     (told,) = child(
         "print(json.dumps([refusal(lambda x: torch.multinomial(x, 3, True), inputs)]))",

@@ -188,6 +188,24 @@ def test_two_backwards_a_clipped_norm_and_a_schedule_in_a_step() -> None:
 
 
 @pytest.mark.mpi
+def test_the_next_batch_is_on_its_way_when_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ms.TPUStrategy()
+    runtime, copied = xla.start(), []
+    put = runtime.put
+
+    def noted(tensors: Any, device: Any) -> list[Any]:
+        copied.extend(float(tensor[0]) for tensor in tensors)
+        return put(tensors, device)
+
+    monkeypatch.setattr(runtime, "put", noted)
+    data = [torch.full((strategy.num_replicas_in_sync,), float(k)) for k in range(4)]
+    copied_by_step = []
+    for _ in strategy.experimental_distribute_dataset(data):
+        copied_by_step.append([*copied])
+    assert copied_by_step == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.mpi
 def test_activations_may_be_computed_again() -> None:
     from torch_xla.utils.checkpoint import checkpoint
 

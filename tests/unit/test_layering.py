@@ -95,6 +95,11 @@ def test_nothing_below_the_public_names_imports_them(graph: grimp.ImportGraph) -
     assert graph.find_modules_that_directly_import(PACKAGE) == set()
 
 
+def test_one_file_imports_torch_xla() -> None:
+    graph = grimp.build_graph(PACKAGE, include_external_packages=True, cache_dir=None)
+    assert graph.find_modules_that_directly_import("torch_xla") == {f"{PACKAGE}.xla.runtime"}
+
+
 def test_only_resolvers_read_the_environment() -> None:
     readers = {
         path.relative_to(FOLDER).as_posix()

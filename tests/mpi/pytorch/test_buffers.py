@@ -259,6 +259,21 @@ def test_sync_batch_norm_outputs_and_gradients(strategy: ms.Strategy, examples: 
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()))
 
 
+def test_sync_batch_norm_without_momentum_is_the_mean_of_all_batches(strategy: ms.Strategy) -> None:
+    """A third in float32 would be seen."""
+    alone = torch.nn.BatchNorm1d(FEATURES, momentum=None).double()
+    with strategy.scope():
+        model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(FEATURES, momentum=None).double())
+    several = batches()
+    for _ in range(3):
+        x = next(several)[0].double()
+        alone(x)
+        strategy.run(lambda x=x: model(own(x)).detach())
+    for name in ("running_mean", "running_var"):
+        found, expected = model.state_dict()[name], alone.state_dict()[name]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_sync_batch_norm_of_narrow_inputs(strategy: ms.Strategy) -> None:
     x, _ = next(batches())
     layer = torch.nn.BatchNorm1d(FEATURES)
