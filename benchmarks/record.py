@@ -15,7 +15,7 @@ from pathlib import Path
 TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "tests"))
 
-from mpi_launcher import MPI_NAMES, Launcher, run_job  # noqa: E402
+from support.harness.mpi_launcher import MPI_NAMES, Launcher, run_job  # noqa: E402
 
 SECONDS_PER_PROGRAM = 300.0
 BENCH = ("-m", "mpistrat.bench")

@@ -2,9 +2,9 @@
 
     python benchmarks/slow_link.py --mpi MPICH      # as root; MPISTRAT_TEST_MPICH is the folder of that MPI
 
-The nodes are network namespaces of this machine (tests/two_nodes.py), and share its cores: efficiency says nothing
-here. Of N nodes, each must send 2 (N - 1) / N times the gradients (Patarasuk and Yuan, Bandwidth optimal all-reduce
-algorithms, 2009), here of float32 and without headers: a shorter format on the wire may go below that limit.
+The nodes are network namespaces of this machine (tests/support/clusters/two_nodes.py), and share its cores: efficiency
+says nothing here. Of N nodes, each must send 2 (N - 1) / N times the gradients (Patarasuk and Yuan, Bandwidth optimal
+all-reduce algorithms, 2009), here of float32 and without headers: a shorter format on the wire may go below that limit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from mpi_launcher import MPI_NAMES, Launcher
 from mpistrat.bench.report import table, write_json
-from two_nodes import two_nodes, why_not
+from support.clusters.two_nodes import two_nodes, why_not
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 NODES = 2
 SECONDS = 300.0

@@ -37,7 +37,7 @@ make_environment() {
     echo "$stamp" >"$folder/stamp"
 }
 
-# Both MPIs, for tests/mpi_launcher.py, which starts ranks under either.
+# Both MPIs, for tests/support/harness/mpi_launcher.py, which starts ranks under either.
 make_mpi_environments() {
     # Their wheels shadow each other and a site's MPI, so each has an environment of its own and the application has none.
     make_environment .venvs/mpich mpich

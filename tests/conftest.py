@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hang_watch import HangWatch
-from mpi_outcomes import Agreement, MPIOutcomes
-from result_lines import ResultLines, Results, leave_out
-from time_limit import TimeLimit
+from support.harness.hang_watch import HangWatch
+from support.harness.rank_outcomes import Agreement, MPIOutcomes
+from support.harness.result_lines import ResultLines, Results, leave_out
+from support.harness.time_limit import TimeLimit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from compute_engine_api import PLACE, compute_engine
 from conformance.replay_resolvers import resolver_fields
-from kubernetes_api import pod_server
 from mpistrat.cluster_resolver import (
     GCEClusterResolver,
     KubernetesClusterResolver,
     TPUClusterResolver,
 )
+from support.cloud.compute_engine_api import PLACE, compute_engine
+from support.cloud.kubernetes_api import pod_server
 
 Case = dict[str, Any]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import MPI_NAMES, Launcher
-from slurm_cluster import NoSlurm, SlurmCluster
+from support.clusters.slurm_cluster import NoSlurm, SlurmCluster
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 HERE = Path(__file__).parent
 SECONDS_PER_TEST = 180

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 
 def signalled(

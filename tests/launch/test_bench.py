@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Launcher
+from support.harness.mpi_launcher import Launcher
 
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 

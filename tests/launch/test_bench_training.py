@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpi_launcher import Launcher
+from support.harness.mpi_launcher import Launcher
 
 TOP = Path(__file__).parents[2]
 BENCH = ("-m", "mpistrat.bench")

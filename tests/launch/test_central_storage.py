@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpi_launcher import Launcher
+from support.harness.mpi_launcher import Launcher
 
 PROGRAM = """
 import mpistrat as ms

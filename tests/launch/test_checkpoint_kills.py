@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from launch.programs.checkpointing import CommonState, OwnState
-from mpi_launcher import Launcher
 from mpistrat.checkpoint.directory import Directory
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
+from support.harness.mpi_launcher import Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "checkpointing.py"
 RANKS = 2

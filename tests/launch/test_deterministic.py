@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import two_nodes
-from mpi_launcher import Job, Launcher
+from support.clusters import two_nodes
+from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "deterministic.py"
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}

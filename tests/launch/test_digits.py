@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train_digits.py"
 PARAMETERS = 151_306  # of its model

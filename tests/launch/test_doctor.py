@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import three_nodes
-import two_nodes
-from mpi_launcher import Job, Launcher, run_job
+from support.clusters import three_nodes, two_nodes
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 DOCTOR = ("-m", "mpistrat", "doctor")
 OTHER = {"MPICH": "Open MPI", "Open MPI": "MPICH"}

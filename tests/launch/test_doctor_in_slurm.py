@@ -3,8 +3,8 @@
 import json
 import sys
 
-from mpi_launcher import Launcher
-from slurm_cluster import SlurmCluster
+from support.clusters.slurm_cluster import SlurmCluster
+from support.harness.mpi_launcher import Launcher
 
 DOCTOR = (sys.executable, "-m", "mpistrat", "doctor")
 TWO_NODES = ("-N2", "-wn1,n2", "--ntasks-per-node=2")

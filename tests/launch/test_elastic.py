@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import two_nodes
-from mpi_launcher import Job, Launcher
 from mpistrat.checkpoint.directory import Directory
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
-from trace_rules import valid_trace
+from support.clusters import two_nodes
+from support.harness.mpi_launcher import Job, Launcher
+from support.trace_rules import valid_trace
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 ENDINGS = PROGRAM.with_name("elastic_endings.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import MPI_NAMES, Launcher
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 PROGRAM = """
 import os, signal, sys, threading, time

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Launcher, run_job
+from support.harness.mpi_launcher import Launcher, run_job
 
 TOP = Path(__file__).parents[2]
 PROGRAM = """
-import numpy as np, pytest, stand_in_cupy
+import numpy as np, pytest
+from support import stand_in_cupy
 from mpi4py import MPI
 import mpistrat as ms
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,15 +21,14 @@ comm = MPI.COMM_WORLD
 
 def run_tests(launcher: Launcher, folder: Path, body: str, ranks: int = 2, *arguments: str) -> Job:
     """Run a project of one test file under our conftest, and check that nothing is left running."""
-    for module in TESTS.glob("*.py"):
-        shutil.copy(module, folder)
+    shutil.copy(TESTS / "conftest.py", folder)
     (folder / "test_it.py").write_text(HEADER + body)
     shutil.copy(TESTS.parent / "setup.cfg", folder)
     pytest_command = [
         "-m",
         "pytest",
         "-o",
-        "pythonpath=.",
+        f"pythonpath={TESTS}",
         "--color=no",
         "--with-mpi",
         "test_it.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.signalled_jobs import signalled
-from mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "endings.py"
 SECONDS = 5.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher
 
 pytestmark = pytest.mark.quick
 

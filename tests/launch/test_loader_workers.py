@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 

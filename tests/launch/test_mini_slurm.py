@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from launch.preempted_runs import until
-from mpi_launcher import Launcher
-from slurm_cluster import SlurmCluster
+from support.clusters.slurm_cluster import SlurmCluster
+from support.harness.mpi_launcher import Launcher
 
 DAEMONS = 9  # munged, slurmctld, and slurmd of seven nodes
 WAITS = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 PROGRAM = Path(__file__).parent / "programs" / "observed.py"
 LIMIT = 2.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import MPI_NAMES, Job, Launcher
+from support.harness.mpi_launcher import MPI_NAMES, Job, Launcher
 
 PROGRAM = """
 import sys, time

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import two_nodes
-from mpi_launcher import Job, Launcher
+from support.clusters import two_nodes
+from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
 RESTART = PROGRAM.with_name("parameter_server_restart.py")

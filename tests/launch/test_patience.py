@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import two_nodes
-from mpi_launcher import MPI_NAMES, Launcher
+from support.clusters import two_nodes
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 SLOW = """
 import time

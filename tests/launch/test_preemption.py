@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.preempted_runs import PROGRAM, starts_of, steps_done, until
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 RANKS = 2
 MORE_STEPS_THAN_IT_TAKES = 10_000

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.preempted_runs import PROGRAM, check_resumed, starts_of, steps_done, until
-from mpi_launcher import Launcher
-from slurm_cluster import BatchJob, SlurmCluster
+from support.clusters.slurm_cluster import BatchJob, SlurmCluster
+from support.harness.mpi_launcher import Launcher
 
 RANKS = 2
 SECONDS_PER_STEP = 0.05  # until they may hurry

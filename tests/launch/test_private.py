@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpi_launcher import Launcher
+from support.harness.mpi_launcher import Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "private.py"
 OPEN_TO_OTHERS = 0o077

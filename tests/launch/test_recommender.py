@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train_recommender.py"
 SECONDS = 300  # for a run, on a busy machine

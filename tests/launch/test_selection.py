@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Launcher
+from support.harness.mpi_launcher import Launcher
 
 PROGRAM = """
 import time

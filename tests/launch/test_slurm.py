@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Launcher
-from slurm_cluster import SlurmCluster
+from support.clusters.slurm_cluster import SlurmCluster
+from support.harness.mpi_launcher import Launcher
 
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"
 PMI2 = "--mpi=pmi2"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Launcher
-from slurm_cluster import BatchJob, SlurmCluster
+from support.clusters.slurm_cluster import BatchJob, SlurmCluster
+from support.harness.mpi_launcher import Launcher
 
 TOP = Path(__file__).parents[2]
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"

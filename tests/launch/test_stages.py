@@ -6,24 +6,23 @@ from pathlib import Path
 
 import pytest
 
-import run_stages
-from run_stages import Stage
+from support.harness import run_stages
+from support.harness.run_stages import Stage
 
-TESTS = Path(run_stages.__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with our conftest and one file of tests, in the place of the project."""
-    for module in TESTS.glob("*.py"):
-        shutil.copy(module, tmp_path)
+    shutil.copy(TESTS / "conftest.py", tmp_path)
     shutil.copy(TESTS.parent / "setup.cfg", tmp_path)
     monkeypatch.setattr(run_stages, "TOP", tmp_path)
     return tmp_path
 
 
 def stage(mpi: str = "", ranks: int = 0) -> Stage:
-    return Stage("some", pytest=["-o", "pythonpath=.", "test_it.py"], mpi=mpi, ranks=ranks)
+    return Stage("some", pytest=["-o", f"pythonpath={TESTS}", "test_it.py"], mpi=mpi, ranks=ranks)
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", pytest.param("Open MPI", marks=pytest.mark.slow)])

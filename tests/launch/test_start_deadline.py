@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import MPI_NAMES, Launcher
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 RANK = "import os, sys, time\nrank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
 RESOLVE = (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpi_launcher import Job, Launcher, run_job
 from mpistrat.checkpoint.directory import Directory
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train_text.py"
 SECONDS = 100  # for a run, on a busy machine

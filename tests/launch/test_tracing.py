@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpi_launcher import Job, Launcher
-from trace_rules import slices_of, valid_trace
+from support.harness.mpi_launcher import Job, Launcher
+from support.trace_rules import slices_of, valid_trace
 
 PROGRAM = Path(__file__).parent / "programs" / "traced.py"
 TOP = Path(__file__).parents[2]

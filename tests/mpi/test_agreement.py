@@ -15,7 +15,7 @@ from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.errors import StallError
 from mpistrat.flight_recorder.record import _WAITED, ABORT, GROUP, RAISE, RING, SINCE, STALLED
-from rank_errors import errors_of_ranks
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from rank_errors import assert_usable
+from support.rank_errors import assert_usable
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

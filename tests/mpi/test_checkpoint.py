@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
-from rank_errors import assert_usable, errors_of_ranks
+from support.rank_errors import assert_usable, errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

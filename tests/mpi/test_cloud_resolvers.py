@@ -4,9 +4,6 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from compute_engine_api import PLACE, compute_engine
-from google_metadata import metadata_server
-from kubernetes_api import pod_server
 from mpistrat.cluster_resolver import (
     GCEClusterResolver,
     KubernetesClusterResolver,
@@ -16,6 +13,9 @@ from mpistrat.cluster_resolver import (
 from mpistrat.cluster_resolver.pjrt import pjrt_environment, slices_of_ranks
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.topology import Topology
+from support.cloud.compute_engine_api import PLACE, compute_engine
+from support.cloud.google_metadata import metadata_server
+from support.cloud.kubernetes_api import pod_server
 
 WORLD = MPI.COMM_WORLD
 

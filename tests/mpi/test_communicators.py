@@ -9,7 +9,7 @@ from mpistrat.communicators import CheckedCommunicator, LocalCommunicator
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.errors import CollectiveMismatchError
-from rank_errors import errors_of_ranks
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

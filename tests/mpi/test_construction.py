@@ -11,7 +11,7 @@ import mpistrat as ms
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.cpu_share import THREAD_COUNTS, intra_op_threads
 from mpistrat.strategies import threads
-from rank_errors import assert_usable, errors_of_ranks
+from support.rank_errors import assert_usable, errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

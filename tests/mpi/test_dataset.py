@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mpistrat as ms
 from mpistrat.input.splitting import slice_bounds
-from rank_errors import errors_of_ranks
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

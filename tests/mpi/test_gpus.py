@@ -8,9 +8,9 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-import stand_in_cupy
 from mpistrat.communicators import cuda_aware, device_staging, gpu_ways
-from rank_errors import errors_of_ranks
+from support import stand_in_cupy
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1

@@ -13,7 +13,7 @@ from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.communicators.ring import RingCommunicator
 from mpistrat.communicators.selection import Costs
 from mpistrat.communicators.station import Station
-from rank_errors import assert_all_raise, assert_usable, errors_of_ranks
+from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
 pytestmark = pytest.mark.time_limit(120)
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mpistrat as ms
 from mpistrat import nest
-from rank_errors import errors_of_ranks
+from support.rank_errors import errors_of_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:each of the:UserWarning")
 

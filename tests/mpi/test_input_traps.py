@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 import mpistrat as ms
 from mpistrat.compat import v1
-from process_ids import ProcessIds
+from support.process_ids import ProcessIds
 
 WORLD = MPI.COMM_WORLD
 EXAMPLES = 24
@@ -143,7 +143,7 @@ def test_a_list_is_no_map_style_dataset():
 
 @pytest.mark.mpi(min_size=2)
 def test_an_input_function_of_v1_that_fails_on_one_rank():
-    from rank_errors import errors_of_ranks
+    from support.rank_errors import errors_of_ranks
 
     strategy = v1.experimental.MultiWorkerMirroredStrategy()
 
@@ -174,7 +174,7 @@ def test_texts_in_lists_cannot_be_left_out():
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_name_other_files_or_orders(strategy):
     """An unsorted list of a folder is another on each node."""
-    from rank_errors import errors_of_ranks
+    from support.rank_errors import errors_of_ranks
 
     rank = WORLD.rank
     names = [f"/node{rank}/{i}" for i in range(2 * WORLD.size)]
@@ -312,7 +312,7 @@ class Lengthy:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("length", "words"), [(2, "gave more"), (4, "ended after 3")])
 def test_a_length_that_is_wrong(strategy, length, words):
-    from rank_errors import errors_of_ranks
+    from support.rank_errors import errors_of_ranks
 
     def program():
         for step in strategy.distribute_datasets_from_function(
@@ -484,7 +484,7 @@ class BrokenTable(torch.utils.data.Sampler):
 
 
 def test_a_sampler_that_fails_on_the_last_rank(strategy):
-    from rank_errors import errors_of_ranks
+    from support.rank_errors import errors_of_ranks
 
     loader = DataLoader(DATASET, 4, sampler=BrokenTable())
     errors = errors_of_ranks(lambda: read(strategy.experimental_distribute_dataset(loader)))

@@ -13,7 +13,7 @@ from mpistrat.cluster_resolver import (
 )
 from mpistrat.cluster_resolver.job_roles import job_roles
 from mpistrat.communicators.construction import communicator_for
-from rank_errors import errors_of_ranks
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

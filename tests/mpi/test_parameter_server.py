@@ -24,8 +24,8 @@ from mpistrat.parameter_server import job as job_module
 from mpistrat.parameter_server.mail import Mail
 from mpistrat.parameter_server.parcels import carried
 from mpistrat.parameter_server.tables import MappedTable
-from open_files import descriptors, mapped_bytes
-from served_jobs import served, workers_of
+from support.open_files import descriptors, mapped_bytes
+from support.parameter_servers.served_jobs import served, workers_of
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

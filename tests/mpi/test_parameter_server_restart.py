@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from served_jobs import served, workers_of
+from support.parameter_servers.served_jobs import served, workers_of
 
 COMM = MPI.COMM_WORLD
 STEPS = 3

@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.compat.v1 import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
-from served_jobs import served, workers_of
+from support.parameter_servers.served_jobs import served, workers_of
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -6,7 +6,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from rank_errors import assert_all_raise, assert_usable, errors_of_ranks
+from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LAST = SIZE - 1

@@ -17,8 +17,8 @@ from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.mail import Mail
 from mpistrat.parameter_server.parcels import unpack
 from mpistrat.parameter_server.segments import Mappings
-from rank_errors import errors_of_ranks
-from served_jobs import served, workers_of
+from support.parameter_servers.served_jobs import served, workers_of
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 SERVERS = 2

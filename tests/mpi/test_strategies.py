@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.compat import v1
-from rank_errors import assert_usable
+from support.rank_errors import assert_usable
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 KINDS = {

@@ -19,8 +19,8 @@ from mpistrat.communicators.traced import TracedCommunicator
 from mpistrat.errors import CollectiveMismatchError, TopologyError
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, part_of
-from rank_errors import errors_of_ranks
-from trace_rules import slices_of, valid_trace
+from support.rank_errors import errors_of_ranks
+from support.trace_rules import slices_of, valid_trace
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -1,7 +1,8 @@
 """The XLA suite: torch_xla on its CPU device, in the environment that scripts/test-tpu makes.
 
 A test that is marked mpi is right at 1 and 2 ranks and runs under `mpiexec … pytest --with-mpi`; the rest need none.
-torch_xla reads its environment once per process: a test that needs another one starts a child (`xla_children`).
+torch_xla reads its environment once per process: a test that needs another one starts a child
+(`support.xla.child_programs`).
 """
 
 import os

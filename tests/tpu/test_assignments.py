@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xla_children import answer
+from support.xla.child_programs import answer
 
 START = """
 import contextlib, io, json

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from xla_children import answer
+from support.xla.child_programs import answer
 
 TESTS = str(Path(__file__).parents[1])
 # Trains two steps, saves, and two more; or restores, and trains these.
@@ -15,7 +15,7 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import torch
 import mpistrat as ms
-from xla_training import batches
+from support.xla.trained_models import batches
 
 strategy = {strategy}
 torch.manual_seed(int({restores}))

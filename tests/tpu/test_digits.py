@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mpi_launcher import MPI_NAMES, Launcher
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "trained_digits.py"
 # Of each tensor after an epoch, the norm of the difference over that of the tensor: rounding of float32, which grows

@@ -7,7 +7,7 @@ import torch
 
 import mpistrat as ms
 from mpistrat import xla
-from xla_training import Training
+from support.xla.trained_models import Training
 
 pytestmark = [
     pytest.mark.mpi,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_children import Child, answer
+from support.xla.child_programs import Child, answer
 
 DEVICES = """
 import json, torch, torch_xla

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mpistrat.xla.logical_devices import LogicalDevices
-from xla_children import answer
+from support.xla.child_programs import answer
 
 PROGRAM = (Path(__file__).parent / "programs" / "sharded_step.py").read_text()
 

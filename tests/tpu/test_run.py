@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xla_children import answer
+from support.xla.child_programs import answer
 
 START = """
 import contextlib, io, json, sys

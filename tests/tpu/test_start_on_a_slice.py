@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpi_launcher import MPI_NAMES, Launcher
+from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "start_on_a_slice.py"
 HOST = {

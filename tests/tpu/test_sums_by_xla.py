@@ -14,7 +14,7 @@ import torch
 import mpistrat as ms
 from mpistrat import xla
 from mpistrat.communicators.common_memory import PAGE
-from xla_training import Training
+from support.xla.trained_models import Training
 
 if TYPE_CHECKING:
     from mpi4py import MPI

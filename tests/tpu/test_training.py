@@ -9,8 +9,8 @@ import torch
 
 import mpistrat as ms
 from mpistrat import xla
-from xla_children import answer
-from xla_training import Training, batches
+from support.xla.child_programs import answer
+from support.xla.trained_models import Training, batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:each of the .* ranks reads all batches")
 
@@ -21,7 +21,7 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import mpistrat as ms
 from mpistrat import xla
-from xla_training import Training
+from support.xla.trained_models import Training
 training = Training(ms.TPUStrategy(gradients="sum"), "{kind}")
 replicas = training.strategy.num_replicas_in_sync
 losses = training.run()

@@ -10,8 +10,16 @@ import torch
 import mpistrat as ms
 from mpistrat.errors import DivergenceError
 from mpistrat.fault_tolerance import DivergenceSentinel
-from rank_errors import assert_usable, errors_of_ranks
-from whole_batch import FEATURES, batches, build, loss_of, own, plain_step, replica_id
+from support.rank_errors import assert_usable, errors_of_ranks
+from support.training.whole_batch import (
+    FEATURES,
+    batches,
+    build,
+    loss_of,
+    own,
+    plain_step,
+    replica_id,
+)
 
 FLOAT64_BIT = 1 << 40
 

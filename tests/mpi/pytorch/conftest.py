@@ -1,10 +1,10 @@
-"""A strategy over all ranks, in the ways of ways_to_mirror, or with one replica per rank."""
+"""A strategy over all ranks, in the ways of support.training.ways_to_mirror, or with one replica per rank."""
 
 import pytest
 
 import mpistrat as ms
-from ways_to_mirror import _one_thread_per_rank as _one_thread_per_rank
-from ways_to_mirror import strategy as strategy
+from support.training.ways_to_mirror import _one_thread_per_rank as _one_thread_per_rank
+from support.training.ways_to_mirror import strategy as strategy
 
 
 @pytest.fixture

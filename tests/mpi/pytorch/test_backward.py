@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpistrat as ms
-from whole_batch import (
+from support.training.whole_batch import (
     BATCH,
     FEATURES,
     Pair,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from whole_batch import (
+from support.training.whole_batch import (
     BATCH,
     FEATURES,
     Pair,

@@ -8,7 +8,7 @@ import torch
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
-from whole_batch import (
+from support.training.whole_batch import (
     FEATURES,
     Pair,
     assert_same_parameters,

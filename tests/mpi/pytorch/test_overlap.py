@@ -14,7 +14,7 @@ from mpistrat.communicators import LocalCommunicator
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.wires import Wire, Wires
 from mpistrat.wire_formats import TopK
-from whole_batch import BATCH, Pair, equal_on_all_ranks, loss_of, plain_step
+from support.training.whole_batch import BATCH, Pair, equal_on_all_ranks, loss_of, plain_step
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from served_training import WORKERS, train
+from support.parameter_servers.served_training import WORKERS, train
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

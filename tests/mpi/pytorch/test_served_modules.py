@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import mpistrat as ms
-from served_training import COMM_OF_WORKERS, MAKERS, WORKERS, batch, loss_of, net, train
+from support.parameter_servers.served_training import (
+    COMM_OF_WORKERS,
+    MAKERS,
+    WORKERS,
+    batch,
+    loss_of,
+    net,
+    train,
+)
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -19,7 +19,7 @@ from mpistrat.communicators import shared_memory
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.shared_window import SharedWindowCommunicator
 from mpistrat.errors import CollectiveMismatchError
-from rank_errors import errors_of_ranks
+from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from whole_batch import (
+from support.training.whole_batch import (
     FEATURES,
     Pair,
     assert_same_parameters,

@@ -1,8 +1,8 @@
 """Environments of all kinds: a resolver gives the right answer, or an error that names what is wrong.
 
-What is right is told by `simulated_launchers`, which lays tasks out itself. An environment may be wrong for one task
-only, which others cannot see; so it is for all tasks of a job together that nothing wrong may go unnoticed: one that
-raises ends the job.
+What is right is told by `support.clusters.simulated_launchers`, which lays tasks out itself. An environment may be
+wrong for one task only, which others cannot see; so it is for all tasks of a job together that nothing wrong may go
+unnoticed: one that raises ends the job.
 """
 
 import json
@@ -21,7 +21,7 @@ from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
 from mpistrat.cluster_resolver.start_deadline import start_seconds
 from mpistrat.errors import TopologyError
-from simulated_launchers import (
+from support.clusters.simulated_launchers import (
     Environment,
     Step,
     batch_script,

@@ -5,10 +5,10 @@ import time
 import pytest
 from google.auth.exceptions import DefaultCredentialsError
 
-from compute_engine_api import PLACE, compute_engine
 from mpistrat.cluster_resolver import ClusterSpec, GCEClusterResolver
 from mpistrat.errors import TopologyError, UnavailableError
 from mpistrat.topology import Topology
+from support.cloud.compute_engine_api import PLACE, compute_engine
 
 INSTANCES = {
     "vm-a": ["10.0.0.9", "192.168.0.1"],

@@ -7,7 +7,6 @@ from pathlib import Path
 import certifi
 import pytest
 
-from kubernetes_api import pod_server
 from mpistrat.cluster_resolver import (
     ClusterSpec,
     KubernetesClusterResolver,
@@ -15,6 +14,7 @@ from mpistrat.cluster_resolver import (
 )
 from mpistrat.errors import TopologyError, UnavailableError
 from mpistrat.topology import Topology
+from support.cloud.kubernetes_api import pod_server
 
 PODS = {
     "job-name=tensorflow": [

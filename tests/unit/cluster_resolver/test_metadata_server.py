@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from google_metadata import metadata_server
 from mpistrat.cluster_resolver.metadata_server import read_metadata
 from mpistrat.fault_tolerance.google_compute_engine import maintenance_is_near
+from support.cloud.google_metadata import metadata_server
 
 MODULE = "mpistrat.cluster_resolver.metadata_server"
 PREEMPTED, MAINTENANCE = "instance/preempted", "instance/maintenance-event"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from google_metadata import metadata_server
 from mpistrat.cluster_resolver import ClusterSpec, TPUClusterResolver
 from mpistrat.cluster_resolver.tpu_chips import local_cores
 from mpistrat.errors import NotFoundError
 from mpistrat.topology import Topology
+from support.cloud.google_metadata import metadata_server
 
 TPU_ENV = """ACCELERATOR_TYPE: 'v4-16'
 CONSUMER_PROJECT_ID: 'some-project'

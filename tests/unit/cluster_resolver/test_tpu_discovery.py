@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from google_metadata import metadata_server
 from mpistrat.cluster_resolver.tpu_discovery import discover_slice, parse_tpu_env
 from mpistrat.cluster_resolver.tpu_slice import TPUSlice
 from mpistrat.errors import NotFoundError
+from support.cloud.google_metadata import metadata_server
 
 VARIABLES = {
     "TPU_SKIP_MDS_QUERY": "true",

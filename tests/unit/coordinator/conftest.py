@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from coordinated_threads import Threads
+from support.parameter_servers.coordinated_threads import Threads
 
 
 @pytest.fixture

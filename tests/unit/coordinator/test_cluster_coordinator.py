@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mpistrat as ms
-from coordinated_threads import Threads, eventually
 from mpistrat.coordinator import (
     ClusterCoordinator,
     PerWorkerValues,
@@ -20,6 +19,7 @@ from mpistrat.coordinator import (
     experimental_get_current_worker_index,
 )
 from mpistrat.errors import CancelledError, UnavailableError
+from support.parameter_servers.coordinated_threads import Threads, eventually
 
 Start = Callable[..., Threads]
 

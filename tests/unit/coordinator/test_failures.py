@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinated_threads import Threads
 from mpistrat.coordinator import ClusterCoordinator
 from mpistrat.coordinator.failures import WorkerTraceback
+from support.parameter_servers.coordinated_threads import Threads
 
 Start = Callable[..., Threads]
 

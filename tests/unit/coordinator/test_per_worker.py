@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinated_threads import Threads, eventually
 from mpistrat.coordinator import PerWorkerValues, experimental_get_current_worker_index
 from mpistrat.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.errors import ClosureInputError, OutOfRangeError, UnavailableError
 from mpistrat.input import ArraySpec
+from support.parameter_servers.coordinated_threads import Threads, eventually
 
 Start = Callable[..., Threads]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.parameter_server.clocks import MAY_BEGIN, STEPS, Clock, WorkerClock
-from noted_post import NotedPost
+from support.parameter_servers.noted_post import NotedPost
 
 
 def clock_of(workers):

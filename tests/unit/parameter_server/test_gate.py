@@ -13,7 +13,7 @@ from mpistrat.parameter_server.gate import (
     Push,
     not_yet_everywhere,
 )
-from noted_post import NotedPost
+from support.parameter_servers.noted_post import NotedPost
 
 HOLDER, OTHER, DEAD = 1, 2, 3
 SERVERS = (0, 9)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from mpistrat.parameter_server.pipes import PipeAddress, PipeInbox, PipeOutbox
-from open_files import descriptors
+from support.open_files import descriptors
 
 PIECE = select.PIPE_BUF - 8
 

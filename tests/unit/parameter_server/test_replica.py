@@ -19,7 +19,7 @@ from mpistrat.parameter_server.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.update_numbers import session_of
-from noted_post import NotedPost
+from support.parameter_servers.noted_post import NotedPost
 
 KEY, PRIMARY, KEEPER, CLIENT, OTHER = 3, 8, 9, 1, 2
 OPTIMIZER = 5

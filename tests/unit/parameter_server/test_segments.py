@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpistrat.parameter_server.segments import Buffers, Mappings, Place, Region, Segments
-from open_files import descriptors, mapped_bytes
+from support.open_files import descriptors, mapped_bytes
 
 LARGE = 5 << 20
 MEMORY = "memfd:mpistrat"

@@ -16,7 +16,7 @@ from mpistrat.parameter_server.segments import Mappings, Place
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.told_errors import as_refusal
-from noted_post import NotedPost
+from support.parameter_servers.noted_post import NotedPost
 
 KEY = 3
 

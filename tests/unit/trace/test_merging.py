@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.trace.merging import merge, remove_older
 from mpistrat.trace.timeline import Timeline, part_of
-from trace_rules import slices_of, valid_trace
+from support.trace_rules import slices_of, valid_trace
 
 SECOND = 1_000_000_000
 

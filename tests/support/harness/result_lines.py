@@ -1,6 +1,8 @@
 """Records each test as it starts and ends: scripts/test counts even when a job dies, and goes on after it."""
 
 import json
+import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +11,15 @@ import pytest
 
 
 class ResultLines:
-    """A pytest plugin that writes lines `{"test": …, "outcome": "started|passed|failed|skipped", "text": …}`."""
+    """A pytest plugin that writes lines `{"test": …, "outcome": "started|passed|failed|skipped", "text": …, …}`.
+
+    `seconds` are of the wall clock; `cpu` are the seconds that this process and the children it waited for computed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
         self._outcome, self._text = "passed", ""
+        self._began = self._began_cpu = 0.0
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -21,6 +27,7 @@ class ResultLines:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._outcome, self._text = "passed", ""
+        self._began, self._began_cpu = time.monotonic(), _cpu_seconds()
         self._write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -31,11 +38,25 @@ class ResultLines:
             self._text = "\n".join([report.longreprtext, *sections])
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._write(nodeid, self._outcome, self._text)
+        seconds, cpu = time.monotonic() - self._began, _cpu_seconds() - self._began_cpu
+        self._write(nodeid, self._outcome, self._text, seconds, cpu)
 
-    def _write(self, nodeid: str, outcome: str, text: str = "") -> None:
-        record = {"test": nodeid, "outcome": outcome, "text": text}
+    def _write(
+        self, nodeid: str, outcome: str, text: str = "", seconds: float = 0.0, cpu: float = 0.0
+    ) -> None:
+        record = {
+            "test": nodeid,
+            "outcome": outcome,
+            "text": text,
+            "seconds": round(seconds, 3),
+            "cpu": round(cpu, 3),
+        }
         self._file.write(json.dumps(record) + "\n")
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from two_nodes import WIRE, Nodes, address, run, wait_until_up
+from support.clusters.two_nodes import WIRE, Nodes, address, run, wait_until_up
 
 CABLE = "cable"
 NUMBERS = (1, 2, 3)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
-MINI_SLURM = Path(__file__).parents[1] / "scripts" / "mini-slurm"
+MINI_SLURM = Path(__file__).parents[3] / "scripts" / "mini-slurm"
 PORTS = 8  # of one instance
 CANNOT = 77  # mini-slurm's exit code where there can be no Slurm
 SECONDS_TO_INSTALL = 600.0

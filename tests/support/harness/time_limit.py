@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from hang_watch import HangWatch
+from support.harness.hang_watch import HangWatch
 
 SECONDS_PER_TEST = 60.0
 SECONDS_TO_COLLECT = 180.0  # importing torch on every rank of a slow, shared machine

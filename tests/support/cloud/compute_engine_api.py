@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from local_http import Answer, Request, local_http
+from support.cloud.local_http import Answer, Request, local_http
 
 ZONE = "/compute/v1/projects/some-project/zones/us-west1-a/"
 GROUP = f"{ZONE}instanceGroups/some-group/listInstances"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from local_http import Answer, Request, local_http
+from support.cloud.local_http import Answer, Request, local_http
 
 # name, IP address of its node, phase
 Pod = tuple[str, str, str]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpi_launcher import Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 WIRE = "wire"  # the interface on each node
 SECONDS_TO_COME_UP = 5.0

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpi_launcher import Launcher, run_job
-from run_stages import TOP, Stage, report
+from support.harness.mpi_launcher import Launcher, run_job
+from support.harness.run_stages import TOP, Stage, report
 
 RANKS = (1, 2)  # alone, and two that share the GPU
 SECONDS_PER_BENCHMARK = 240.0

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hang_watch import HangWatch
+from support.harness.hang_watch import HangWatch
 
 LARGEST_SIZE_FOR_ALL_TESTS = 4  # with more ranks only the tests that ask for more run
 _PASSED, _SKIPPED, _FAILED = range(3)

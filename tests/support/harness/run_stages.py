@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hang_watch import stacks_text
-from mpi_launcher import MPI_NAMES, Launcher, run_job
-from result_lines import Results
+from support.harness.hang_watch import stacks_text
+from support.harness.mpi_launcher import MPI_NAMES, Launcher, run_job
+from support.harness.result_lines import Results
 
-TOP = Path(__file__).parents[1]
+TOP = Path(__file__).parents[3]
 SECONDS_PER_LAUNCH = 3600.0  # a last resort: tests have limits of their own
 NEW_LAUNCHES = 3  # after a test that ended its job, the tests after it run in a new one
 RUN_AGAIN = 3  # so many failed tests of a stage at most: more have a cause in common

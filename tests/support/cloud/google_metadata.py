@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from local_http import Answer, Request, local_http
+from support.cloud.local_http import Answer, Request, local_http
 
 ROOT = "/computeMetadata/v1/"
 

@@ -1,0 +1,1 @@
+"""Services of Google's cloud and of Kubernetes, as servers on this machine."""

@@ -1,0 +1,1 @@
+"""How tests are run: stages, launchers, time limits, and one outcome for all ranks."""

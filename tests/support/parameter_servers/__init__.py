@@ -1,0 +1,1 @@
+"""Parameter servers inside a test."""

@@ -1,0 +1,1 @@
+"""What tests train, and in which ways."""
