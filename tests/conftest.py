@@ -11,18 +11,21 @@ from support.harness.hang_watch import HangWatch
 from support.harness.rank_outcomes import Agreement, MPIOutcomes
 from support.harness.result_lines import ResultLines, Results, leave_out
 from support.harness.time_limit import TimeLimit
+from support.harness.turns import REASONS, leave_to_the_other_mpi
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="write a JSON line per started and ended test")
     parser.addoption("--leave-out", type=Path, help="run no test that this --results file names")
     parser.addoption("--run-again", type=Path, help="run those that failed in this --results file")
+    parser.addoption("--in-turns", action="store_true", help="launch tests: each under one MPI")
 
 
 @pytest.hookimpl(trylast=True)  # once pytest's own terminal reporter is there
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MPISTRAT_CACHE", "off")  # a test must not find what another has measured
     config.addinivalue_line("markers", "time_limit(seconds): a test may take longer than usual")
+    config.addinivalue_line("markers", f"both_mpis(why): under both MPIs always; {REASONS}")
     config.addinivalue_line("markers", "quick: a test under tests/launch for `scripts/test quick`")
     config.addinivalue_line(
         "markers", "gpu: a test that needs an NVIDIA GPU, for `scripts/test-gpu`"
@@ -51,9 +54,12 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="ranks-", dir=parent))
 
 
+@pytest.hookimpl(trylast=True)  # what `-m` leaves out has no turn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.in_turns:
+        leave_to_the_other_mpi(config, items)
     if config.option.leave_out:
-        leave_out(config, items, Results.read(config.option.leave_out).outcomes)
+        leave_out(config, items, Results.read(config.option.leave_out).of)
     if config.option.run_again:
         failed = Results.read(config.option.run_again).tests("failed", "started")
         leave_out(config, items, {item.nodeid for item in items}.difference(failed))

@@ -9,6 +9,8 @@ from mpistrat.checkpoint.directory import Directory
 from mpistrat.checkpoint.stored_checkpoint import StoredCheckpoint
 from support.harness.mpi_launcher import Launcher
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 PROGRAM = Path(__file__).parent / "programs" / "checkpointing.py"
 RANKS = 2
 SECONDS = 60.0  # for a job, on a busy machine

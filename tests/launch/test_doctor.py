@@ -12,6 +12,8 @@ import pytest
 from support.clusters import three_nodes, two_nodes
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
+pytestmark = pytest.mark.both_mpis("launching")
+
 DOCTOR = ("-m", "mpistrat", "doctor")
 OTHER = {"MPICH": "Open MPI", "Open MPI": "MPICH"}
 

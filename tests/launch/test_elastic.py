@@ -17,6 +17,8 @@ from support.clusters import two_nodes
 from support.harness.mpi_launcher import Job, Launcher
 from support.trace_rules import valid_trace
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 ENDINGS = PROGRAM.with_name("elastic_endings.py")
 SAVING = PROGRAM.with_name("elastic_saving.py")

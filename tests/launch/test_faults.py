@@ -12,6 +12,8 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")
 LIMIT = 3.0

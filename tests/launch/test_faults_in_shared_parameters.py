@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import mpistrat as ms
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 fault, seconds = getattr(signal, sys.argv[1]), float(sys.argv[2])
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", shared_parameters=True)
 with strategy.scope():

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import mpistrat as ms
 
+pytestmark = pytest.mark.both_mpis("windows")
+
 fault, victim, seconds = getattr(signal, sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 strategy = ms.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator

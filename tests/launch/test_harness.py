@@ -140,6 +140,8 @@ def test_hang_that_holds_the_gil_everywhere(launcher: Launcher, tmp_path: Path) 
     """No Python thread runs any more: the stacks stand in files, and SIGALRM ends the ranks."""
     body = """
 import ctypes
+
+pytestmark = pytest.mark.both_mpis("faults")
 @pytest.mark.time_limit(2)
 def test_one(): ctypes.PyDLL(None).sleep(1000)
 """

@@ -10,6 +10,8 @@ import pytest
 from launch.signalled_jobs import signalled
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 PROGRAM = Path(__file__).parent / "programs" / "endings.py"
 SECONDS = 5.0
 HOST_AND_PID = r" \(\S+, pid \d+\)"

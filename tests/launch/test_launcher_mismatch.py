@@ -7,7 +7,7 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.both_mpis("launching")]
 
 PRINT_TOPOLOGY = """
 from mpistrat.cluster_resolver import MPIClusterResolver

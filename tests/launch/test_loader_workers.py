@@ -6,6 +6,8 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = pytest.mark.both_mpis("launching")
+
 PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 
 

@@ -16,6 +16,8 @@ from mpistrat.communicators.construction import communicator_for
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats
 
+pytestmark = pytest.mark.both_mpis("progress")
+
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)
 node = world.Split_type(MPI.COMM_TYPE_SHARED)

@@ -8,6 +8,8 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 PROGRAM = Path(__file__).parent / "programs" / "observed.py"
 LIMIT = 2.0
 

@@ -14,6 +14,8 @@ mpi4py.rc.thread_level = sys.argv[1]
 import torch
 import mpistrat as ms
 
+pytestmark = pytest.mark.both_mpis("progress")
+
 overlap = {"asked": True, "measured": None}[sys.argv[2]]
 what = sys.argv[3]
 torch.set_num_threads(1)

@@ -12,6 +12,8 @@ import pytest
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
 RESTART = PROGRAM.with_name("parameter_server_restart.py")
 SAVING = PROGRAM.with_name("parameter_server_saving.py")

@@ -11,6 +11,8 @@ import sys, time
 import numpy as np
 from mpi4py import MPI
 import mpistrat as ms
+
+pytestmark = pytest.mark.both_mpis("faults")
 rank = MPI.COMM_WORLD.rank
 """
 

@@ -37,6 +37,8 @@ from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
+pytestmark = pytest.mark.both_mpis("progress")
+
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
 inner, rank, size = communicator.inner, communicator.rank, communicator.size

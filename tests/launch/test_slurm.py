@@ -11,6 +11,8 @@ import pytest
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
+pytestmark = pytest.mark.both_mpis("launching")
+
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"
 PMI2 = "--mpi=pmi2"
 # A rank that fails in MPI_Init must not keep the others for minutes.

@@ -13,6 +13,8 @@ import pytest
 from support.clusters.slurm_cluster import BatchJob, SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
+pytestmark = pytest.mark.both_mpis("launching")
+
 TOP = Path(__file__).parents[2]
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"
 REQUEUED = Path(__file__).parent / "programs" / "requeued.py"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from support.harness import run_stages
-from support.harness.run_stages import Stage
+from support.harness import matrix
+from support.harness import stage as stage_module
+from support.harness.stage import Stage
 
 TESTS = Path(__file__).parents[1]
 
@@ -17,7 +18,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with our conftest and one file of tests, in the place of the project."""
     shutil.copy(TESTS / "conftest.py", tmp_path)
     shutil.copy(TESTS.parent / "setup.cfg", tmp_path)
-    monkeypatch.setattr(run_stages, "TOP", tmp_path)
+    monkeypatch.setattr(stage_module, "TOP", tmp_path)
     return tmp_path
 
 
@@ -139,12 +140,12 @@ def test_a(): assert os.environ["OTHER"] == "yes"
 
 
 def test_xla_stages_are_there_where_torch_xla_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(run_stages.XLA_PREFIX, raising=False)
-    assert list(run_stages.xla_stages("not slow")) == []
-    monkeypatch.setenv(run_stages.XLA_PREFIX, "/of/xla")
-    some = list(run_stages.xla_stages("not slow"))
+    monkeypatch.delenv(matrix.XLA_PREFIX, raising=False)
+    assert list(matrix.stages("xla")) == []
+    monkeypatch.setenv(matrix.XLA_PREFIX, "/of/xla")
+    some = list(matrix.stages("xla"))
     assert {one.python for one in some} == {"/of/xla/bin/python"}
     assert [(one.mpi, one.ranks, one.pytest[-1]) for one in some] == [
         ("", 0, "not slow and not mpi"),
-        *((mpi, n, "not slow and mpi") for mpi in ("MPICH", "Open MPI") for n in (1, 2)),
+        *((mpi, n, "not slow and mpi") for n in (1, 2) for mpi in ("MPICH", "Open MPI")),
     ]

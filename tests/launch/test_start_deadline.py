@@ -6,6 +6,8 @@ import pytest
 
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
+pytestmark = pytest.mark.both_mpis("launching")
+
 RANK = "import os, sys, time\nrank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
 RESOLVE = (
     "from mpistrat.cluster_resolver import MPIClusterResolver\nMPIClusterResolver().topology()\n"

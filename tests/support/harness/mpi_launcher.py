@@ -23,6 +23,8 @@ _SETTINGS = {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         # The wheel has no UCX device to find and says so at every window.
         "OMPI_MCA_osc": "^ucx",
+        # It has no libfabric device either, and takes a second of every start to find that out.
+        "OMPI_MCA_btl": "^ofi",
     },
 }
 

@@ -4,15 +4,17 @@ import json
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
 
 
 class ResultLines:
-    """A pytest plugin that writes lines `{"test": …, "outcome": "started|passed|failed|skipped", "text": …, …}`.
+    """A pytest plugin that writes lines `{"test": …, "outcome": …, "text": …, …}`.
 
+    An outcome is started, passed, failed or skipped. With --collect-only it is collected, and "slow" is the text of the
+    tests that are.
     `seconds` are of the wall clock; `cpu` are the seconds that this process and the children it waited for computed.
     """
 
@@ -24,6 +26,12 @@ class ResultLines:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._write(report.nodeid, "failed")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            for item in session.items:
+                slow = item.get_closest_marker("slow") is not None
+                self._write(item.nodeid, "collected", "slow" if slow else "")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._outcome, self._text = "passed", ""
@@ -44,13 +52,7 @@ class ResultLines:
     def _write(
         self, nodeid: str, outcome: str, text: str = "", seconds: float = 0.0, cpu: float = 0.0
     ) -> None:
-        record = {
-            "test": nodeid,
-            "outcome": outcome,
-            "text": text,
-            "seconds": round(seconds, 3),
-            "cpu": round(cpu, 3),
-        }
+        record = asdict(Result(nodeid, outcome, text, round(seconds, 3), round(cpu, 3)))
         self._file.write(json.dumps(record) + "\n")
 
 
@@ -59,25 +61,39 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
+@dataclass(frozen=True)
+class Result:
+    """How one test went; `cpu` is in seconds, too, and of rank 0 alone where a job of several ranks runs the test."""
+
+    test: str
+    outcome: str
+    text: str = ""
+    seconds: float = 0.0
+    cpu: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which nothing was computed, or more: two processes may have computed at a time."""
+        return max(self.seconds - self.cpu, 0.0)
+
+
 @dataclass
 class Results:
     """What a file of result lines says so far; a test that started and never ended has failed."""
 
-    outcomes: dict[str, str] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    of: dict[str, Result] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> "Results":
         results = cls()
         if path.exists():
             for line in path.read_text().splitlines():
-                record = json.loads(line)
-                results.outcomes[record["test"]] = record["outcome"]
-                results.texts[record["test"]] = record["text"]
+                result = Result(**json.loads(line))
+                results.of[result.test] = result
         return results
 
     def tests(self, *outcomes: str) -> list[str]:
-        return [test for test, outcome in self.outcomes.items() if outcome in outcomes]
+        return [result.test for result in self.of.values() if result.outcome in outcomes]
 
     def count(self, *outcomes: str) -> int:
         return len(self.tests(*outcomes))

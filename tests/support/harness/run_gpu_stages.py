@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from support.harness.mpi_launcher import Launcher, run_job
-from support.harness.run_stages import TOP, Stage, report
+from support.harness.report import show
+from support.harness.stage import TOP, Stage
 
 RANKS = (1, 2)  # alone, and two that share the GPU
 SECONDS_PER_BENCHMARK = 240.0
@@ -130,7 +131,7 @@ def main() -> int:
     done = stages(mpi)
     for stage in done:
         stage.run()
-        report(stage)
+        show(stage)
         print("\n".join(skips(stage)))
     benchmarks = []
     if gpus():

@@ -1,0 +1,77 @@
+"""Which stages a run of scripts/test has: what is tested under which MPI, at how many ranks."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.harness.mpi_launcher import MPI_NAMES
+from support.harness.stage import TOP, Stage
+from support.harness.turns import mpi_in_turn, under_both
+
+MODES = ("quick", "usual", "full", "xla")
+XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
+
+_CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
+_SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
+
+
+def stages(mode: str) -> Iterator[Stage]:
+    choice = _CHOICES[mode]
+    if mode == "xla":
+        yield from _xla(choice, full=True)
+        return
+    # The longest of one core first: others fill the second one meanwhile.
+    yield Stage("unit", pytest=["tests/unit", "-m", choice], one_core=True)
+    yield from _static()
+    yield Stage("conformance", pytest=["tests/conformance", "-m", choice], one_core=True)
+    if mode == "quick":
+        yield Stage("mpi", pytest=["tests/mpi", "-m", choice], mpi="MPICH", ranks=2)
+        yield Stage("launch", pytest=["tests/launch", "-m", "quick and not slow"])
+        return
+    for ranks in (1, 2, 3, 4, 8):
+        yield from _mpi(ranks, choice, full=mode == "full")
+    turn = [] if mode == "full" else ["--in-turns"]
+    yield Stage("launch", pytest=["tests/launch", "-m", choice, *turn])
+    for ranks in (2, 3, 4):
+        mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
+        for mpi in mpis:
+            arguments = ["tests/conformance", "-m", choice]
+            yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks)
+    yield from _xla(choice, full=mode == "full")
+
+
+def _static() -> Iterator[Stage]:
+    scripts = [*(f"scripts/{name}" for name in _SCRIPTS), "scripts/environment.sh", ".ci/run"]
+    scripts += sorted(str(path.relative_to(TOP)) for path in (TOP / "slurm").glob("*.sbatch"))
+    yield Stage("types", ["mypy"], one_core=True)
+    yield Stage("format", ["ruff", "format", "--check", "."], one_core=True)
+    yield Stage("lint", ["ruff", "check", "."], one_core=True)
+    yield Stage("shell", ["shellcheck", "--external-sources", *scripts], one_core=True)
+
+
+def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
+    """tests/mpi with so many ranks; where the MPIs take turns, each has its files."""
+    tests = [["tests/mpi"], ["tests/mpi"]]
+    if not full and not under_both("tests/mpi/", ranks):
+        files = [str(file.relative_to(TOP)) for file in (TOP / "tests/mpi").rglob("test_*.py")]
+        tests = [sorted(file for file in files if mpi_in_turn(file) == mpi) for mpi in MPI_NAMES]
+    for mpi, chosen in zip(MPI_NAMES, tests, strict=True):
+        arguments = [*chosen, "-m", choice]
+        yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, one_core=ranks == 1)
+
+
+def _xla(choice: str, *, full: bool) -> Iterator[Stage]:
+    """The tests that are marked mpi under MPI, the others without; none where there is no torch_xla."""
+    if XLA_PREFIX not in os.environ:
+        return
+    python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
+    yield Stage("xla", pytest=["tests/tpu", "-m", _both(choice, "not mpi")], python=python)
+    for ranks in (1, 2):
+        mpis = MPI_NAMES if full else (MPI_NAMES[ranks % len(MPI_NAMES)],)
+        for mpi in mpis:
+            arguments = ["tests/tpu", "-m", _both(choice, "mpi")]
+            yield Stage("xla", pytest=arguments, mpi=mpi, ranks=ranks, python=python)
+
+
+def _both(choice: str, other: str) -> str:
+    return f"{choice} and {other}" if choice else other

@@ -1,0 +1,73 @@
+"""What a run of scripts/test shows of its stages, and keeps of them."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from support.harness.result_lines import Result
+from support.harness.stage import Stage
+
+SLOWEST = 30
+
+
+def show(stage: Stage) -> None:
+    """A failed stage in full; of the others their last line."""
+    mark = "FAILED" if stage.failed else "ok"
+    lines = stage.output.strip().splitlines()
+    if stage.pytest:  # below pytest's last line a launcher may have the last word
+        lines = [line for line in lines if re.search(r" in [0-9.]+s\b", line)]
+    if stage.failed or stage.unsteady:
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(f" {stage.title} ".center(width, "="), stage.output.strip(), sep="\n")
+    seconds = f"{stage.seconds:6.1f} s"
+    print(f"{mark:6}  {stage.title:24}  {seconds}  {lines[-1] if lines else ''}", flush=True)
+
+
+def show_stages(stages: Sequence[Stage], seconds: float) -> None:
+    """A row for each stage; `seconds` is what all took, of which some stood side by side."""
+    print(f"\n{'stage':<13}{'MPI':<10}{'ranks':>5}{'passed':>8}{'failed':>8}{'seconds':>9}")
+    for stage in stages:
+        counts = f"{stage.passed if stage.pytest else '':>8}{stage.failed:>8}{stage.seconds:>9.1f}"
+        print(f"{stage.name:<13}{stage.mpi or '-':<10}{stage.ranks or '-':>5}{counts}")
+    print(f"{'all':<28}{'':>16}{seconds:>9.1f}")
+
+
+def show_slowest(stages: Sequence[Stage]) -> None:
+    """The slowest tests; idle are the seconds in which their processes computed nothing."""
+    ran = [(result, stage) for stage in stages for result in stage.results.values()]
+    ran.sort(key=lambda pair: -pair[0].seconds)
+    print(f"\n{'seconds':>8}{'idle':>8}  the {SLOWEST} slowest tests")
+    for result, stage in ran[:SLOWEST]:
+        where = f"  ({stage.mpi} {stage.ranks})" if stage.ranks else ""
+        print(f"{result.seconds:>8.1f}{result.idle:>8.1f}  {result.test}{where}")
+    print()
+
+
+def save(file: Path, mode: str, stages: Sequence[Stage], seconds: float) -> None:
+    """Everything, as JSON: the stages, and of each its tests with outcome, seconds, CPU seconds and idle seconds."""
+
+    def of_test(result: Result) -> dict[str, object]:
+        kept = asdict(result)
+        if result.outcome == "passed":
+            del kept["text"]
+        return {**kept, "idle": round(result.idle, 3)}
+
+    rows = [
+        {
+            "stage": stage.name,
+            "mpi": stage.mpi,
+            "ranks": stage.ranks,
+            "seconds": round(stage.seconds, 3),
+            "passed": stage.passed,
+            "failed": stage.failed,
+            "skipped": stage.skipped,
+            "unsteady": stage.unsteady,
+            "tests": [of_test(result) for result in stage.results.values()],
+        }
+        for stage in stages
+    ]
+    kept = {"mode": mode, "seconds": round(seconds, 3), "stages": rows}
+    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

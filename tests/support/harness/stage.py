@@ -1,0 +1,111 @@
+"""One stage of scripts/test: a command, or a launch of pytest that goes on after a test that ended its job."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.harness.hang_watch import stacks_text
+from support.harness.mpi_launcher import Launcher, run_job
+from support.harness.result_lines import Result, Results
+
+TOP = Path(__file__).parents[3]
+SECONDS_PER_LAUNCH = 3600.0  # a last resort: tests have limits of their own
+NEW_LAUNCHES = 3  # after a test that ended its job, the tests after it run in a new one
+RUN_AGAIN = 3  # so many failed tests of a stage at most: more have a cause in common
+NO_TESTS_COLLECTED = 5
+
+
+@dataclass
+class Stage:
+    """One command, or one launch of pytest, and what came of it."""
+
+    name: str
+    command: Sequence[str] = ()  # a command without tests
+    pytest: Sequence[str] = ()  # or the arguments of pytest
+    mpi: str = ""
+    ranks: int = 0  # 0: without mpiexec
+    python: str = sys.executable
+    one_core: bool = False  # leaves the other core to a second such stage
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    unsteady: tuple[str, ...] = ()  # tests that failed, and passed when they were run again
+    seconds: float = 0.0
+    results: dict[str, Result] = field(default_factory=dict, repr=False)  # of each test
+    output: str = field(default="", repr=False)
+
+    @property
+    def title(self) -> str:
+        return " ".join(str(part) for part in (self.name, self.mpi, self.ranks) if part)
+
+    def run(self) -> None:
+        started = time.monotonic()
+        if self.command:
+            self._run_command()
+        else:
+            with tempfile.TemporaryDirectory(prefix="mpistrat-") as folder:
+                self._run_pytest(Path(folder))
+        self.seconds = time.monotonic() - started
+
+    def _run_command(self) -> None:
+        code, self.output = _launch(self.command, dict(os.environ))
+        self.failed = int(code != 0)
+
+    def _run_pytest(self, folder: Path) -> None:
+        lines = folder / "results"
+        command = [self.python, "-m", "pytest", "--quiet", "--color=no", *self.pytest]
+        command.append(f"--results={lines}")
+        env = dict(os.environ)
+        if self.ranks:
+            launcher = Launcher.named(self.mpi)
+            command = launcher.command(self.ranks, [*command, "--with-mpi"])
+            env = launcher.environment()
+        for _ in range(1 + NEW_LAUNCHES):
+            known = Results.read(lines).of
+            output = Path(tempfile.mkdtemp(dir=folder))
+            rest = [f"--leave-out={lines}"] if known else []
+            code, text = _launch([*command, *rest], {**env, "MPISTRAT_TEST_OUTPUT": str(output)})
+            self.output += text + _stacks_not_printed(output)
+            results = Results.read(lines)
+            new = [test for test in results.of if test not in known]
+            if not new and code not in (0, NO_TESTS_COLLECTED):
+                continue  # the launcher itself failed, or the job before its first test
+            if not any(results.of[test].outcome == "started" for test in new):
+                break  # it got to its end, and pytest has shown what failed
+            for test in new:
+                if results.of[test].outcome == "failed":
+                    self.output += f"\n{f' {test} ':_^100}\n{results.of[test].text}\n"
+        if 0 < len(failed := results.tests("failed", "started")) <= RUN_AGAIN:
+            output = Path(tempfile.mkdtemp(dir=folder))
+            env["MPISTRAT_TEST_OUTPUT"] = str(output)
+            code, text = _launch([*command, f"--run-again={lines}"], env)
+            self.output += text + _stacks_not_printed(output)
+            results = Results.read(lines)
+            self.unsteady = tuple(test for test in failed if results.of[test].outcome == "passed")
+        self.results = results.of
+        self.passed, self.skipped = results.count("passed"), results.count("skipped")
+        self.failed = results.count("failed", "started")
+        if code not in (0, NO_TESTS_COLLECTED) and not self.failed:
+            self.failed = 1  # it died between tests
+
+
+def _launch(command: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
+    try:
+        job = run_job(command, env, SECONDS_PER_LAUNCH, TOP)
+    except subprocess.TimeoutExpired as late:
+        texts = [text or "" for text in (late.stdout, late.stderr)]
+        return 1, "".join(map(str, texts)) + f"\nkilled after {SECONDS_PER_LAUNCH:g} s\n"
+    left = [f"left running: {process}\n" for process in job.left_behind]
+    # Open MPI's version string, which pytest-mpi prints, ends with a NUL.
+    return job.returncode or int(bool(left)), job.output.replace("\0", "") + "".join(left)
+
+
+def _stacks_not_printed(output: Path) -> str:
+    """The stacks of a job whose ranks could not print them."""
+    folders = [f for f in output.glob("ranks-*") if not (f / "stacks-printed").exists()]
+    return "".join(stacks_text(folder) for folder in folders)
