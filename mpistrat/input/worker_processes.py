@@ -30,11 +30,11 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
-    """The user's choice, else a forkserver that has imported torch once for all workers."""
+    """The user's choice, else a forkserver that has imported torch and mpistrat once for all workers."""
     if not loader.num_workers or loader.multiprocessing_context is not None:
         return loader.multiprocessing_context
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.utils.data"])
+    context.set_forkserver_preload(["torch.utils.data", __name__])
     return context
 
 
