@@ -53,7 +53,10 @@ def complaints(mode: str, stages: Sequence[Stage]) -> Iterator[str]:
     if len(missing) > SHOWN:
         yield f"and {len(missing) - SHOWN} more of tests/manifest"
     if new := manifest.unlisted(entries, runs):
-        yield f"not in tests/manifest: {new[0]} and {len(new) - 1} more; scripts/test manifest"
+        yield (
+            f"{len(new)} tests are not in tests/manifest, such as {new[0]}; "
+            "scripts/test manifest adds them"
+        )
 
 
 def update_manifest() -> int:
