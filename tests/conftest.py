@@ -9,7 +9,7 @@ import pytest
 
 from support.harness.hang_watch import HangWatch
 from support.harness.rank_outcomes import Agreement, MPIOutcomes
-from support.harness.result_lines import ResultLines, Results, leave_out
+from support.harness.result_lines import ResultLines, Results, Stopwatch, leave_out
 from support.harness.time_limit import TimeLimit
 from support.harness.turns import REASONS, leave_to_the_other_mpi
 
@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: a test that needs an NVIDIA GPU, for `scripts/test-gpu`"
     )
+    config.addinivalue_line("markers", "waits: a launch test that may stand beside others like it")
     config.addinivalue_line("markers", "slow: a test for `scripts/test full` only")
     if config.option.with_mpi:
         from mpi4py import MPI
@@ -43,9 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
         rank, watch = 0, HangWatch(_new_folder(), rank=0)
     config.pluginmanager.register(TimeLimit(watch))
     config.add_cleanup(watch.close)
+    config.pluginmanager.register(Stopwatch())
     if rank == 0:
         config.add_cleanup(lambda: shutil.rmtree(watch.folder, ignore_errors=True))
-        if config.option.results:
+        if config.option.results and not hasattr(config, "workerinput"):
             config.pluginmanager.register(ResultLines(config.option.results))
 
 

@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 
 from support.clusters import two_nodes
-from support.harness.mpi_launcher import Job, Launcher
+from support.harness.mpi_launcher import LET_OTHERS_RUN, Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "deterministic.py"
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
-LET_OTHERS_RUN = {  # there are fewer cores than ranks
-    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
 
 Trained = tuple[int, str, str]  # ranks, the way, and hashes of two models and their losses
 

@@ -13,6 +13,8 @@ XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
+# Tests that wait more than they compute, by pytest-xdist; those of a group in one process.
+_SIDE_BY_SIDE = ("-n", "4", "--dist", "loadgroup")
 
 
 def stages(mode: str) -> Iterator[Stage]:
@@ -30,8 +32,9 @@ def stages(mode: str) -> Iterator[Stage]:
         return
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
-    turn = [] if mode == "full" else ["--in-turns"]
-    yield Stage("launch", pytest=["tests/launch", "-m", choice, *turn])
+    launch = ["tests/launch"] if mode == "full" else ["tests/launch", "--in-turns"]
+    yield Stage("launch", pytest=[*launch, "-m", _both(choice, "not waits")])
+    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_SIDE_BY_SIDE])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:

@@ -27,6 +27,8 @@ _SETTINGS = {
         "OMPI_MCA_btl": "^ofi",
     },
 }
+# For more ranks than there are cores: one that waits leaves its core to those that work.
+LET_OTHERS_RUN = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 @dataclass(frozen=True)

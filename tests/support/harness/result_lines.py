@@ -2,61 +2,88 @@
 
 import json
 import os
+import re
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Generator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
+class Stopwatch:
+    """A pytest plugin that says in the last report of each test how long it took; in each process that runs tests."""
+
+    def __init__(self) -> None:
+        self._began = self._began_cpu = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self._began, self._began_cpu = time.monotonic(), _cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "teardown":
+            seconds, cpu = time.monotonic() - self._began, _cpu_seconds() - self._began_cpu
+            report.user_properties += [("seconds", round(seconds, 3)), ("cpu", round(cpu, 3))]
+        return report
+
+
 class ResultLines:
-    """A pytest plugin that writes lines `{"test": …, "outcome": …, "text": …, …}`.
+    """A pytest plugin that writes lines of JSON, each a `Result`; in the process that pytest reports to.
 
     An outcome is started, passed, failed or skipped. With --collect-only it is collected, and "slow" is the text of the
     tests that are.
-    `seconds` are of the wall clock; `cpu` are the seconds that this process and the children it waited for computed.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
-        self._outcome, self._text = "passed", ""
-        self._began = self._began_cpu = 0.0
+        self._running: dict[str, Result] = {}  # several, where several processes run tests
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._write(report.nodeid, "failed")
+            self._write(Result(report.nodeid, "failed"))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.config.option.collectonly:
             for item in session.items:
                 slow = item.get_closest_marker("slow") is not None
-                self._write(item.nodeid, "collected", "slow" if slow else "")
+                self._write(Result(item.nodeid, "collected", "slow" if slow else ""))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._outcome, self._text = "passed", ""
-        self._began, self._began_cpu = time.monotonic(), _cpu_seconds()
-        self._write(nodeid, "started")
+        self._running[nodeid] = Result(_without_group(nodeid), "passed")
+        self._write(Result(_without_group(nodeid), "started"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed or (report.skipped and self._outcome == "passed"):
-            self._outcome = report.outcome
+        result = self._running[report.nodeid]
+        if report.failed or (report.skipped and result.outcome == "passed"):
+            result = replace(result, outcome=report.outcome)
         if report.failed:
             sections = [f"{f' {title} ':-^80}\n{text}" for title, text in report.sections]
-            self._text = "\n".join([report.longreprtext, *sections])
+            result = replace(result, text="\n".join([report.longreprtext, *sections]))
+        if report.when == "teardown":
+            took: dict[str, Any] = dict(report.user_properties)
+            result = replace(result, seconds=took["seconds"], cpu=took["cpu"])
+        self._running[report.nodeid] = result
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        seconds, cpu = time.monotonic() - self._began, _cpu_seconds() - self._began_cpu
-        self._write(nodeid, self._outcome, self._text, seconds, cpu)
+        self._write(self._running.pop(nodeid))
 
-    def _write(
-        self, nodeid: str, outcome: str, text: str = "", seconds: float = 0.0, cpu: float = 0.0
-    ) -> None:
-        record = asdict(Result(nodeid, outcome, text, round(seconds, 3), round(cpu, 3)))
-        self._file.write(json.dumps(record) + "\n")
+    def _write(self, result: "Result") -> None:
+        self._file.write(json.dumps(asdict(result)) + "\n")
+
+
+def _without_group(nodeid: str) -> str:
+    """pytest-xdist writes the group of a test behind its name."""
+    return re.sub(r"@[a-z]+$", "", nodeid)
 
 
 def _cpu_seconds() -> float:
+    """Of this process, and of the children that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
