@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.clusters import two_nodes
-from support.harness.mpi_launcher import LET_OTHERS_RUN, Job, Launcher
+from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "deterministic.py"
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
@@ -26,9 +26,7 @@ def trained(job: Job, replicas: int) -> set[Trained]:
 
 def train(launcher: Launcher, replicas: int, *ranks: int, **env: str) -> set[Trained]:
     arguments = map(str, (replicas, *ranks))
-    job = launcher.run_python(
-        ranks[0], PROGRAM, *arguments, seconds=300, env={**LET_OTHERS_RUN, **env}
-    )
+    job = launcher.run_python(ranks[0], PROGRAM, *arguments, seconds=300, env=env)
     return trained(job, replicas)
 
 
@@ -84,6 +82,5 @@ def test_ranks_of_two_nodes_of_open_mpi_train_as_one_does(
             ranks // 2,
             *(PROGRAM, "8", str(ranks)),
             seconds=150,
-            env=LET_OTHERS_RUN,
         )
     assert trained(job, 8) == {(ranks, way, one_rank[8]) for way in ("by-node", "flat")}

@@ -12,7 +12,7 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
-pytestmark = pytest.mark.both_mpis("faults")
+pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")

@@ -8,13 +8,13 @@ import pytest
 
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
+pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
+
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import mpistrat as ms
-
-pytestmark = pytest.mark.both_mpis("faults")
 
 fault, seconds = getattr(signal, sys.argv[1]), float(sys.argv[2])
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", shared_parameters=True)

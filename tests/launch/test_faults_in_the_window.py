@@ -8,13 +8,13 @@ import pytest
 
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
+pytestmark = [pytest.mark.both_mpis("windows"), pytest.mark.waits]
+
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 import mpistrat as ms
-
-pytestmark = pytest.mark.both_mpis("windows")
 
 fault, victim, seconds = getattr(signal, sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 strategy = ms.MultiWorkerMirroredStrategy()

@@ -10,6 +10,8 @@ import pytest
 
 from support.harness.mpi_launcher import Launcher, run_job
 
+pytestmark = pytest.mark.waits
+
 TOP = Path(__file__).parents[2]
 PROGRAM = """
 import numpy as np, pytest

@@ -9,6 +9,8 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = pytest.mark.both_mpis("faults")
+
 TESTS = Path(__file__).parents[1]
 
 HEADER = """
@@ -140,8 +142,6 @@ def test_hang_that_holds_the_gil_everywhere(launcher: Launcher, tmp_path: Path) 
     """No Python thread runs any more: the stacks stand in files, and SIGALRM ends the ranks."""
     body = """
 import ctypes
-
-pytestmark = pytest.mark.both_mpis("faults")
 @pytest.mark.time_limit(2)
 def test_one(): ctypes.PyDLL(None).sleep(1000)
 """

@@ -10,7 +10,7 @@ import pytest
 from launch.signalled_jobs import signalled
 from support.harness.mpi_launcher import Job, Launcher
 
-pytestmark = pytest.mark.both_mpis("faults")
+pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
 PROGRAM = Path(__file__).parent / "programs" / "endings.py"
 SECONDS = 5.0

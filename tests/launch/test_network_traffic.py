@@ -8,6 +8,8 @@ import pytest
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
+pytestmark = pytest.mark.both_mpis("progress")
+
 PROGRAM = """
 import sys
 import numpy as np
@@ -15,8 +17,6 @@ from mpi4py import MPI
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats
-
-pytestmark = pytest.mark.both_mpis("progress")
 
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)

@@ -8,7 +8,7 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
-pytestmark = pytest.mark.both_mpis("faults")
+pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
 PROGRAM = Path(__file__).parent / "programs" / "observed.py"
 LIMIT = 2.0

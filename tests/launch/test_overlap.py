@@ -7,14 +7,14 @@ import pytest
 
 from support.harness.mpi_launcher import MPI_NAMES, Job, Launcher
 
+pytestmark = pytest.mark.both_mpis("progress")
+
 PROGRAM = """
 import sys, time
 import mpi4py
 mpi4py.rc.thread_level = sys.argv[1]
 import torch
 import mpistrat as ms
-
-pytestmark = pytest.mark.both_mpis("progress")
 
 overlap = {"asked": True, "measured": None}[sys.argv[2]]
 what = sys.argv[3]

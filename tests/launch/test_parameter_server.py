@@ -12,6 +12,8 @@ import pytest
 from launch.signalled_jobs import signalled
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = pytest.mark.waits
+
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
+pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
+
 STRATEGY = """
 import sys, time
 import numpy as np
 from mpi4py import MPI
 import mpistrat as ms
-
-pytestmark = pytest.mark.both_mpis("faults")
 rank = MPI.COMM_WORLD.rank
 """
 

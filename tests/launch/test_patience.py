@@ -7,6 +7,8 @@ import pytest
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
+pytestmark = pytest.mark.both_mpis("progress")
+
 SLOW = """
 import time
 import numpy as np
@@ -36,8 +38,6 @@ import mpistrat as ms
 from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
-
-pytestmark = pytest.mark.both_mpis("progress")
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator

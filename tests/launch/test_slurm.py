@@ -11,7 +11,11 @@ import pytest
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
-pytestmark = pytest.mark.both_mpis("launching")
+pytestmark = [
+    pytest.mark.both_mpis("launching"),
+    pytest.mark.waits,
+    pytest.mark.xdist_group("slurm"),
+]
 
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"
 PMI2 = "--mpi=pmi2"

@@ -13,7 +13,11 @@ import pytest
 from support.clusters.slurm_cluster import BatchJob, SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
-pytestmark = pytest.mark.both_mpis("launching")
+pytestmark = [
+    pytest.mark.both_mpis("launching"),
+    pytest.mark.waits,
+    pytest.mark.xdist_group("slurm"),
+]
 
 TOP = Path(__file__).parents[2]
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"

@@ -11,6 +11,8 @@ import pytest
 
 from support.harness.mpi_launcher import Launcher
 
+pytestmark = pytest.mark.waits
+
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path

@@ -6,7 +6,7 @@ import pytest
 
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
-pytestmark = pytest.mark.both_mpis("launching")
+pytestmark = [pytest.mark.both_mpis("launching"), pytest.mark.waits]
 
 RANK = "import os, sys, time\nrank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
 RESOLVE = (

@@ -107,7 +107,7 @@ def run(ranks: int, replicas: int) -> None:
         if ranks > 1 and isinstance(communicator.inner, HierarchicalCommunicator):
             communicator.all_reduce(torch.zeros(1 << 16))  # measures, once
             communicator.inner.smallest = 0  # what is large goes by node, whatever that costs here
-        hashes = [train(strategy, mlp, 50, replicas), train(strategy, Small, 10, replicas)]
+        hashes = [train(strategy, mlp, 20, replicas), train(strategy, Small, 8, replicas)]
         if WORLD.rank == 0:
             print("trained", replicas, ranks, way(strategy), *hashes, flush=True)
     ended = WORLD.Ibarrier()

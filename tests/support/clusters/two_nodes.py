@@ -86,7 +86,8 @@ class Nodes:
             settings = {}
         mpiexec, *rest = launcher.command(ranks, program)
         command = [str(self._agent), first, "exec", mpiexec, *options, *rest]
-        return run_job(command, launcher.environment({**settings, **env}), seconds)
+        environment = launcher.environment({**settings, **env}, ranks=ranks)
+        return run_job(command, environment, seconds)
 
 
 @contextmanager

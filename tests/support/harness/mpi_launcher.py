@@ -28,7 +28,7 @@ _SETTINGS = {
     },
 }
 # For more ranks than there are cores: one that waits leaves its core to those that work.
-LET_OTHERS_RUN = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+_LET_OTHERS_RUN = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ class Launcher:
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         return [str(self.prefix / "bin" / "mpiexec"), "-n", str(ranks), *program]
 
-    def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
+    def environment(self, extra: Mapping[str, str] = {}, *, ranks: int = 1) -> dict[str, str]:
+        """For a job of so many ranks on this machine."""
         return {
             **os.environ,
             **_SETTINGS[self.name],
+            **(_LET_OTHERS_RUN if ranks > len(os.sched_getaffinity(0)) else {}),
             "PATH": f"{self.prefix / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "MPI4PY_LIBMPI": str(self.library()),
             "OMP_NUM_THREADS": "1",
@@ -95,7 +97,7 @@ class Launcher:
     ) -> Job:
         """Run `mpiexec -n ranks python arguments…` to its end; at `seconds` it is killed and TimeoutExpired raised."""
         command = self.command(ranks, [sys.executable, *map(str, arguments)])
-        return run_job(command, self.environment(env), seconds, cwd)
+        return run_job(command, self.environment(env, ranks=ranks), seconds, cwd)
 
 
 def run_job(

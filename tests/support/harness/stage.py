@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.harness.hang_watch import stacks_text
-from support.harness.mpi_launcher import LET_OTHERS_RUN, Launcher, run_job
+from support.harness.mpi_launcher import Launcher, run_job
 from support.harness.result_lines import Result, Results
 
 TOP = Path(__file__).parents[3]
@@ -64,8 +64,7 @@ class Stage:
         if self.ranks:
             launcher = Launcher.named(self.mpi)
             command = launcher.command(self.ranks, [*command, "--with-mpi"])
-            crowded = self.ranks > len(os.sched_getaffinity(0))
-            env = launcher.environment(LET_OTHERS_RUN if crowded else {})
+            env = launcher.environment(ranks=self.ranks)
         for _ in range(1 + NEW_LAUNCHES):
             known = Results.read(lines).of
             output = Path(tempfile.mkdtemp(dir=folder))
