@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from support.harness.mpi_launcher import Job, Launcher, run_job
@@ -31,22 +31,50 @@ def signalled(
     Returns: the job, and the seconds from the signal to its end.
     """
     wanted = ranks if ready is None else ready
-    command = launcher.command(ranks, [sys.executable, *map(str, program), str(folder)])
-    started = f"echo $$ > {shlex.quote(str(folder / 'launcher'))}; exec {shlex.join(command)}"
-    sent = []
 
-    def send() -> None:
+    def until_ready() -> None:
         deadline = time.monotonic() + 50
         while len(list(folder.glob("ready*"))) < wanted and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # they are in the collective by now
+
+    command = launcher.command(ranks, [sys.executable, *map(str, program), str(folder)])
+    environment = launcher.environment(ranks=ranks)
+    job, seconds = signalled_command(command, environment, folder, number, until_ready, to=to)
+    assert len(list(folder.glob("ready*"))) >= wanted, job.output
+    return job, seconds
+
+
+def signalled_command(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    number: int,
+    until_ready: Callable[[], None],
+    *,
+    to: str = "launcher",
+    group: bool = False,
+    limit: float = 60.0,
+) -> tuple[Job, float]:
+    """Start a command, send a signal once `until_ready()` has returned, and wait for the end.
+
+    Args:
+        to: the file in `folder` with the number of the process that gets it; that of the command is "launcher".
+        group: the signal is for its whole process group.
+        limit: the command is killed after so many seconds.
+    Returns: the job, and the seconds from the signal to its end.
+    """
+    started = f"echo $$ > {shlex.quote(str(folder / 'launcher'))}; exec {shlex.join(command)}"
+    sent = []
+
+    def send() -> None:
+        until_ready()
         sent.append(time.monotonic())
-        os.kill(int((folder / to).read_text()), number)
+        (os.killpg if group else os.kill)(int((folder / to).read_text()), number)
 
     sender = threading.Thread(target=send)
     sender.start()
-    job = run_job(["sh", "-c", started], launcher.environment(), 60.0)
+    job = run_job(["sh", "-c", started], dict(environment), limit)
     sender.join()
     assert job.left_behind == ()
-    assert len(list(folder.glob("ready*"))) >= wanted, job.output
     return job, time.monotonic() - sent[0]

@@ -8,7 +8,7 @@ import pytest
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
-pytestmark = [pytest.mark.waits, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 DOCTOR = (sys.executable, "-m", "mpistrat", "doctor")
 TWO_NODES = ("-N2", "-wn1,n2", "--ntasks-per-node=2")

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, reports_in
 from support.harness.mpi_launcher import Job, Launcher
 
 pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")
-LIMIT = 3.0
-SECONDS_TO_END = 5.0  # after the limit
-HOST_AND_PID = r" \(\S+, pid \d+\)"
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 23))]
 QUICK = [pytest.param(0, marks=pytest.mark.quick), *SEEDS[1:]]
@@ -54,11 +52,6 @@ def start(launcher: Launcher, folder: Path, ranks: int, *words: str | int, **set
     env = {"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}", **settings}
     arguments: list[str | Path] = [PROGRAM, *map(str, words), folder]
     return launcher.run_python(ranks, *arguments, seconds=45.0, env=env, cwd=folder)
-
-
-def reports_in(folder: Path) -> tuple[str, ...]:
-    found = sorted(folder.glob("mpistrat-report-*.txt"))
-    return tuple(path.read_text(encoding="utf-8") for path in found)
 
 
 def inject(launcher: Launcher, folder: Path, name: str, seed: int) -> Fault:

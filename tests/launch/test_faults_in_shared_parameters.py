@@ -1,11 +1,10 @@
 """A rank that stops, or dies, in the middle of a step of parameters that it shares with others."""
 
-import re
-import time
 from pathlib import Path
 
 import pytest
 
+from launch.fault_jobs import assert_says_who, run_with_fault
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
 pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
@@ -38,32 +37,10 @@ if strategy.extended.communicator.rank == 1:
 while True:
     strategy.run(step)
 """
-LIMIT = 3.0
-SECONDS_TO_END = 5.0  # after the limit
 
 
 @pytest.mark.parametrize("mpi", MPI_NAMES)
 @pytest.mark.parametrize(("fault", "seconds"), [("SIGSTOP", 0.3), ("SIGKILL", 0.47)])
 def test_the_job_ends_and_says_who(tmp_path: Path, mpi: str, fault: str, seconds: float) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    began = time.time()
-    job = Launcher.named(mpi).run_python(
-        3,
-        program,
-        fault,
-        str(seconds),
-        seconds=45,
-        env={"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}"},
-        cwd=tmp_path,
-    )
-    took = began + job.seconds - float((tmp_path / "fault").read_text())
-    assert job.returncode != 0, job.output
-    assert took < LIMIT + SECONDS_TO_END, job.output
-    assert job.left_behind == ()
-    how = (
-        r"is stopped \(state T"
-        if fault == "SIGSTOP"
-        else r"was killed by SIGKILL|died without a word"
-    )
-    assert re.search(rf"rank 1 of 3 \(.+\) ({how})", job.output), job.output
+    job = run_with_fault(Launcher.named(mpi), tmp_path, 3, PROGRAM, fault, str(seconds))
+    assert_says_who(job, 1, 3, fault)

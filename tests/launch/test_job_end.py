@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.fault_jobs import HOST_AND_PID
 from launch.signalled_jobs import signalled
 from support.harness.mpi_launcher import Job, Launcher
 
@@ -14,7 +15,6 @@ pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
 PROGRAM = Path(__file__).parent / "programs" / "endings.py"
 SECONDS = 5.0
-HOST_AND_PID = r" \(\S+, pid \d+\)"
 
 
 def run(launcher: Launcher, folder: Path, name: str, ranks: int = 3) -> tuple[Job, float]:

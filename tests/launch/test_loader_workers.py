@@ -6,7 +6,7 @@ import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
 
-pytestmark = [pytest.mark.both_mpis("launching"), pytest.mark.waits]
+pytestmark = pytest.mark.both_mpis("launching")
 
 PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 

@@ -9,7 +9,7 @@ from launch.preempted_runs import until
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
-pytestmark = [pytest.mark.waits, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 DAEMONS = 9  # munged, slurmctld, and slurmd of seven nodes
 WAITS = """\

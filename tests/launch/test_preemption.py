@@ -1,16 +1,14 @@
 """Which signals reach the ranks through each launcher: README's table. And that the ranks then leave together."""
 
-import os
-import shlex
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from launch.preempted_runs import PROGRAM, starts_of, steps_done, until
-from support.harness.mpi_launcher import Job, Launcher, run_job
+from launch.signalled_jobs import signalled_command
+from support.harness.mpi_launcher import Job, Launcher
 
 RANKS = 2
 MORE_STEPS_THAN_IT_TAKES = 10_000
@@ -26,17 +24,14 @@ def signalled(
     program = [sys.executable, str(PROGRAM), str(folder), str(MORE_STEPS_THAN_IT_TAKES), "0.02"]
     program += arguments
     command = launcher.command(ranks, program) if ranks else program
-    text = f"echo $$ > {shlex.quote(str(folder / 'launcher'))}; exec {shlex.join(command)}"
 
-    def send() -> None:
+    def after_three_steps() -> None:
         until(lambda: steps_done(folder, max(ranks, 1)) >= 3, "three steps")
-        (os.killpg if group else os.kill)(int((folder / "launcher").read_text()), number)
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    job = run_job(["sh", "-c", text], launcher.environment(), 150.0)
-    sender.join()
-    assert job.left_behind == ()
+    environment = launcher.environment()
+    job, _ = signalled_command(
+        command, environment, folder, number, after_three_steps, group=group, limit=150.0
+    )
     return job
 
 

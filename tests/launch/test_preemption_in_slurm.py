@@ -13,7 +13,7 @@ from launch.preempted_runs import PROGRAM, check_resumed, starts_of, steps_done,
 from support.clusters.slurm_cluster import BatchJob, SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
-pytestmark = [pytest.mark.waits, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 
 RANKS = 2
 SECONDS_PER_STEP = 0.05  # until they may hurry

@@ -13,8 +13,7 @@ from support.harness.mpi_launcher import Launcher
 
 pytestmark = [
     pytest.mark.both_mpis("launching"),
-    pytest.mark.waits,
-    pytest.mark.xdist_group("slurm"),
+    pytest.mark.slurm,
 ]
 
 LAYOUT = Path(__file__).parent / "programs" / "layout.py"

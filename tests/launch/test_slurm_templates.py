@@ -15,8 +15,7 @@ from support.harness.mpi_launcher import Launcher
 
 pytestmark = [
     pytest.mark.both_mpis("launching"),
-    pytest.mark.waits,
-    pytest.mark.xdist_group("slurm"),
+    pytest.mark.slurm,
 ]
 
 TOP = Path(__file__).parents[2]

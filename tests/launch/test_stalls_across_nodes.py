@@ -4,11 +4,11 @@ Open MPI has no such setting; several of its nodes need a network of their own.
 """
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
+from launch.fault_jobs import reports_in, run_with_fault
 from support.harness.mpi_launcher import Launcher
 
 pytestmark = pytest.mark.waits
@@ -38,8 +38,7 @@ for step in range(5):
 """
 HERE = next(n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# here"))
 LIMIT = 2
-SECONDS_TO_END = 5  # after the limit
-ENVIRONMENT = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRAT_STALL_SECONDS": str(LIMIT)}
+TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
 
 @pytest.mark.parametrize(
@@ -53,41 +52,27 @@ ENVIRONMENT = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRAT_STALL_SECONDS": str(LIMIT
 def test_the_missing_rank_is_on_another_node(
     tmp_path: Path, fault: str, victims: str, cause: str
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    began = time.time()
-    job = Launcher.named("MPICH").run_python(
-        4, program, fault, tmp_path, victims, env=ENVIRONMENT, seconds=60
-    )
-    assert job.returncode != 0, job.output
-    assert began + job.seconds - float((tmp_path / "fault").read_text()) < LIMIT + SECONDS_TO_END
-    assert job.left_behind == ()
+    words = (fault, tmp_path, victims)
+    mpich = Launcher.named("MPICH")
+    job = run_with_fault(mpich, tmp_path, 4, PROGRAM, *words, limit=LIMIT, env=TWO_NODES)
     victim = victims.strip("[]")
     assert f"allows 2 s): rank {victim} has not come to it\n" in job.stderr, job.output
     assert re.search(rf"\n  rank {victim} of 4 \(\S+, pid \d+\) {cause}", job.stderr), job.output
     assert job.stderr.count("ranks have waited") == 1
     if fault == "sleep":
         assert re.search(rf"program\.py:{HERE} in <module>", job.stderr), job.output
-    assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
+    assert len(reports_in(tmp_path)) == 1
 
 
 def test_the_ranks_of_all_nodes_can_catch_it(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    env = {**ENVIRONMENT, "MPISTRAT_ON_STALL": "raise"}
-    began = time.time()
-    job = Launcher.named("MPICH").run_python(
-        4, program, "sleep", tmp_path, "[1]", env=env, seconds=60
-    )
-    assert job.returncode != 0, job.output
-    # Who caught it waits for the others as long again.
-    assert (
-        began + job.seconds - float((tmp_path / "fault").read_text()) < 2 * LIMIT + SECONDS_TO_END
-    )
-    assert job.left_behind == ()
+    words = ("sleep", tmp_path, "[1]")
+    env = {**TWO_NODES, "MPISTRAT_ON_STALL": "raise"}
+    mpich = Launcher.named("MPICH")
+    # A rank that caught it waits for the others as long again.
+    job = run_with_fault(mpich, tmp_path, 4, PROGRAM, *words, limit=LIMIT, waits=2, env=env)
     for rank in (0, 2, 3):
         assert re.search(
             rf"rank {rank} caught ranks have waited .*: rank 1 has not come to it", job.stdout
         ), job.output
     assert "Raising StallError on the ranks that wait" in job.stderr
-    assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
+    assert len(reports_in(tmp_path)) == 1

@@ -13,16 +13,19 @@ XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
-# Tests that wait more than they compute, by pytest-xdist; those of a group in one process.
-_SIDE_BY_SIDE = ("-n", "4", "--dist", "loadgroup")
+# Tests that wait more than they compute, by pytest-xdist.
+_SIDE_BY_SIDE = ("-n", "3", "--dist", "worksteal")
 
 
 def stages(mode: str) -> Iterator[Stage]:
     choice = _CHOICES[mode]
+    launch = ["tests/launch"] if mode == "full" else ["tests/launch", "--in-turns"]
     if mode == "xla":
         yield from _xla(choice, full=True)
         return
     # The longest of one core first: others fill the second one meanwhile.
+    if mode != "quick":
+        yield Stage("slurm", pytest=[*launch, "-m", _both(choice, "slurm")], one_core=True)
     yield Stage("unit", pytest=["tests/unit", "-m", choice], one_core=True)
     yield from _static()
     yield Stage("conformance", pytest=["tests/conformance", "-m", choice], one_core=True)
@@ -32,8 +35,7 @@ def stages(mode: str) -> Iterator[Stage]:
         return
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
-    launch = ["tests/launch"] if mode == "full" else ["tests/launch", "--in-turns"]
-    yield Stage("launch", pytest=[*launch, "-m", _both(choice, "not waits")])
+    yield Stage("launch", pytest=[*launch, "-m", _both(choice, "not slurm and not waits")])
     yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_SIDE_BY_SIDE])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import time
 from collections.abc import Collection, Generator
 from dataclasses import asdict, dataclass, field, replace
@@ -55,8 +54,8 @@ class ResultLines:
                 self._write(Result(item.nodeid, "collected", "slow" if slow else ""))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._running[nodeid] = Result(_without_group(nodeid), "passed")
-        self._write(Result(_without_group(nodeid), "started"))
+        self._running[nodeid] = Result(nodeid, "passed")
+        self._write(Result(nodeid, "started"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         result = self._running[report.nodeid]
@@ -75,11 +74,6 @@ class ResultLines:
 
     def _write(self, result: "Result") -> None:
         self._file.write(json.dumps(asdict(result)) + "\n")
-
-
-def _without_group(nodeid: str) -> str:
-    """pytest-xdist writes the group of a test behind its name."""
-    return re.sub(r"@[a-z]+$", "", nodeid)
 
 
 def _cpu_seconds() -> float:
