@@ -98,6 +98,7 @@ _OF_DEATHS = {
 REPLAYED_ELSEWHERE = {
     **{("coordinator", op): test for op, test in _OF_DEATHS.items()},
     ("tpu_topology", "tpu_run_validation"): "tests/tpu/test_recorded_runs.py, with torch_xla",
+    ("tpu_topology", "replicate_to_logical_devices"): "tests/tpu/test_assignments.py",
 }
 
 

@@ -77,6 +77,12 @@ def nested_scope_same(stage: Stage) -> Any:
     return seen
 
 
+def nested_scope_other(stage: Stage) -> Any:
+    outer, inner = (stage.strategy(stage.program[place]) for place in ("outer", "inner"))
+    with outer.scope(), inner.scope():
+        pass
+
+
 def experimental_set_strategy(stage: Stage) -> Any:
     strategy = stage.strategy()
     ms.experimental_set_strategy(strategy)
@@ -85,6 +91,21 @@ def experimental_set_strategy(stage: Stage) -> Any:
     finally:
         ms.experimental_set_strategy(None)
     return {"set": during, "unset": _snapshot(strategy)}
+
+
+def experimental_set_strategy_twice(stage: Stage) -> Any:
+    first, second = stage.strategy(), stage.strategy()
+    ms.experimental_set_strategy(first)
+    try:
+        ms.experimental_set_strategy(second)
+        return {"second": _snapshot(second)}
+    finally:
+        ms.experimental_set_strategy(None)
+
+
+def experimental_set_strategy_in_run(stage: Stage) -> Any:
+    strategy = stage.strategy()
+    strategy.run(lambda: ms.experimental_set_strategy(strategy))
 
 
 def experimental_set_strategy_in_scope(stage: Stage) -> Any:
@@ -106,6 +127,16 @@ def construct_mirrored(stage: Stage) -> Any:
     return {"num_replicas": strategy.num_replicas_in_sync}
 
 
+def construct_default_strategy_again(stage: Stage) -> Any:
+    type(stage.strategy("default"))()
+
+
+def devices_after_run(stage: Stage) -> Any:
+    contexts: list[Any] = []
+    stage.strategy().run(lambda: contexts.append(ctx()))
+    return contexts[0].devices
+
+
 def construct_replica_context(stage: Stage) -> Any:
     replica_id = stage.decode(stage.inputs["replica_id"])
     return {"value": ms.ReplicaContext(stage.strategy(), replica_id)}
@@ -116,11 +147,16 @@ HANDLERS: dict[str, Handler] = {
     "run_under_other_scope": run_under_other_scope,
     "strategy_properties": strategy_properties,
     "nested_scope_same": nested_scope_same,
+    "nested_scope_other": nested_scope_other,
     "experimental_set_strategy": experimental_set_strategy,
+    "experimental_set_strategy_twice": experimental_set_strategy_twice,
+    "experimental_set_strategy_in_run": experimental_set_strategy_in_run,
     "experimental_set_strategy_in_scope": experimental_set_strategy_in_scope,
     "get_loss_reduction": get_loss_reduction,
     "copy.copy(strategy)": lambda stage: copy.copy(stage.strategy()),
     "copy.deepcopy(strategy)": lambda stage: copy.deepcopy(stage.strategy()),
     "construct_mirrored": construct_mirrored,
+    "construct_default_strategy_again": construct_default_strategy_again,
+    "replica_context.devices after run": devices_after_run,
     "construct_ReplicaContext": construct_replica_context,
 }

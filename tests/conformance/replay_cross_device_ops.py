@@ -72,11 +72,31 @@ def _operand(stage: Stage, encoded: list[Any] | None) -> Any:
     return ms.PerReplica([stage.decode(encoded[replica]) for replica in stage.replicas])
 
 
+def _reduce_op(program: dict[str, Any]) -> Any:
+    """A ReduceOp by its name, or what was given in the place of one."""
+    raw = program.get("reduce_op_raw")
+    if raw is None:
+        return ms.ReduceOp[program["reduce_op"]]
+    kind, _, name = raw.rpartition(".")
+    if kind == "VariableAggregation":
+        return ms.VariableAggregation[name]
+    if kind == "ReduceOp":
+        return ms.ReduceOp[name]
+    return raw
+
+
 def cdo_reduce(stage: Stage) -> Any:
     operand = _operand(stage, stage.inputs.get("values"))
     where = _destinations(stage.program["destinations"], operand)
-    op = ms.ReduceOp[stage.program["reduce_op"]]
-    return described(_policy(stage).reduce(op, operand, where))
+    return described(_policy(stage).reduce(_reduce_op(stage.program), operand, where))
+
+
+def cdo_reduce_plain(stage: Stage) -> Any:
+    """An array that is no per-replica value."""
+    value = stage.decode(stage.inputs["value"])
+    where = _destinations(stage.program["destinations"], value)
+    op = ms.ReduceOp[stage.program.get("reduce_op", "SUM")]
+    return described(_policy(stage).reduce(op, value, where))
 
 
 def cdo_batch_reduce(stage: Stage) -> Any:
@@ -142,18 +162,24 @@ def collective_hints(stage: Stage) -> Any:
     return _fields(ms.experimental.CollectiveHints(**stage.inputs))
 
 
+def reduce_ops(stage: Stage) -> Any:
+    return {"value": sorted(member.name for member in ms.ReduceOp)}
+
+
 def communication_implementation(stage: Stage) -> Any:
     return {"value": sorted(member.name for member in ms.CommunicationImplementation)}
 
 
 HANDLERS: dict[str, Handler] = {
     "cdo_reduce": cdo_reduce,
+    "cdo_reduce_plain": cdo_reduce_plain,
     "cdo_batch_reduce": cdo_batch_reduce,
     "cdo_batch_reduce_bad": cdo_batch_reduce_bad,
     "cdo_broadcast": cdo_broadcast,
     "cdo_construct": cdo_construct,
     "concat_and_split_pack": concat_and_split_pack,
     "group_by_size": group_by_size,
+    "ReduceOp": reduce_ops,
     "ReduceOp.from_variable_aggregation": from_variable_aggregation,
     "CommunicationOptions": communication_options,
     "CommunicationOptions.merge": communication_options_merge,

@@ -37,6 +37,10 @@ def function_raises(stage: Stage) -> Any:
     stage.strategy().distribute_datasets_from_function(dataset_fn)
 
 
+def function_returns_no_dataset(stage: Stage) -> Any:
+    next(iter(stage.strategy().distribute_datasets_from_function(lambda context: 5)))
+
+
 def source_of_worker(case: dict[str, Any], worker: int) -> sources.Source:
     """What a worker's dataset is: the note says it."""
     note = case["program"]["note"]
@@ -63,5 +67,6 @@ def of_worker(stage: Stage) -> Any:
 HANDLERS: dict[str, Handler] = {
     "distribute_datasets_from_function": distribute_datasets_from_function,
     "distribute_datasets_from_function_raises": function_raises,
+    "distribute_datasets_from_function_bad_return": function_returns_no_dataset,
 }
 OF_WORKERS: dict[str, Handler] = {"distribute_datasets_from_function": of_worker}

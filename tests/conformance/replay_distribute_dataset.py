@@ -7,7 +7,7 @@ from typing import Any
 
 import mpistrat as ms
 from conformance import sources
-from conformance.outcomes import attempt, probe
+from conformance.outcomes import CannotInterpret, attempt, probe
 from conformance.replay_input_context import input_options
 from conformance.stage import Handler, Stage
 from mpistrat import arrays, nest
@@ -129,6 +129,55 @@ def iterate_and_reduce(stage: Stage) -> Any:
     return {"sums": [total(), total()], "third": attempt(total)}
 
 
+def get_next_as_optional(stage: Stage) -> Any:
+    """All optionals, up to the first without a value; and the first steps of two iterators at once."""
+    strategy, distributed = _distributed(stage)
+
+    def optionals() -> Iterator[dict[str, Any]]:
+        iterator: Any = iter(distributed)
+        while True:
+            optional = iterator.get_next_as_optional()
+            has_value = optional.has_value()
+            value = strategy.experimental_local_results(optional.get_value()) if has_value else None
+            yield {"has_value": has_value, "value": value}
+            if not has_value:
+                return
+
+    iterators: list[Any] = [iter(distributed), iter(distributed)]
+    return {
+        "optionals": list(optionals()),
+        "two_iterators_independent": [
+            strategy.experimental_local_results(iterator.get_next()) for iterator in iterators
+        ],
+    }
+
+
+def next_inside_run(stage: Stage) -> Any:
+    strategy, distributed = _distributed(stage)
+    iterator = iter(distributed)
+    strategy.run(lambda: next(iterator))
+
+
+def next_under_other_scope(stage: Stage) -> Any:
+    _, distributed = _distributed(stage)
+    iterator = iter(distributed)
+    with stage.strategy().scope():
+        next(iterator)
+
+
+def dataset_reduce(stage: Stage) -> Any:
+    if stage.program["fn"] != "s + sum(global batch)":
+        raise CannotInterpret(f"fn {stage.program['fn']!r}")
+    strategy, distributed = _distributed(stage)
+
+    def add(total: Any, step: Any) -> Any:
+        parts = strategy.run(lambda x: x.sum(), args=(step,))
+        return total + strategy.reduce("SUM", parts, axis=None)
+
+    assert isinstance(distributed, ms.DistributedDataset)
+    return {"value": distributed.reduce(stage.array(0, "int64"), add)}
+
+
 def reduce_each_step_axis0(stage: Stage) -> Any:
     strategy, distributed = _distributed(stage)
     reduced = []
@@ -146,5 +195,9 @@ HANDLERS: dict[str, Handler] = {
     "dist_dataset_has_no_transformations": no_transformations,
     "iterate_and_reduce_in_function": iterate_and_reduce,
     "reduce_each_step_axis0": reduce_each_step_axis0,
+    "get_next_as_optional": get_next_as_optional,
+    "next_inside_run": next_inside_run,
+    "next_under_other_strategy_scope": next_under_other_scope,
+    "dist_dataset.reduce": dataset_reduce,
 }
 OF_WORKERS: dict[str, Handler] = {"distribute_dataset": distribute_dataset_of_worker}

@@ -7,7 +7,8 @@ from typing import Any
 
 import mpistrat as ms
 from conformance.outcomes import CannotInterpret
-from conformance.stage import Handler, Stage, described, device, type_name
+from conformance.replay_variables import components
+from conformance.stage import Handler, Stage, described, device, replica_id, type_name
 
 
 def _destinations(stage: Stage, strategy: Any, operand: Any) -> Any:
@@ -64,9 +65,39 @@ def reduce_to_bad(stage: Stage) -> Any:
         "string_max": ("max", operand),
     }
     how = stage.program["how"]
+    if how == "in_replica":
+        own = stage.array(1.0)
+        return strategy.run(lambda: strategy.extended.reduce_to("SUM", own, own))
     if how not in bad:
         raise CannotInterpret(f"how {how!r}")
     return strategy.extended.reduce_to(bad[how][0], operand, bad[how][1])
+
+
+def update_call_count(stage: Stage) -> Any:
+    strategy = stage.strategy()
+    contexts: list[int] = []
+
+    def update(variable: Any) -> None:
+        contexts.append(int(ms.in_cross_replica_context()))
+
+    with strategy.scope():
+        strategy.extended.update(ms.Variable(stage.array(1.0)), update)
+    return {"calls": len(contexts), "in_cross_ctx_each": contexts}
+
+
+def update_inside_run(stage: Stage) -> Any:
+    if stage.program["fn"] != "v.assign_add(1+replica_id)":
+        raise CannotInterpret(f"fn {stage.program['fn']!r}")
+    strategy = stage.strategy()
+    with strategy.scope():
+        variable = ms.Variable(stage.array(1.0))
+
+    def program() -> None:
+        own = stage.array(1.0 + replica_id())
+        strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(own,))
+
+    strategy.run(program)
+    return {"components": components(variable)}
 
 
 def update_non_slot(stage: Stage) -> Any:
@@ -120,6 +151,8 @@ HANDLERS: dict[str, Handler] = {
     "broadcast_to": broadcast_to,
     "reduce_to_bad": reduce_to_bad,
     "update_non_slot": update_non_slot,
+    "update_call_count": update_call_count,
+    "extended.update called inside run": update_inside_run,
     "read_var": read_var,
     "group": group,
     "update_config_proto": update_config_proto,

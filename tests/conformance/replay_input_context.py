@@ -54,8 +54,20 @@ def input_options_fields(stage: Stage) -> Any:
     }
 
 
+def run_options(stage: Stage) -> Any:
+    made = ms.RunOptions(**stage.inputs)
+    return {
+        "value": [
+            made.experimental_enable_dynamic_batch_size,
+            made.experimental_bucketizing_dynamic_shape,
+            made.experimental_xla_options,
+        ]
+    }
+
+
 HANDLERS: dict[str, Handler] = {
     "get_per_replica_batch_size": get_per_replica_batch_size,
     "InputContext()": input_context,
     "InputOptions": input_options_fields,
+    "RunOptions": run_options,
 }

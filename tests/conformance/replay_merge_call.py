@@ -131,6 +131,12 @@ def merge_call_inside_nested_function(stage: Stage) -> Any:
     return {"per_replica": stage.on_replicas(stage.strategy(), nested)}
 
 
+def merge_call_after_run(stage: Stage) -> Any:
+    contexts: list[Any] = []
+    stage.strategy().run(lambda: contexts.append(ctx()))
+    return contexts[0].merge_call(lambda strategy: 1)
+
+
 HANDLERS: dict[str, Handler] = {
     "merge_call": merge_call,
     "merge_call_sequence": merge_call_sequence,
@@ -139,5 +145,6 @@ HANDLERS: dict[str, Handler] = {
     "merge_call_closure_of_replica_id": merge_call_closure_of_replica_id,
     "merge_call_execution_order": merge_call_execution_order,
     "merge_call_toplevel_default": merge_call_toplevel_default,
+    "merge_call_on_saved_context_after_run": merge_call_after_run,
     "merge_call_inside_nested_tf_function": merge_call_inside_nested_function,
 }

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpistrat as ms
-from conformance.outcomes import CannotInterpret
+from conformance.outcomes import CannotInterpret, Failed, attempt
 from conformance.stage import Handler, Stage
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpistrat.cluster_resolver.platform_device import PlatformDevice
 from mpistrat.fault_tolerance.termination_config import completed
+
+SECONDS_TO_BE_ASKED = 20.0  # the handler asks once a second
 
 
 @contextlib.contextmanager
@@ -30,11 +33,32 @@ def _surroundings() -> Iterator[str]:
             signal.signal(number, handler)
 
 
+class _Watcher:
+    """A `termination_watcher_fn`: says that the end is near once it is told."""
+
+    def __init__(self) -> None:
+        self._is_near, self._was_said = threading.Event(), threading.Event()
+
+    def __call__(self) -> bool:
+        if self._is_near.is_set():
+            self._was_said.set()
+        return self._is_near.is_set()
+
+    def tell(self) -> None:
+        """Returns when the handler's thread has asked, and knows."""
+        self._is_near.set()
+        assert self._was_said.wait(SECONDS_TO_BE_ASKED), "termination_watcher_fn was not asked"
+        time.sleep(0.1)
+
+
 class _Program:
     """One start of the recorded training program: a variable that each step adds 1 to."""
 
     def __init__(self, stage: Stage, folder: str, **config: Any) -> None:
         self.events: list[str] = []
+        self.own_saves = 0
+        if stage.program.get("save_fn"):
+            config["save_fn"] = self._save
         self.v = ms.Variable(0)
         self.manager = ms.checkpoint.CheckpointManager(
             ms.checkpoint.Checkpoint(v=self.v), folder, keep=1
@@ -47,6 +71,10 @@ class _Program:
             *given,
             ms.experimental.TerminationConfig(exit_fn=self._leave, **config),
         )
+
+    def _save(self, *args: Any, **kwargs: Any) -> Any:
+        self.own_saves += 1
+        return self.manager.save(*args, **kwargs)
 
     def _leave(self) -> None:
         self.events.append("exit")
@@ -65,8 +93,9 @@ def _loop(stage: Stage) -> dict[str, Any]:
     grace = stage.program.get("grace_period")
     seconds = stage.program.get("step_seconds", 0)
     returns = []
+    watcher = _Watcher() if _has_watcher(stage.program) else None
     with _surroundings() as folder:
-        first = _Program(stage, folder, grace_period=grace)
+        first = _Program(stage, folder, grace_period=grace, termination_watcher_fn=watcher)
 
         def step() -> int:
             time.sleep(seconds)
@@ -75,7 +104,7 @@ def _loop(stage: Stage) -> dict[str, Any]:
         with contextlib.suppress(SystemExit):
             for index in range(total):
                 if index == term_at:
-                    signal.raise_signal(signal.SIGTERM)
+                    watcher.tell() if watcher else signal.raise_signal(signal.SIGTERM)
                 if stage.program["via"] == "run":
                     returns.append(first.handler.run(step))
                 else:
@@ -90,6 +119,8 @@ def _loop(stage: Stage) -> dict[str, Any]:
         }
         if not first.manager.checkpoints:
             return found
+        if stage.program.get("save_fn"):
+            assert first.own_saves == len(first.manager.checkpoints), "save_fn was not called"
         second = _Program(stage, folder)
         restored = {
             "restored_v": second.value(),
@@ -103,6 +134,12 @@ def _loop(stage: Stage) -> dict[str, Any]:
         "trained_past_first_checkpoint": found["steps_executed"] > term_at + 1,
         "restored_equals_last_step": restored["restored_v"] == found["steps_executed"],
     }
+
+
+def _has_watcher(program: dict[str, Any]) -> bool:
+    """Whether a watcher announces the end, in the place of a signal."""
+    named = any(program.get(name) for name in ("watcher_fn", "termination_watcher_fn"))
+    return named or "watcher" in program.get("signal", "")
 
 
 def _constructor(stage: Stage) -> None:
@@ -120,6 +157,23 @@ def _run_args(stage: Stage) -> dict[str, Any]:
     with _surroundings() as folder:
         handler = _Program(stage, folder).handler
         return {"value": handler.run(lambda a, b, *, c: a + b * c, 1, 2, c=3)}
+
+
+def _run_of_failing_function(stage: Stage) -> dict[str, Any]:
+    with _surroundings() as folder:
+        handler = _Program(stage, folder).handler
+        outcome = attempt(lambda: handler.run(lambda: 1 // 0))
+        assert isinstance(outcome, Failed), "the error did not come out of run"
+        return {
+            "propagated": type(outcome.error).__name__,
+            "total_run_calls": handler.total_run_calls,
+        }
+
+
+def _config_fields(stage: Stage) -> dict[str, Any]:
+    config = ms.experimental.TerminationConfig(**stage.inputs)
+    names = ("termination_watcher_fn", "exit_fn", "grace_period", "save_fn")
+    return {name: getattr(config, name) for name in names}
 
 
 def _defaults(stage: Stage) -> dict[str, Any]:
@@ -155,6 +209,8 @@ HANDLERS: dict[str, Handler] = {
     "preemption_loop": _loop,
     "PreemptionCheckpointHandler": _constructor,
     "handler.run forwards args/kwargs": _run_args,
+    "handler.run of a failing function": _run_of_failing_function,
+    "TerminationConfig()": _config_fields,
     "termination_config_defaults": _defaults,
     "PreemptionWatcher on CPU platform": _watcher,
 }

@@ -63,6 +63,17 @@ def reduce_mirrored_variable(stage: Stage) -> Any:
     return {"value": strategy.reduce(stage.program["reduce_op"], variable, axis=_axis(stage))}
 
 
+def reduce_in_replica_context(stage: Stage) -> Any:
+    strategy, own = stage.strategy(), stage.array(1.0)
+    op = stage.program["reduce_op"]
+    return strategy.run(lambda: strategy.reduce(op, own, axis=_axis(stage)))
+
+
+def gather_in_replica_context(stage: Stage) -> Any:
+    strategy, own = stage.strategy(), stage.array([1.0])
+    return strategy.run(lambda: strategy.gather(own, _axis(stage)))
+
+
 def _slices(stage: Stage) -> Any:
     """The sparse operand that golden files name, but do not spell out: row 0 of two is 1."""
     return ms.IndexedSlices(stage.array([[1.0]]), stage.array([0], "int32"), (2, 1))
@@ -99,6 +110,8 @@ HANDLERS: dict[str, Handler] = {
     "reduce_plain": reduce_plain,
     "reduce_under_other_strategy_scope": reduce_under_other_strategy_scope,
     "reduce_mirrored_variable": reduce_mirrored_variable,
+    "reduce_in_replica_context": reduce_in_replica_context,
+    "gather_in_replica_context": gather_in_replica_context,
     "gather": gather,
     "gather_plain": gather_plain,
     "gather_nested": gather_nested,

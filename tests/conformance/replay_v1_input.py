@@ -68,6 +68,10 @@ def make_input_fn_iterator_per_replica(stage: Stage) -> Any:
     )
 
 
+def make_input_fn_iterator_bad_return(stage: Stage) -> Any:
+    stage.v1_strategy().make_input_fn_iterator(lambda context: 5)
+
+
 def make_numpy_dataset(stage: Stage) -> Any:
     strategy = stage.v1_strategy()
     with strategy.scope():
@@ -97,6 +101,7 @@ HANDLERS: dict[str, Handler] = {
     "v1_make_input_fn_iterator": make_input_fn_iterator,
     "v1_make_input_fn_iterator_callable": make_input_fn_iterator_callable,
     "v1_make_input_fn_iterator_per_replica": make_input_fn_iterator_per_replica,
+    "v1_make_input_fn_iterator_bad_return": make_input_fn_iterator_bad_return,
     "v1_experimental_make_numpy_dataset": make_numpy_dataset,
     "v1_experimental_run_no_iterator": run_no_iterator,
     "v2_reduce_without_axis": reduce_without_axis,

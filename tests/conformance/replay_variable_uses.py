@@ -37,6 +37,16 @@ def variable_create_on_read_trainable(stage: Stage) -> Any:
     return {"value": "ok", "trainable": var.trainable}
 
 
+def variable_create_on_read(stage: Stage) -> Any:
+    with stage.strategy().scope():
+        var = ms.Variable(
+            stage.array(1.0),
+            synchronization=ms.VariableSynchronization.ON_READ,
+            aggregation=ms.VariableAggregation.SUM,
+        )
+    return {"trainable": var.trainable}
+
+
 def variable_create_callable_initializer(stage: Stage) -> Any:
     calls: list[int] = []
 
@@ -149,6 +159,7 @@ def variable_checkpoint(stage: Stage) -> Any:
 HANDLERS: dict[str, Handler] = {
     "variable_create": variable_create,
     "variable_create_on_read_trainable": variable_create_on_read_trainable,
+    "variable_create_on_read_trainable_unset": variable_create_on_read,
     "variable_create_callable_initializer": variable_create_callable_initializer,
     "variable_create_in_replica_fn": variable_create_in_replica_fn,
     "variable_read_under_other_strategy_run": variable_read_under_other_strategy_run,

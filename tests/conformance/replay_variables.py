@@ -186,6 +186,22 @@ def extended_update_plain_variable(stage: Stage) -> Any:
         return strategy.extended.update(plain_variable, lambda v: v.assign_add(stage.array(1.0)))
 
 
+def variable_assign_under_other_strategy(stage: Stage) -> Any:
+    with stage.strategy().scope():
+        var = ms.Variable(stage.array(1.0))
+    with stage.strategy().scope():
+        var.assign(stage.array(2.0))
+
+
+def colocate_vars_with(stage: Stage) -> Any:
+    strategy = stage.strategy()
+    with strategy.scope():
+        var = ms.Variable(stage.array(1.0))
+        with strategy.extended.colocate_vars_with(var):
+            beside = ms.Variable(stage.array(2.0))
+    return {"components": components(beside)}
+
+
 def colocate_vars_with_foreign_variable(stage: Stage) -> Any:
     with stage.strategy().scope():
         foreign = ms.Variable(stage.array(1.0))
@@ -207,6 +223,8 @@ HANDLERS: dict[str, Handler] = {
     "variable_scatter": variable_scatter,
     "extended_update": extended_update,
     "extended_update_plain_variable": extended_update_plain_variable,
+    "variable_assign_under_other_strategy": variable_assign_under_other_strategy,
+    "colocate_vars_with": colocate_vars_with,
     "colocate_vars_with_foreign_variable": colocate_vars_with_foreign_variable,
     "colocate_vars_with_outside_scope": colocate_vars_with_outside_scope,
 }

@@ -52,9 +52,11 @@ _SPLIT: dict[tuple[str, str], Callable[[dict[str, Any]], bool]] = {
     ("distribute_dataset", "distribute_dataset"): _always,
     ("distribute_dataset", "iterate_and_reduce_in_function"): _always,
     ("distribute_dataset", "reduce_each_step_axis0"): _always,
+    ("distribute_dataset", "dist_dataset.reduce"): _always,
     ("extended", "reduce_to"): _lands_on_all,
     ("extended", "batch_reduce_to"): _lands_on_all,
     ("extended", "read_var"): _always,
+    ("extended", "extended.update called inside run"): _always,
     ("variables", "variable"): _assigned_value,
     ("variables", "variable_scatter"): _always,
     ("variables", "variable_create"): _always,
@@ -63,6 +65,7 @@ _SPLIT: dict[tuple[str, str], Callable[[dict[str, Any]], bool]] = {
     ("variables", "variable_use"): _always,
     ("variables", "variable_checkpoint"): _always,
     ("variables", "extended_update"): _always,
+    ("variables", "colocate_vars_with"): _always,
 }
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from conformance import cases, differences, splits
+import mpistrat as ms
+from conformance import cases, differences, replay_preemption, splits
 from conformance.comparison import check
 from conformance.outcomes import attempt
 from conformance.stage import Stage
+from mpistrat.fault_tolerance import TerminationConfig
 
 # All ranks read the iterables here, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:each of the .* ranks reads all:UserWarning")
@@ -77,6 +79,36 @@ def _as_recorded(stage: Stage) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def test_all_recorded_cases_are_there() -> None:
+    """Those that are replayed here, and those that REPLAYED_ELSEWHERE has other tests for."""
+    recorded = list(cases.read(cases.RECORDED))
+    assert len(recorded) == len({case["id"] for case in recorded}) == 1832
+    here = [case for case in cases.load(cases.RECORDED) if splits.fits(case, 1)]
+    over_ranks = [case for case in cases.load(cases.RECORDED) if not splits.fits(case, 1)]
+    elsewhere = [case for case in recorded if case not in (here + over_ranks)]
+    assert (len(here), len(over_ranks), len(elsewhere)) == (1730, 96, 6)
+    assert all(any(splits.fits(case, size) for size in (2, 3, 4)) for case in over_ranks)
+
+
+@pytest.mark.parametrize("function", ["save_fn", "termination_watcher_fn"])
+def test_functions_of_a_termination_config_are_tried(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded loop with such a function comes to the same end, and to none if the library ignores it."""
+    recorded = (case for case in cases.load(cases.RECORDED) if case["area"] == "preemption")
+    loop = next(case for case in recorded if case["program"].get("via") == "run")
+    case = {**loop, "program": {**loop["program"], function: "is given"}}
+    check(_expectation(case), attempt(lambda: cases.replay(Stage(case, "numpy"))))
+
+    def ignores_it(**config: Any) -> Any:
+        return TerminationConfig(**{name: config[name] for name in config if name != function})
+
+    monkeypatch.setattr(ms.experimental, "TerminationConfig", ignores_it)
+    monkeypatch.setattr(replay_preemption, "SECONDS_TO_BE_ASKED", 2.0)
+    with pytest.raises(AssertionError, match="was not"):
+        cases.replay(Stage(case, "numpy"))
 
 
 def test_what_is_replayed_elsewhere_is_not_replayed_here() -> None:
