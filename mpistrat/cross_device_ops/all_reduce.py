@@ -31,7 +31,7 @@ class _PackedAllReduce(ReductionToOneDevice):
             raise TypeError(f"num_packs must be an integer, got {num_packs!r:.60}")
         if num_packs < 0:
             raise ValueError(f"num_packs must be >= 0 (0: no packing), got {num_packs}")
-        self._num_packs = num_packs
+        self.num_packs = num_packs
         super().__init__()
 
     def batch_reduce_implementation(
@@ -42,13 +42,13 @@ class _PackedAllReduce(ReductionToOneDevice):
     ) -> list[Any]:
         pairs = value_destination_pairs
         dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
-        if self._num_packs == 0 or len(dense) < 2:
+        if self.num_packs == 0 or len(dense) < 2:
             return [self.reduce_implementation(reduce_op, v, d, options) for v, d in pairs]
         replicas = range(len(pairs[0][0].values))
         columns = [[pairs[i][0].values[r] for i in dense] for r in replicas]
         for rows in zip(*columns, strict=True):
             accumulation.check_summable(rows)
-        packs = [packing.concat_and_split(column, self._num_packs) for column in columns]
+        packs = [packing.concat_and_split(column, self.num_packs) for column in columns]
         reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
         unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
         results: list[Any] = [None] * len(pairs)

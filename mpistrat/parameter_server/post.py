@@ -78,7 +78,7 @@ class Post:
         self.mail = mail
         self.rank, self.size = mail.rank, mail.size
         self.name_of = name_of
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
         self._handlers: dict[str, Handler] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # what came before its handler
@@ -153,10 +153,10 @@ class Post:
 
     def wait_for(self, reply: Reply, limited: bool = True) -> None:
         """Attend until the reply has come. Raises: StallError, if the wait is limited; else that is only told."""
-        if self.attend(lambda: reply.come, self._stall_seconds or None):
+        if self.attend(lambda: reply.come, self.stall_seconds or None):
             return
         waited = (
-            f"{self.name_of(self.rank)} has waited {self._stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
+            f"{self.name_of(self.rank)} has waited {self.stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
             f"{self.name_of(reply.to)} to answer {reply.kind!r}"
         )
         if limited:

@@ -122,7 +122,7 @@ def cdo_broadcast(stage: Stage) -> Any:
 
 def cdo_construct(stage: Stage) -> Any:
     num_packs = stage.inputs["num_packs"]
-    return {"value": _class(stage.program["class"])(num_packs=num_packs)._num_packs}
+    return {"value": _class(stage.program["class"])(num_packs=num_packs).num_packs}
 
 
 def concat_and_split_pack(stage: Stage) -> Any:

@@ -144,7 +144,7 @@ def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
     tickets = {}
     talk.post.handle("later", lambda source, asked: tickets.update({source: asked.ticket}))
     talk.post.handle("now", lambda source, _: talk.post.answer(source, tickets[source], 5))
-    monkeypatch.setattr(talk.post, "_stall_seconds", 0.1)
+    monkeypatch.setattr(talk.post, "stall_seconds", 0.1)
     told = []
 
     def tell(text: str) -> None:
@@ -201,7 +201,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
 
 def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:
     talk.post.handle("nothing", lambda source, asked: None)
-    monkeypatch.setattr(talk.post, "_stall_seconds", 0.3)
+    monkeypatch.setattr(talk.post, "stall_seconds", 0.3)
     reply = talk.post.ask(OTHERS[0], "nothing")
     with pytest.raises(errors.StallError, match=rf"rank {OTHERS[0]} to answer 'nothing'"):
         reply.wait()

@@ -56,6 +56,7 @@ class Training:
         make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=0.01),
         build: Callable[[], torch.nn.Module] = net,
     ) -> None:
+        self.shared = shared
         self.strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", shared_parameters=shared)
         with self.strategy.scope():
             self.model = build()
@@ -364,7 +365,7 @@ def test_weights_that_rank_0_alone_has_loaded() -> None:
             )
         training.strategy.mirror(training.model)
         weight = training.model[0].weight  # type: ignore[index]
-        shared = training.strategy._shared_parameters and SIZE > 1
+        shared = training.shared and SIZE > 1
         assert not shared or pages_of_its_own(weight.detach()) == 0
         training.run(2)
 
@@ -613,7 +614,7 @@ def test_steps_that_need_whole_parameters(make: Callable[[Any], torch.optim.Opti
             warnings.simplefilter("always")
             training.run(4, step)
         told = [w for w in caught if "every rank computes whole steps" in str(w.message)]
-        assert len(told) == (training.strategy._shared_parameters and RANK == 0)
+        assert len(told) == (training.shared and RANK == 0)
         training.run(1, step)
 
     twice(play, make=make)

@@ -1,10 +1,12 @@
 """Which stages a run of scripts/test has: what is tested under which MPI, at how many ranks."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from support.harness.mpi_launcher import MPI_NAMES
+from support.harness.rank_outcomes import LARGEST_SIZE_FOR_ALL_TESTS
 from support.harness.stage import TOP, Stage
 from support.harness.turns import mpi_in_turn, under_both
 
@@ -56,13 +58,21 @@ def _static() -> Iterator[Stage]:
 
 def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
     """tests/mpi with so many ranks; where the MPIs take turns, each has its files."""
-    tests = [["tests/mpi"], ["tests/mpi"]]
-    if not full and not under_both("tests/mpi/", ranks):
-        files = [str(file.relative_to(TOP)) for file in (TOP / "tests/mpi").rglob("test_*.py")]
-        tests = [sorted(file for file in files if mpi_in_turn(file) == mpi) for mpi in MPI_NAMES]
-    for mpi, chosen in zip(MPI_NAMES, tests, strict=True):
-        arguments = [*chosen, "-m", choice]
-        yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, one_core=ranks == 1)
+    files = sorted((TOP / "tests/mpi").rglob("test_*.py"))
+    if ranks > LARGEST_SIZE_FOR_ALL_TESTS:  # importing the others on so many ranks takes long
+        files = [file for file in files if _largest_size(file) > LARGEST_SIZE_FOR_ALL_TESTS]
+    names = [str(file.relative_to(TOP)) for file in files]
+    for mpi in MPI_NAMES:
+        all_files = full or under_both("tests/mpi/", ranks)
+        if chosen := [name for name in names if all_files or mpi_in_turn(name) == mpi]:
+            arguments = [*chosen, "-m", choice]
+            yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, one_core=ranks == 1)
+
+
+def _largest_size(file: Path) -> int:
+    """The most ranks that a test in the file asks for."""
+    sizes = re.findall(r"min_size=(\d+)", file.read_text(encoding="utf-8"))
+    return max(map(int, sizes), default=1)
 
 
 def _xla(choice: str, *, full: bool) -> Iterator[Stage]:

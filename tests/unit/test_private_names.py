@@ -1,0 +1,119 @@
+"""Tests go through the public face of the package, unless they test that very part."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TOP = Path(__file__).parents[2]
+# What a file may reach, because it tests that very part: there is no other way to see it, or to make it go wrong.
+ALLOWED = {
+    # The module's own constants and state: limits made short, memories made empty.
+    "mpi/test_agreement.py": {"_WAITED", "_agreement"},
+    "mpi/test_construction.py": {"_announced"},
+    "mpi/test_post.py": {"_BUFFERS", "_HEAD", "_arriving", "_buffers"},
+    "mpi/test_preemption.py": {"_leaves_together"},
+    "unit/cluster_resolver/test_trace_folder.py": {"_taken"},
+    "unit/fault_tolerance/test_announced_end.py": {"_SECONDS_BETWEEN_POLLS"},
+    "unit/fault_tolerance/test_time_limit.py": {"_LONGEST_PAUSE", "_SHORTEST_PAUSE"},
+    "unit/parameter_server/test_gate.py": {"_REMEMBERED"},
+    "unit/strategies/test_threads.py": {"_announced"},
+    # Jobs and objects that are made to go wrong at one point.
+    "launch/programs/elastic_saving.py": {"_finish"},
+    "launch/programs/parameter_server_faults.py": {"_HEADER", "_PIECE", "_queue"},
+    "mpi/fault_tolerance/test_survivors.py": {"_family", "_members"},
+    "mpi/test_checkpoint.py": {"_SECONDS_TO_BE_SEEN", "_communicator", "_saving"},
+    "support/parameter_servers/coordinated_threads.py": {"_dispatcher"},
+    "unit/checkpoint/test_checkpoint_manager.py": {"_names", "_saving"},
+    "unit/coordinator/test_cluster_coordinator.py": {"_put"},
+    "unit/coordinator/test_failures.py": {"_put"},
+    "unit/coordinator/test_per_worker.py": {"_dispatcher", "_workers"},
+    "unit/parameter_server/test_post.py": {"_early"},
+    "unit/parameter_server/test_server.py": {"_clock", "_optimizers", "_tell_ended"},
+    "unit/test_flight_recorder.py": {
+        "_INITIAL_PID_NAMESPACE",
+        "_dies",
+        "_judge_deaths",
+        "_lock",
+        "_mine",
+        "_ranks",
+    },
+    "unit/test_private_files.py": {"_write_file"},
+    "unit/trace/test_merging.py": {"_file"},
+    # What is inside is what the test is about.
+    "launch/programs/deterministic.py": {"_shared"},
+    "mpi/pytorch/test_mirroring.py": {"_torch"},
+    "mpi/pytorch/test_modules_in_closures.py": {"_numbers", "_work"},
+    "mpi/pytorch/test_overlap.py": {"_buckets", "_mirroring", "_sent", "_thread", "_wires"},
+    "mpi/pytorch/test_shared_parameters.py": {"_parameters"},  # torch's
+    "mpi/test_implementations.py": {"_CACHED", "_TO_EACH", "_left"},
+    "mpi/test_replication.py": {"_used"},
+    "mpi/test_shared_window.py": {"_flow", "_limit", "_record", "_scratch", "_window"},
+    "mpi/test_wire_formats.py": {"_mirroring"},
+    "unit/bench/test_bench.py": {"_result"},
+    "unit/fault_tolerance/test_divergence_report.py": {"_Copies"},
+    "unit/fault_tolerance/test_elastic.py": {"_checkpoint", "_keep", "_seconds"},
+    "unit/fault_tolerance/test_signal_flag.py": {"_arrived"},
+    "unit/parameter_server/test_replica.py": {"_store"},
+    "unit/parameter_server/test_server_optimizers.py": {
+        "_indices",
+        "_values",
+        "_whole",
+    },  # two are torch's
+    "unit/test_recycled_buffers.py": {"_buffers"},
+    "unit/trace/test_timeline.py": {"_lines"},
+}
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _names_of_the_package() -> set[str]:
+    """Private functions, classes, attributes and variables that it defines."""
+    names = set()
+    for file in (TOP / "mpistrat").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return {name for name in names if _private(name)}
+
+
+def _reached(tree: ast.Module) -> Iterator[str]:
+    """Private names of something else than `self`, read, set or patched."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own:
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if _private(alias.name))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
+            yield from (
+                argument.value
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            )
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Private attributes of the file's own classes."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
+    }
+
+
+def test_private_names_are_reached_where_they_are_tested() -> None:
+    package = _names_of_the_package()
+    found = {}
+    for file in sorted((TOP / "tests").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if names := (set(_reached(tree)) & package) - _defined(tree):
+            found[str(file.relative_to(TOP / "tests"))] = names
+    assert found == ALLOWED
