@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MPISTRAT_CACHE", "off")  # a test must not find what another has measured
     config.addinivalue_line("markers", "time_limit(seconds): a test may take longer than usual")
     config.addinivalue_line("markers", f"both_mpis(why): under both MPIs always; {REASONS}")
+    config.addinivalue_line("markers", "long(why): why a test takes more than 20 s")
     config.addinivalue_line("markers", "quick: a test under tests/launch for `scripts/test quick`")
     config.addinivalue_line(
         "markers", "gpu: a test that needs an NVIDIA GPU, for `scripts/test-gpu`"

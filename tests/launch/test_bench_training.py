@@ -115,6 +115,7 @@ def test_input(launcher: Launcher, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long("It starts 17 jobs, of which each imports torch on two ranks.")
 @pytest.mark.time_limit(300)
 def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
     """What scripts/benchmark starts once there are environments."""

@@ -45,6 +45,9 @@ def test_open_mpi_under_a_pmi_that_it_does_not_speak(slurm: SlurmCluster) -> Non
     assert "inside sbatch or salloc" in said
 
 
+@pytest.mark.long(
+    "A rank waits for MPISTRAT_START_SECONDS, within which ranks have to start on a busy machine."
+)
 def test_a_node_without_an_mpi_library(slurm: SlurmCluster) -> None:
     """Rank 0 has one, and waits for the others in vain: the node itself tells what it lacks."""
     lacking = '[ "$SLURM_NODEID" = 0 ] || export MPI4PY_LIBMPI=/nowhere/libmpi.so.12; exec "$@"'

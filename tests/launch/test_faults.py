@@ -281,6 +281,7 @@ def test_a_limit_that_is_no_number(launcher: Launcher, tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.long("Nothing may be reported in so many seconds.")
 def test_slow_steps_within_the_limit(launcher: Launcher, tmp_path: Path, seconds: int) -> None:
     """Nothing is reported of healthy training in which one rank after the other is slow."""
     env = {"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}"}

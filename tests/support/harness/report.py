@@ -11,6 +11,7 @@ from support.harness.result_lines import Result
 from support.harness.stage import Stage
 
 SLOWEST = 30
+SECONDS_OF_A_LONG_TEST = 20.0  # one that takes longer says why it cannot be shorter
 
 
 def show(stage: Stage) -> None:
@@ -43,6 +44,8 @@ def show_slowest(stages: Sequence[Stage]) -> None:
     for result, stage in ran[:SLOWEST]:
         where = f"  ({stage.mpi} {stage.ranks})" if stage.ranks else ""
         print(f"{result.seconds:>8.1f}{result.idle:>8.1f}  {result.test}{where}")
+        if result.seconds > SECONDS_OF_A_LONG_TEST:
+            print(f"{'':>18}{result.why_long or '@pytest.mark.long(why) is missing'}")
     print()
 
 
@@ -51,8 +54,9 @@ def save(file: Path, mode: str, stages: Sequence[Stage], seconds: float) -> None
 
     def of_test(result: Result) -> dict[str, object]:
         kept = asdict(result)
-        if result.outcome == "passed":
-            del kept["text"]
+        for name in ("text", "why_long"):
+            if not kept[name]:
+                del kept[name]
         return {**kept, "idle": round(result.idle, 3)}
 
     rows = [

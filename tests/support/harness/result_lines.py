@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+_TAKEN = ("seconds", "cpu", "why_long")  # the properties of a report that a Result has, too
+
 
 class Stopwatch:
     """A pytest plugin that says in the last report of each test how long it took; in each process that runs tests."""
@@ -23,12 +25,17 @@ class Stopwatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
             seconds, cpu = time.monotonic() - self._began, _cpu_seconds() - self._began_cpu
-            report.user_properties += [("seconds", round(seconds, 3)), ("cpu", round(cpu, 3))]
+            mark = item.get_closest_marker("long")
+            report.user_properties += [
+                ("seconds", round(seconds, 3)),
+                ("cpu", round(cpu, 3)),
+                ("why_long", str(mark.args[0]) if mark else ""),
+            ]
         return report
 
 
@@ -66,7 +73,7 @@ class ResultLines:
             result = replace(result, text="\n".join([report.longreprtext, *sections]))
         if report.when == "teardown":
             took: dict[str, Any] = dict(report.user_properties)
-            result = replace(result, seconds=took["seconds"], cpu=took["cpu"])
+            result = replace(result, **{name: took[name] for name in _TAKEN})
         self._running[report.nodeid] = result
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
@@ -91,6 +98,7 @@ class Result:
     text: str = ""
     seconds: float = 0.0
     cpu: float = 0.0
+    why_long: str = ""  # what @pytest.mark.long says
 
     @property
     def idle(self) -> float:

@@ -14,7 +14,7 @@ TEST = "tests/mpi/test_it.py::test_a"
 
 
 def stages(**of_first: object) -> list[Stage]:
-    results = {TEST: Result(TEST, "passed", "", seconds=3.0, cpu=1.0)}
+    results = {TEST: Result(TEST, "passed", seconds=23.0, cpu=1.0, why_long="It waits.")}
     return [
         Stage("mpi", pytest=["tests/mpi"], mpi=mpi, ranks=2, results=results, **changes)  # type: ignore[arg-type]
         for mpi, changes in (("MPICH", of_first), ("Open MPI", {}))
@@ -72,10 +72,18 @@ def test_the_table_and_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     report.show_slowest(some)
     shown = capsys.readouterr().out
     assert "mpi          MPICH         2       1       0      4.0\n" in shown
-    assert f"     3.0     2.0  {TEST}  (MPICH 2)\n" in shown
+    row = f"    23.0    22.0  {TEST}  (MPICH 2)\n"
+    assert row + " " * 18 + "It waits.\n" in shown
     report.save(tmp_path / "kept.json", "usual", some, 5.0)
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert (kept["mode"], kept["seconds"]) == ("usual", 5.0)
     assert kept["stages"][0]["tests"] == [
-        {"test": TEST, "outcome": "passed", "seconds": 3.0, "cpu": 1.0, "idle": 2.0}
+        {
+            "test": TEST,
+            "outcome": "passed",
+            "seconds": 23.0,
+            "cpu": 1.0,
+            "why_long": "It waits.",
+            "idle": 22.0,
+        }
     ]
