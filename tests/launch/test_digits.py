@@ -35,7 +35,9 @@ def test_ranks_follow_one_process(
     launcher: Launcher, tmp_path: Path, one_rank: list[float], ranks: int
 ) -> None:
     """Global batches make the curve independent of the ranks; rounding grows a little from step to step."""
-    job = launcher.run_python(ranks, TRAIN, "--out", tmp_path / "curve.png", seconds=120)
+    job = launcher.run_python(
+        ranks, TRAIN, "--out", tmp_path / "curve.png", seconds=120, forked=True
+    )
     curve = losses(job)
     assert len(curve) == 12
     assert curve[:3] == pytest.approx(one_rank[:3], rel=2e-3, abs=2e-4)
@@ -50,7 +52,9 @@ def over_two_nodes(folder: Path, *wire: str) -> Job:
     """Made-up ones, of a rank each."""
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
     arguments = (*wire, "--explain", "--out", folder / "curve.png")
-    return Launcher.named("MPICH").run_python(2, TRAIN, *arguments, env=environment, seconds=120)
+    return Launcher.named("MPICH").run_python(
+        2, TRAIN, *arguments, env=environment, seconds=120, forked=True
+    )
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,9 @@ def test_slices_go_between_the_nodes(tmp_path: Path, ranks: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
-    job = Launcher.named("MPICH").run_python(ranks, program, env=environment, seconds=90)
+    job = Launcher.named("MPICH").run_python(
+        ranks, program, env=environment, seconds=90, forked=True
+    )
     assert job.returncode == 0, job.output
     assert "all is well" in job.output
 
@@ -171,6 +173,8 @@ def test_each_node_has_its_copy_of_shared_parameters(tmp_path: Path, ranks: int)
     program = tmp_path / "program.py"
     program.write_text(SHARED_PARAMETERS)
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
-    job = Launcher.named("MPICH").run_python(ranks, program, env=environment, seconds=90)
+    job = Launcher.named("MPICH").run_python(
+        ranks, program, env=environment, seconds=90, forked=True
+    )
     assert job.returncode == 0, job.output
     assert "all is well" in job.output

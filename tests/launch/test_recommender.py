@@ -32,7 +32,7 @@ def test_it_learns(launcher: Launcher, servers: int, arguments: tuple[str, ...])
     """More than how high people rate, and films are rated; worker 0 tells how all workers fare."""
     options = ["--epochs", str(EPOCHS), "--num-ps", str(servers), *arguments]
     shown = ["--display", "lines", "--every", "1"]
-    job = launcher.run_python(4, TRAIN, *options, *shown, seconds=SECONDS)
+    job = launcher.run_python(4, TRAIN, *options, *shown, seconds=SECONDS, forked=True)
     assert job.returncode == 0, job.output
     assert job.left_behind == ()
 

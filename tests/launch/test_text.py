@@ -52,7 +52,7 @@ def small_data(tmp_path: Path) -> Path:
 def test_it_learns(launcher: Launcher, tmp_path: Path) -> None:
     checkpoint = tmp_path / "text"
     arguments = ["--steps", "30", "--batch-size", "16", "--checkpoint", checkpoint]
-    job = launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS)
+    job = launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS, forked=True)
     bits = validation(job)
     data = tmp_path / "text_data"
     characters = len((data / "characters.txt").read_text(encoding="utf-8"))
@@ -75,6 +75,7 @@ def test_bfloat16_between_nodes_learns_as_float32(tmp_path: Path) -> None:
             *(2, TRAIN, *arguments, "--explain"),
             seconds=SECONDS,
             env={"MPIR_CVAR_NUM_CLIQUES": "2"},
+            forked=True,
         )
         return validation(job)[-1], job.stdout
 
@@ -95,7 +96,7 @@ def test_it_goes_on_as_if_never_stopped(
     def train(checkpoint: Path, steps: int) -> list[float]:
         arguments = ["--steps", str(steps), "--checkpoint", checkpoint, "--data", small_data]
         arguments += ["--batch-size", "6"]
-        return validation(launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS))
+        return validation(launcher.run_python(2, TRAIN, *arguments, seconds=SECONDS, forked=True))
 
     in_one_go = train(tmp_path / "one", 40)
     before = train(tmp_path / "two", 20)
@@ -113,7 +114,9 @@ def test_other_numbers_of_ranks_go_on(launcher: Launcher, tmp_path: Path, small_
 
     def train(ranks: int, steps: int) -> list[float]:
         arguments = [*options, "--steps", str(steps)]
-        return validation(launcher.run_python(ranks, TRAIN, *arguments, seconds=SECONDS))
+        return validation(
+            launcher.run_python(ranks, TRAIN, *arguments, seconds=SECONDS, forked=True)
+        )
 
     on_two = train(2, 5)
     where = saved(checkpoint, "data")

@@ -18,7 +18,9 @@ SECONDS_LATE = 0.2
 
 def run(launcher: Launcher, folder: Path, scenario: str, ranks: int = 3, trace: str = "t") -> Job:
     env = {"MPISTRAT_TRACE": trace, "PYTHONPATH": str(TOP)}
-    job = launcher.run_python(ranks, PROGRAM, scenario, env=env, cwd=folder, seconds=90)
+    job = launcher.run_python(
+        ranks, PROGRAM, scenario, env=env, cwd=folder, seconds=90, forked=True
+    )
     assert job.left_behind == (), job.output
     return job
 

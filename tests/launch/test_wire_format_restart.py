@@ -65,7 +65,13 @@ def test_two_nodes(tmp_path: Path, ranks: int, way: str) -> None:
     program.write_text(PROGRAM)
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
     job = Launcher.named("MPICH").run_python(
-        ranks, program, tmp_path / "saved", way, env=environment, seconds=90
+        ranks,
+        program,
+        tmp_path / "saved",
+        way,
+        env=environment,
+        seconds=90,
+        forked=True,
     )
     assert job.returncode == 0, job.output
     assert "all is well" in job.output

@@ -1,5 +1,6 @@
 """Starts ranks under a chosen MPI, as scripts/test and the tests in tests/launch do."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.forked.jobs import RANK
+from support.forked.jobs import job as forks
 
 _PREFIX_VARIABLES = {"MPICH": "MPISTRAT_TEST_MPICH", "Open MPI": "MPISTRAT_TEST_OPENMPI"}
 MPI_NAMES = tuple(_PREFIX_VARIABLES)
@@ -94,10 +98,17 @@ class Launcher:
         seconds: float = 60.0,
         env: Mapping[str, str] = {},
         cwd: Path | None = None,
+        forked: bool = False,
     ) -> Job:
-        """Run `mpiexec -n ranks python arguments…` to its end; at `seconds` it is killed and TimeoutExpired raised."""
-        command = self.command(ranks, [sys.executable, *map(str, arguments)])
-        return run_job(command, self.environment(env, ranks=ranks), seconds, cwd)
+        """Run `mpiexec -n ranks python arguments…` to its end; at `seconds` it is killed and TimeoutExpired raised.
+
+        With `forked`, ranks are forks of a process that has imported torch (`support.forked`): for programs that need
+        torch, and are about neither how ranks start nor how they die.
+        """
+        with forks() if forked else contextlib.nullcontext() as address:
+            place = ["-I", "-S", str(RANK), address] if address else []
+            command = self.command(ranks, [sys.executable, *place, *map(str, arguments)])
+            return run_job(command, self.environment(env, ranks=ranks), seconds, cwd)
 
 
 def run_job(

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.forked import jobs as forked
+
 _TAKEN = ("seconds", "cpu", "why_long")  # the properties of a report that a Result has, too
 
 
@@ -84,9 +86,10 @@ class ResultLines:
 
 
 def _cpu_seconds() -> float:
-    """Of this process, and of the children that it has waited for."""
+    """Of this process, of the children that it has waited for, and of ranks that were forked for it."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    own = times.user + times.system + times.children_user + times.children_system
+    return own + forked.cpu_seconds
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Jobs whose ranks are forked: `with job() as address`, and mpiexec starts `rank.py` with that address."""
+
+import atexit
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RANK = Path(__file__).with_name("rank.py")
+_SERVER = RANK.with_name("server.py")
+SECONDS_TO_START = 120.0
+
+
+@dataclass
+class _Server:
+    """The process that has imported torch, for as long as this one lives."""
+
+    control: socket.socket
+    process: subprocess.Popen[bytes]
+    folder: Path
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def start(cls) -> "_Server":
+        ours, its = socket.socketpair()
+        command = [sys.executable, str(_SERVER), str(its.fileno())]
+        # Threads of BLAS and OpenMP would not live in a fork.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONUNBUFFERED"] = ""  # the ranks' streams are this process's
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        its.close()
+        ours.settimeout(SECONDS_TO_START)
+        server = cls(ours, process, Path(tempfile.mkdtemp(prefix="mpistrat-forks-")))
+        atexit.register(server.stop)
+        if ours.recv(5) != b"ready":
+            raise RuntimeError(f"{_SERVER} ended with exit code {process.wait()}")
+        return server
+
+    def stop(self) -> None:
+        self.control.close()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_server: _Server | None = None
+cpu_seconds = 0.0  # of all ranks so far, which are no children of this process
+
+
+@contextmanager
+def job() -> Iterator[str]:
+    """A daemon for the ranks of one job; gives the address that it listens at. At the end no rank is left."""
+    global _server, cpu_seconds
+    if _server is None:
+        _server = _Server.start()
+    address = str(_server.folder / str(next(_server.numbers)))
+    ours, its = socket.socketpair()
+    with ours:
+        socket.send_fds(_server.control, [address.encode()], [its.fileno()])
+        its.close()
+        ours.settimeout(SECONDS_TO_START)
+        if ours.recv(5) != b"ready":
+            raise RuntimeError("the fork server has made no daemon for the job")
+        try:
+            yield address
+        finally:
+            ours.shutdown(socket.SHUT_WR)
+            cpu_seconds += json.loads(ours.recv(64) or b"0")

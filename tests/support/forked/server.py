@@ -1,0 +1,145 @@
+"""`python server.py CONTROL`: imports torch and mpistrat, and forks a daemon for each job that it is asked for.
+
+CONTROL is the descriptor of a socket. Each request over it is the address that a job's daemon listens at, and comes
+with a descriptor of that job, which is closed when the job is over. The server ends when CONTROL is closed.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from typing import Any
+
+_PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
+# A name of MPI's own daemons: the ranks' nearest ancestor of such a name tells which job they are of.
+_NAME_OF_A_DAEMON = b"hydra_pmi_proxy"
+_prctl = ctypes.CDLL(None).prctl
+
+Request = dict[str, Any]
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.pop(0)  # this folder is none of the program's
+    import mpi4py  # noqa: F401 (not MPI: its library is each job's own)
+    import numpy as np
+    import torch  # noqa: F401
+
+    import mpistrat  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked safely"
+    control.sendall(b"ready")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for daemons
+    while True:
+        address, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not address:
+            return
+        if os.fork() == 0:
+            control.close()
+            request = _serve(address.decode(), socket.socket(fileno=descriptors[0]))
+            np.random.seed()
+            _run(request["program"])
+            return
+        os.close(descriptors[0])
+
+
+def _serve(address: str, job: socket.socket) -> Request:
+    """The daemon of a job: forks ranks until the job is over, then ends. Returns in each rank, with its request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _prctl(_PR_SET_NAME, _NAME_OF_A_DAEMON)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(64)
+    job.sendall(b"ready")
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(job, selectors.EVENT_READ)
+    ranks: dict[socket.socket, int] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                request, files = _receive(connection)
+                rank = os.fork()
+                if rank == 0:
+                    selector.close()
+                    for other in (listener, job, connection, *ranks):
+                        other.close()
+                    _become(request, files)
+                    return request
+                for file in files:
+                    os.close(file)
+                connection.sendall(rank.to_bytes(8, "little"))
+                ranks[connection] = rank
+                selector.register(connection, selectors.EVENT_READ, connection)
+                selector.register(os.pidfd_open(rank), selectors.EVENT_READ, connection)
+            elif key.fileobj is job:  # it is over
+                for rank in ranks.values():
+                    os.kill(rank, signal.SIGKILL)
+                    os.waitpid(rank, 0)
+                times = os.times()
+                job.sendall(json.dumps(times.children_user + times.children_system).encode())
+                os._exit(0)
+            elif isinstance(key.fileobj, int):  # a rank has ended
+                connection = key.data
+                selector.unregister(key.fileobj)
+                os.close(key.fileobj)
+                _, status = os.waitpid(ranks.pop(connection), 0)
+                if connection in selector.get_map():
+                    selector.unregister(connection)
+                    connection.sendall(status.to_bytes(8, "little"))
+                connection.close()
+            else:  # its place was killed: so is the rank
+                selector.unregister(key.fileobj)
+                os.kill(ranks[key.data], signal.SIGKILL)
+
+
+def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+    head, files, _, _ = socket.recv_fds(connection, 8, 8)
+    text = b""
+    while len(text) < int.from_bytes(head, "little"):
+        text += connection.recv(1 << 20)
+    return json.loads(text), list(files)
+
+
+def _become(request: Request, files: list[int]) -> None:
+    """This process is the rank: its open files, its environment, its name."""
+    _prctl(_PR_SET_NAME, b"python")
+    wanted = request["files"]
+    # Above all numbers that are wanted, so that none is overwritten before it is copied.
+    high = [os.dup(file) for file in files]
+    while min(high) <= max(wanted):
+        high = [os.dup(file) for file in high]
+    for file, number in zip(high, wanted, strict=True):
+        os.dup2(file, number)
+    os.closerange(max(wanted) + 1, max([*high, *files]) + 1)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+
+
+def _run(program: list[str]) -> None:
+    """As `python program…` does."""
+    if program[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+    sys.argv = program
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=program[0], __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    with open(program[0], encoding="utf-8") as file:
+        code = compile(file.read(), program[0], "exec")
+    exec(code, module.__dict__)
+
+
+if __name__ == "__main__":
+    main()
