@@ -57,7 +57,7 @@ _INIT = "1"  # of that namespace: never a rank
 _OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
 
 
-def roots() -> list[str]:
+def _roots() -> list[str]:
     import tempfile  # here, because it makes importing mpistrat slower
 
     return [
@@ -89,7 +89,7 @@ class JobFolder:
         Raises: OSError.
         """
         error: OSError | None = None
-        for root in roots():
+        for root in _roots():
             try:
                 make_folder(root)
                 if not _is_ours(root):
@@ -115,7 +115,7 @@ class JobFolder:
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
         with create(os.path.join(self.path, f"{_MAPPINGS}{rank}")) as file:
-            file.writelines(f"{inode} {path}\n" for inode, path in sorted(shared_mappings()))
+            file.writelines(f"{inode} {path}\n" for inode, path in sorted(_shared_mappings()))
 
     def remove_if_last(self) -> bool:
         """Remove the folder and the mappings that are noted in it, unless another process of the job holds it."""
@@ -128,7 +128,7 @@ class JobFolder:
         return True
 
 
-def shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
+def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
     """(inode, path) of MPI's files in /dev/shm that are mapped by a process."""
     found = set()
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
@@ -144,7 +144,7 @@ def shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
 def remove_leftovers() -> list[str]:
     """Remove what this user's killed jobs left on this machine; returns the folders and files removed."""
     removed = []
-    for root in roots():
+    for root in _roots():
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(root)) if _is_ours(root) else ():
                 path = os.path.join(root, name.removesuffix(_LOCK))
@@ -152,11 +152,11 @@ def remove_leftovers() -> list[str]:
                 if of_a_job and _remove_if_abandoned(path):
                     removed.append(path)
     with contextlib.suppress(OSError):
-        removed += remove_unmapped()
+        removed += _remove_unmapped()
     return removed
 
 
-def remove_unmapped() -> list[str]:
+def _remove_unmapped() -> list[str]:
     """Remove this user's files of MPI that no process maps: of jobs that were killed before they had a folder.
 
     Where processes may be hidden, in a container with numbers of its own, nothing is removed; nor is a file of the last
@@ -176,7 +176,7 @@ def remove_unmapped() -> list[str]:
     for pid in os.listdir("/proc") if left else ():
         if pid.isdigit():
             try:
-                mapped = shared_mappings(pid)
+                mapped = _shared_mappings(pid)
             except PermissionError:
                 if pid != _INIT and _is_process_of_ours(pid):  # it does not show what it maps
                     return []

@@ -35,8 +35,8 @@ from mpistrat.flight_recorder.report import Rank, find_ranks, waits
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Job folders are made in a folder of the test's own."""
-    monkeypatch.setattr(job_folder, "roots", lambda: [str(tmp_path / "jobs")])
-    monkeypatch.setattr(job_folder, "remove_unmapped", list)
+    monkeypatch.setattr(job_folder, "_roots", lambda: [str(tmp_path / "jobs")])
+    monkeypatch.setattr(job_folder, "_remove_unmapped", list)
     return tmp_path / "jobs"
 
 
@@ -110,7 +110,7 @@ def test_a_folder_is_removed_once_nobody_lives(folders: Path) -> None:
     program = f"""
 import os
 from mpistrat.flight_recorder import job_folder
-job_folder.roots = lambda: [{str(folders)!r}]
+job_folder._roots = lambda: [{str(folders)!r}]
 folder, _ = job_folder.JobFolder.create("other-1234")
 print(folder.path, flush=True)
 input()
@@ -183,7 +183,7 @@ def test_only_mappings_of_mpi_are_noted(name: str, of_mpi: bool) -> None:
     path.write_bytes(b"x" * 4096)
     try:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-            assert ((path.stat().st_ino, str(path)) in job_folder.shared_mappings()) == of_mpi
+            assert ((path.stat().st_ino, str(path)) in job_folder._shared_mappings()) == of_mpi
     finally:
         path.unlink()
 

@@ -218,11 +218,11 @@ def test_a_planted_folder_in_shared_memory_is_not_used(
     else:
         planted.mkdir()
         planted.chmod(0o777)
-    monkeypatch.setattr(job_folder, "roots", lambda: [str(planted), str(fallback)])
+    monkeypatch.setattr(job_folder, "_roots", lambda: [str(planted), str(fallback)])
     folder, new = job_folder.JobFolder.create("0123456789")
     assert new
     assert Path(folder.path).parent == fallback
     assert folder.remove_if_last()
-    monkeypatch.setattr(job_folder, "roots", lambda: [str(planted)])
+    monkeypatch.setattr(job_folder, "_roots", lambda: [str(planted)])
     with pytest.raises(OSError, match="planted"):
         job_folder.JobFolder.create("0123456789")
