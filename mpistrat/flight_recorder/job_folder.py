@@ -15,6 +15,7 @@ import time
 
 from mpistrat.private_files import create, make_folder
 
+SHARED_MEMORY = "/dev/shm"
 _LOCK = ".lock"
 _MAPPINGS = "mappings-"
 _RECORD = "rank-"
@@ -62,7 +63,7 @@ def _roots() -> list[str]:
 
     return [
         os.path.join(place, f"mpistrat-{os.getuid()}")
-        for place in ("/dev/shm", tempfile.gettempdir())
+        for place in (SHARED_MEMORY, tempfile.gettempdir())
     ]
 
 
@@ -167,7 +168,7 @@ def _remove_unmapped() -> list[str]:
     old = time.time() - SECONDS_TO_BE_MAPPED
     left = {
         entry.inode(): entry.path
-        for entry in os.scandir("/dev/shm")
+        for entry in os.scandir(SHARED_MEMORY)
         if _OF_MPI.match(entry.path)
         and entry.is_file(follow_symlinks=False)
         and entry.stat(follow_symlinks=False).st_uid == os.getuid()

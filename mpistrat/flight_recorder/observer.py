@@ -299,7 +299,7 @@ class Observer:
         if wait is not None and not wait.lasts():
             return
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
-        written = _write_file(f"{text}\n")
+        written = write_report(f"{text}\n")
         with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
             file.write(text)
         where = f" This report is in {written}." if written else ""
@@ -355,7 +355,7 @@ def _say(text: str) -> None:
         os.write(2, text.encode(errors="replace"))
 
 
-def _write_file(text: str) -> str:
+def write_report(text: str) -> str:
     """The path of a new file in the working directory, else among the temporary ones; "" if neither can be written."""
     import tempfile  # here, because it makes importing mpistrat slower
 

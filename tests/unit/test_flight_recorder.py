@@ -17,27 +17,28 @@ from mpistrat.communicators.waiting import wait_until
 from mpistrat.errors import StallError, TopologyError
 from mpistrat.flight_recorder import job_folder, processes
 from mpistrat.flight_recorder.job_folder import JobFolder, remove_leftovers
-from mpistrat.flight_recorder.observer import Observer
 from mpistrat.flight_recorder.record import (
     ABORT,
-    EXPENDABLE,
     MAX_BOARDS,
     MAX_SITE,
     RAISE,
     RING,
     STALLED,
+    WORD,
     RankRecord,
     text_of,
 )
-from mpistrat.flight_recorder.report import Rank, find_ranks, waits
+from mpistrat.flight_recorder.report import find_ranks, waits
+
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Job folders are made in a folder of the test's own."""
-    monkeypatch.setattr(job_folder, "_roots", lambda: [str(tmp_path / "jobs")])
-    monkeypatch.setattr(job_folder, "_remove_unmapped", list)
-    return tmp_path / "jobs"
+    monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"mpistrat-{os.getuid()}"
 
 
 def new_record(path: str | None, rank: int = 0) -> RankRecord:
@@ -104,23 +105,34 @@ def test_seconds_waited_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.seconds_waited() == 0
 
 
-def test_a_folder_is_removed_once_nobody_lives(folders: Path) -> None:
-    mine, new = JobFolder.create("mine-1234")
-    assert new
-    program = f"""
-import os
+OTHER_PROCESS = """
+import os, sys
 from mpistrat.flight_recorder import job_folder
-job_folder._roots = lambda: [{str(folders)!r}]
-folder, _ = job_folder.JobFolder.create("other-1234")
-print(folder.path, flush=True)
+job_folder.SHARED_MEMORY = sys.argv[1]
+folder, new = job_folder.JobFolder.create(sys.argv[2])
+print(folder.path, "new" if new else "old", flush=True)
 input()
 os.kill(os.getpid(), 9)
 """
+
+
+def other_process(folders: Path, name: str) -> tuple["subprocess.Popen[str]", str, bool]:
+    """It holds the folder until it is given a line. Returns: it, the folder's path, and whether that is new."""
     other = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OTHER_PROCESS, str(folders.parent), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert other.stdout is not None
-    path = other.stdout.readline().strip()
+    path, age = other.stdout.readline().split()
+    return other, path, age == "new"
+
+
+def test_a_folder_is_removed_once_nobody_lives(folders: Path) -> None:
+    mine, new = JobFolder.create("mine-1234")
+    assert new
+    other, path, _ = other_process(folders, "other-1234")
     assert remove_leftovers() == []
     other.communicate("\n")
     assert remove_leftovers() == [path]
@@ -131,11 +143,11 @@ os.kill(os.getpid(), 9)
 
 def test_processes_of_a_job_share_a_folder(folders: Path) -> None:
     first, new = JobFolder.create("job-1234")
-    second, also_new = JobFolder.create("job-1234")
+    other, path, also_new = other_process(folders, "job-1234")
     assert (new, also_new) == (True, False)
-    assert first.path == second.path
+    assert first.path == path
     assert not first.remove_if_last()
-    os.close(second._lock)
+    other.communicate("\n")
     assert first.remove_if_last()
     assert list(folders.iterdir()) == []
 
@@ -177,13 +189,16 @@ def test_noted_mappings_go_with_the_folder(folders: Path, tmp_path: Path) -> Non
     ("name", "of_mpi"),
     [("mpich_shm_test", True), ("sm_segment.test", True), ("my-dataset.npy", False)],
 )
-def test_only_mappings_of_mpi_are_noted(name: str, of_mpi: bool) -> None:
+def test_only_mappings_of_mpi_are_noted(folders: Path, name: str, of_mpi: bool) -> None:
     """A program maps files of its own there, too."""
+    folder, _ = JobFolder.create("job-1234")
     path = Path(f"/dev/shm/{name}.{os.getpid()}")
     path.write_bytes(b"x" * 4096)
     try:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-            assert ((path.stat().st_ino, str(path)) in job_folder._shared_mappings()) == of_mpi
+            folder.remember_mappings(0)
+            noted = Path(folder.path, "mappings-0").read_text().splitlines()
+            assert (f"{path.stat().st_ino} {path}" in noted) == of_mpi
     finally:
         path.unlink()
 
@@ -201,7 +216,7 @@ def test_only_mappings_of_mpi_are_noted(name: str, of_mpi: bool) -> None:
 def test_what_mpi_left_and_nobody_maps_is_removed(
     name: str, age: float, mapped: bool, stays: bool
 ) -> None:
-    if os.stat("/proc/self/ns/pid").st_ino != job_folder._INITIAL_PID_NAMESPACE:
+    if os.stat("/proc/self/ns/pid").st_ino != INITIAL_PID_NAMESPACE:
         pytest.skip("needs the initial PID namespace, where no process is hidden")
     path = Path(f"/dev/shm/{name}.{os.getpid()}")
     path.write_bytes(b"x" * 4096)
@@ -237,30 +252,25 @@ def test_who_is_missing(folders: Path) -> None:
     assert [rank.number for rank in wait.missing] == [1]
 
 
-def pair() -> tuple[RankRecord, BoardAgreement, RankRecord, BoardAgreement]:
-    records = [new_record(None, rank) for rank in range(2)]
-    boards = [record.new_board(7, 2) for record in records]
-    agreements = [
-        BoardAgreement(
-            Station(records[i], boards[i], [(records[1 - i].words, boards[1 - i])], False)  # type: ignore[arg-type, list-item]
-        )
-        for i in range(2)
-    ]
-    return records[0], agreements[0], records[1], agreements[1]
+def of_the_second(word: int) -> BoardAgreement:
+    """Rank 1's agreement with rank 0, which has written `word`."""
+    first, second = (new_record(None, rank) for rank in range(2))
+    theirs, mine = first.new_board(7, 2), second.new_board(7, 2)
+    assert theirs is not None
+    assert mine is not None
+    first.words[theirs + WORD] = word
+    return BoardAgreement(Station(second, mine, [(first.words, theirs)], False))
 
 
 @pytest.mark.parametrize("calls", [1, 255, 256])
 def test_a_board_compares(calls: int) -> None:
-    first, one, _, two = pair()
-    first.words[one._mine] = 12 << 8 | calls & 0xFF
-    assert two.agree(calls, 12)
-    assert not two.agree(calls, 13)
+    agreement = of_the_second(12 << 8 | calls & 0xFF)
+    assert agreement.agree(calls, 12)
+    assert not agreement.agree(calls, 13)
 
 
 def test_a_rank_that_is_one_call_ahead_has_agreed() -> None:
-    first, one, _, two = pair()
-    first.words[one._mine] = 99 << 8 | (256 & 0xFF)
-    assert two.agree(255, 12)
+    assert of_the_second(99 << 8 | (256 & 0xFF)).agree(255, 12)
 
 
 def test_waiting_ends_with_a_reported_stall() -> None:
@@ -330,9 +340,11 @@ def test_limits_of_the_environment() -> None:
 RANK = """
 import os, sys
 from mpistrat.flight_recorder.job_folder import record_of
-from mpistrat.flight_recorder.record import RankRecord
-record = RankRecord(record_of(sys.argv[1], 0), create=True)
-record.start(0, 1, "node7", 60.0, 1)
+from mpistrat.flight_recorder.record import EXPENDABLE, RankRecord
+rank, size, expendable = map(int, sys.argv[2:])
+record = RankRecord(record_of(sys.argv[1], rank), create=True)
+record.start(rank, size, "node7", 60.0, 1)
+record.words[EXPENDABLE] = expendable
 print("ready", flush=True)
 input()
 """
@@ -356,7 +368,8 @@ def test_the_observer_reports_only_who_is_dead(folders: Path, tmp_path: Path, pi
     folder, _ = JobFolder.create("job-1234")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     program = [sys.executable, "-c"]
-    rank = subprocess.Popen([*program, RANK, folder.path], **pipes)  # type: ignore[call-overload]
+    alone = [folder.path, "0", "1", "0"]
+    rank = subprocess.Popen([*program, RANK, *alone], **pipes)  # type: ignore[call-overload]
     assert rank.stdout.readline() == "ready\n"
     observer = subprocess.Popen(
         [*program, OBSERVER, pidfds],
@@ -380,14 +393,16 @@ def test_the_observer_reports_only_who_is_dead(folders: Path, tmp_path: Path, pi
 
 
 def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
-    folder, _ = JobFolder.create("job-1234")
-    dead = subprocess.Popen([sys.executable, "-c", RANK, folder.path], stdin=subprocess.PIPE)
+    other, path, _ = other_process(folders, "job-1234")
+    dead = subprocess.Popen(
+        [sys.executable, "-c", RANK, path, "0", "1", "0"], stdin=subprocess.PIPE
+    )
     dead.communicate(b"\n")
-    os.close(folder._lock)
+    other.communicate("\n")
     observer = subprocess.Popen(
         [sys.executable, "-c", OBSERVER, "with"], stdin=subprocess.PIPE, cwd=tmp_path
     )
-    observer.communicate(f"{folder.path}\n".encode(), timeout=50)
+    observer.communicate(f"{path}\n".encode(), timeout=50)
     assert list(folders.iterdir()) == []
 
 
@@ -395,25 +410,44 @@ def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
     ("size", "told"), [(4, "the others go on without it"), (2, "Ending the job")]
 )
 def test_a_node_that_loses_all_its_ranks(
-    folders: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    size: int,
-    told: str,
+    folders: Path, tmp_path: Path, size: int, told: str
 ) -> None:
     """In an elastic job it is let go, if there are ranks on other nodes."""
-    monkeypatch.chdir(tmp_path)
-    observer = Observer(JobFolder.create("job-1234")[0])
-    for number in range(2):
-        record = RankRecord(None)
-        record.start(number, size, "node7", 60.0, 1)
-        record.words[EXPENDABLE] = 1
-        observer._ranks[number] = Rank(record, "")
-        observer._dies(observer._ranks[number], signal.SIGKILL)
-    observer._judge_deaths()
-    assert told in capfd.readouterr().err
-    assert all(rank.lost == (size == 4) for rank in observer._ranks.values())
+    other, path, _ = other_process(folders, "job-1234")
+    program = [sys.executable, "-c"]
+    ranks = [
+        subprocess.Popen(
+            [*program, RANK, path, str(number), str(size), "1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for number in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"ready\n"
+    observer = subprocess.Popen(
+        [*program, OBSERVER, "with"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+    )
+    assert observer.stdin is not None
+    assert observer.stdout is not None
+    observer.stdin.write(f"{path}\n")
+    observer.stdin.flush()
+    assert observer.stdout.readline() == "watching\n"
+    other.communicate("\n")
+    for rank in ranks:
+        rank.kill()
+    _, said = observer.communicate(timeout=50)
+    for rank in ranks:
+        rank.communicate()
+    assert told in said
+    assert said.count("; the others go on without it") == (2 if size == 4 else 0)
+    assert ("Ending the job" in said) == (size == 2)
 
 
 BUSY_THREADS = """

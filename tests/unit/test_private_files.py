@@ -196,12 +196,12 @@ def test_a_report_does_not_follow_a_planted_link(
     monkeypatch.chdir(shared)
     name = f"mpistrat-report-now-{os.getpid()}.txt"
     (shared / name).symlink_to(mine)
-    assert observer._write_file("what happened") == str(temporary / name)
+    assert observer.write_report("what happened") == str(temporary / name)
     assert mine.read_text() == "precious"
     assert mode(temporary / name) == 0o600
     (temporary / name).unlink()
     (temporary / name).symlink_to(mine)
-    assert observer._write_file("what happened") == ""
+    assert observer.write_report("what happened") == ""
     assert mine.read_text() == "precious"
 
 
@@ -209,7 +209,9 @@ def test_a_report_does_not_follow_a_planted_link(
 def test_a_planted_folder_in_shared_memory_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
 ) -> None:
-    planted, fallback = tmp_path / "planted", tmp_path / "fallback"
+    name = f"mpistrat-{os.getuid()}"
+    planted, fallback = tmp_path / "planted" / name, tmp_path / "fallback" / name
+    planted.parent.mkdir()
     if trap == "link":
         (tmp_path / "theirs").mkdir(0o700)
         planted.symlink_to(tmp_path / "theirs")
@@ -218,11 +220,12 @@ def test_a_planted_folder_in_shared_memory_is_not_used(
     else:
         planted.mkdir()
         planted.chmod(0o777)
-    monkeypatch.setattr(job_folder, "_roots", lambda: [str(planted), str(fallback)])
+    monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(planted.parent))
+    monkeypatch.setattr("tempfile.tempdir", str(fallback.parent))
     folder, new = job_folder.JobFolder.create("0123456789")
     assert new
     assert Path(folder.path).parent == fallback
     assert folder.remove_if_last()
-    monkeypatch.setattr(job_folder, "_roots", lambda: [str(planted)])
+    monkeypatch.setattr("tempfile.tempdir", str(planted.parent))
     with pytest.raises(OSError, match="planted"):
         job_folder.JobFolder.create("0123456789")

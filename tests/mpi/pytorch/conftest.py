@@ -3,7 +3,7 @@
 import pytest
 
 import mpistrat as ms
-from support.training.ways_to_mirror import _one_thread_per_rank as _one_thread_per_rank
+from support.training.ways_to_mirror import one_thread_per_rank as one_thread_per_rank
 from support.training.ways_to_mirror import strategy as strategy
 
 

@@ -11,7 +11,7 @@ import mpistrat as ms
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread_per_rank() -> None:
+def one_thread_per_rank() -> None:
     torch.set_num_threads(1)
 
 
