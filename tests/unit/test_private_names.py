@@ -29,15 +29,6 @@ ALLOWED = {
     "unit/coordinator/test_per_worker.py": {"_dispatcher", "_workers"},
     "unit/parameter_server/test_post.py": {"_early"},
     "unit/parameter_server/test_server.py": {"_clock", "_optimizers", "_tell_ended"},
-    "unit/test_flight_recorder.py": {
-        "_INITIAL_PID_NAMESPACE",
-        "_dies",
-        "_judge_deaths",
-        "_lock",
-        "_mine",
-        "_ranks",
-    },
-    "unit/test_private_files.py": {"_write_file"},
     "unit/trace/test_merging.py": {"_file"},
     # What is inside is what the test is about.
     "launch/programs/deterministic.py": {"_shared"},
