@@ -39,7 +39,7 @@ CLEARLY = 1.25
 
 Way = Callable[[np.ndarray], object]
 
-_of_this_job: dict[str, Costs] = {}  # by key, where this process is the first rank
+costs_of_this_job: dict[str, Costs] = {}  # by key, where this process is the first rank
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def costs_of(
     if known is None:
         measured = measure(ways, SIZES, communicator, seconds, asleep)
         if communicator.rank == 0:
-            known = _of_this_job[repr(key)] = _fitted(ways, measured, seconds)
+            known = costs_of_this_job[repr(key)] = _fitted(ways, measured, seconds)
             if folder is not None and known.ways and not known.disturbed:
                 cost_cache.write(folder, key, dict(known.ways))
         known = communicator.broadcast_object(known)
@@ -125,8 +125,8 @@ def costs_of(
 
 def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> Costs | None:
     """What another communicator of this process has measured, or another job."""
-    if repr(key) in _of_this_job:
-        return _of_this_job[repr(key)]
+    if repr(key) in costs_of_this_job:
+        return costs_of_this_job[repr(key)]
     found = None if folder is None else cost_cache.read(folder, key)
     if folder is None or found is None or found[0].keys() != ways.keys():
         return None

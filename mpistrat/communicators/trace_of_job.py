@@ -52,7 +52,7 @@ def traced(
         )
     if not _comms:
         job_end.also(timeline, _complete)
-    _compare_clocks(comm, timeline)
+    compare_clocks(comm, timeline)
     _comms.append(comm)
     return TracedCommunicator(inner, name, station, check, timeline)
 
@@ -63,14 +63,14 @@ def _complete() -> None:
     assert timeline is not None
     whole = [comm for comm in _comms if not job_end.has_lost_a_rank(comm)]
     for comm in whole:
-        _compare_clocks(comm, timeline)
+        compare_clocks(comm, timeline)
     timeline.close()
     for comm in whole:
-        _gather_parts(comm, timeline)
+        gather_parts(comm, timeline)
     of_process.all_parts_are_there()
 
 
-def _compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
+def compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
     """Rank 0's with one rank's of each other clock. Collective; takes as long as 20 short messages to each."""
     names = comm.allgather(timeline.clock)
     others = [names.index(name) for name in dict.fromkeys(names)][1:]
@@ -92,7 +92,7 @@ def _compare_clocks(comm: MPI.Intracomm, timeline: Timeline) -> None:
         timeline.add_comparison(names[0], found.at, found.ahead, found.error)
 
 
-def _gather_parts(comm: MPI.Intracomm, timeline: Timeline) -> None:
+def gather_parts(comm: MPI.Intracomm, timeline: Timeline) -> None:
     """To the job's rank 0, those that it does not see in the folder: of nodes that do not share it. Collective."""
     headers = comm.gather(timeline.header)
     ranks = comm.gather(timeline.rank)

@@ -16,7 +16,7 @@ from mpistrat.parameter_server.unpickling import Unreadable
 
 # Of a message: what it is, then what it says.
 _NOTICE, _REQUEST, _ANSWER, _REFUSAL = range(4)
-_SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it should
+SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it should
 
 Handler = Callable[[int, Any], None]
 
@@ -68,6 +68,7 @@ class Post:
         name_of: how people call a rank, such as "ps 0 (rank 3)".
         stall_seconds: how long a rank may take to answer a request; 0 is for ever.
     Attributes:
+        stall_seconds: as given.
         what_died: what is said of a rank that has died.
     """
 
@@ -78,7 +79,7 @@ class Post:
         self.mail = mail
         self.rank, self.size = mail.rank, mail.size
         self.name_of = name_of
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
         self._handlers: dict[str, Handler] = {}
         self._early: dict[str, list[tuple[int, Any]]] = {}  # what came before its handler
@@ -147,16 +148,16 @@ class Post:
             else:
                 with self._news:
                     if not until():
-                        pause = _SECONDS_BEHIND_ANOTHER
+                        pause = SECONDS_BEHIND_ANOTHER
                         self._news.wait(pause if left is None else min(left, pause))
         return True
 
     def wait_for(self, reply: Reply, limited: bool = True) -> None:
         """Attend until the reply has come. Raises: StallError, if the wait is limited; else that is only told."""
-        if self.attend(lambda: reply.come, self._stall_seconds or None):
+        if self.attend(lambda: reply.come, self.stall_seconds or None):
             return
         waited = (
-            f"{self.name_of(self.rank)} has waited {self._stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
+            f"{self.name_of(self.rank)} has waited {self.stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
             f"{self.name_of(reply.to)} to answer {reply.kind!r}"
         )
         if limited:

@@ -393,9 +393,9 @@ def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monke
             return
         makes = strategy.extended.makes_variables
         post = strategy.extended.job.post
-        limit = post._stall_seconds
+        limit = post.stall_seconds
         if not makes:
-            post._stall_seconds = 0.01  # it is not the server that the others wait for
+            post.stall_seconds = 0.01  # it is not the server that the others wait for
 
         def whole():
             time.sleep(0.2)
@@ -423,7 +423,7 @@ def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monke
                 variable(strategy, part if when == "second part" else whole, name="w", **how)
         when = "the next"
         one = variable(strategy, whole, name="w")
-        post._stall_seconds = limit
+        post.stall_seconds = limit
         one.assign_add(np.ones((4, 3), "f4"))  # no barrier: where this test fails, it ends
         assert (one.numpy() >= 1).all()
 

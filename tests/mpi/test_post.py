@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpistrat import errors
 from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.mpi_messages import _BUFFERS, _HEAD, MpiMessages
+from mpistrat.parameter_server.mpi_messages import BUFFERS, HEAD, MpiMessages
 from mpistrat.parameter_server.post import Post
 
 WORLD = MPI.COMM_WORLD
@@ -144,7 +144,7 @@ def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
     tickets = {}
     talk.post.handle("later", lambda source, asked: tickets.update({source: asked.ticket}))
     talk.post.handle("now", lambda source, _: talk.post.answer(source, tickets[source], 5))
-    monkeypatch.setattr(talk.post, "_stall_seconds", 0.1)
+    monkeypatch.setattr(talk.post, "stall_seconds", 0.1)
     told = []
 
     def tell(text: str) -> None:
@@ -180,7 +180,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
     messages = MpiMessages(comm)
     sent = np.zeros(100_000, np.uint8)
     head = pickle.dumps((b"", [len(sent)]), protocol=5)
-    requests = [comm.Isend([head, MPI.BYTE], RANK, _HEAD)]
+    requests = [comm.Isend([head, MPI.BYTE], RANK, HEAD)]
     end = time.monotonic() + 40
     while not (arriving := messages._arriving.get(RANK)) or arriving[0]._buffers is None:
         assert list(messages.read()) == []
@@ -191,7 +191,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
     messages.flush()
     gc.collect()
     assert buffers() is not None
-    requests.append(comm.Isend([sent, MPI.BYTE], RANK, _BUFFERS))
+    requests.append(comm.Isend([sent, MPI.BYTE], RANK, BUFFERS))
     while buffers() is not None:
         messages.flush()
         assert time.monotonic() < end
@@ -201,7 +201,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
 
 def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:
     talk.post.handle("nothing", lambda source, asked: None)
-    monkeypatch.setattr(talk.post, "_stall_seconds", 0.3)
+    monkeypatch.setattr(talk.post, "stall_seconds", 0.3)
     reply = talk.post.ask(OTHERS[0], "nothing")
     with pytest.raises(errors.StallError, match=rf"rank {OTHERS[0]} to answer 'nothing'"):
         reply.wait()

@@ -40,13 +40,13 @@ class Traced:
         self.timeline = Timeline(str(self.folder), RANK, SIZE, "node", clock)
         inner = MpiCommunicator(self.comm)
         self.communicator = TracedCommunicator(inner, "tests", None, check, self.timeline)
-        trace_of_job._compare_clocks(self.comm, self.timeline)
+        trace_of_job.compare_clocks(self.comm, self.timeline)
 
     def events(self) -> list[dict]:
         """What rank 0 makes of all parts, on every rank."""
-        trace_of_job._compare_clocks(self.comm, self.timeline)
+        trace_of_job.compare_clocks(self.comm, self.timeline)
         self.timeline.close()
-        trace_of_job._gather_parts(self.comm, self.timeline)
+        trace_of_job.gather_parts(self.comm, self.timeline)
         events = error = None
         if RANK == 0:
             merged = merging.merge(str(self.folder))

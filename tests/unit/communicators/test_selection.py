@@ -19,7 +19,7 @@ FLOOR = 1 << 15
 
 @pytest.fixture(autouse=True)
 def of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_of_this_job", {})
+    monkeypatch.setattr(selection, "costs_of_this_job", {})
     monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 0.0)  # what runs beside tests is not theirs
 
 
@@ -82,7 +82,7 @@ def test_a_way_that_sleeps_is_not_disturbed(clock: Clock, monkeypatch: pytest.Mo
     costs = costs_of(ways, ALONE, "", [1], asleep=["asleep"])
     assert not costs.disturbed
     assert costs.cheaper_from("asleep", "awake", FLOOR) == math.inf
-    monkeypatch.setattr(selection, "_of_this_job", {})
+    monkeypatch.setattr(selection, "costs_of_this_job", {})
     assert costs_of(ways, ALONE, "", [1]).disturbed
 
 
@@ -98,7 +98,7 @@ def test_no_home_is_named(clock: Clock, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MPISTRAT_CACHE", str(tmp_path / "cache"))
     costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1])
-    selection._of_this_job.clear()
+    selection.costs_of_this_job.clear()
     told = costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1]).explain()
     assert "read from ~/cache/costs-" in told
     assert str(tmp_path) not in told
@@ -149,7 +149,7 @@ def test_a_file_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     first, measured = anew()
     assert measured
     assert anew() == (first, False)  # another communicator
-    selection._of_this_job.clear()  # another job
+    selection.costs_of_this_job.clear()  # another job
     again, measured = anew()
     assert not measured
     assert again.ways == first.ways
@@ -161,7 +161,7 @@ def test_a_file_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert anew(ranks=4)[0].disturbed
     assert len(list(tmp_path.iterdir())) == 3
     assert not anew(ranks=4)[1]
-    selection._of_this_job.clear()
+    selection.costs_of_this_job.clear()
     assert anew(ranks=4)[1]
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert anew()[1]
