@@ -21,7 +21,7 @@ from mpistrat.notices import tell
 
 T = TypeVar("T")
 
-_SECONDS_TO_BE_SEEN = 5.0
+SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
 
 
@@ -344,7 +344,7 @@ def _wait_to_see(folder: str) -> None:
     """A folder that rank 0 has just made, on a file system that may take a moment to show it."""
     started = time.monotonic()
     while not os.path.isdir(folder):
-        if time.monotonic() - started > _SECONDS_TO_BE_SEEN:
+        if time.monotonic() - started > SECONDS_TO_BE_SEEN:
             raise FileNotFoundError(
                 f"{folder}, which rank 0 has made, is not there: the directory of checkpoints must be on a file system "
                 "that all ranks see"

@@ -10,7 +10,7 @@ from mpistrat.cluster_resolver.listed_tasks import require_client, topology_of_l
 from mpistrat.errors import UnavailableError
 from mpistrat.topology import Topology
 
-_SECONDS = 15.0  # for each answer, and to ask again for it while the service is busy
+SECONDS = 15.0  # for each answer, and to ask again for it while the service is busy
 
 
 class GCEClusterResolver(ClusterResolver):
@@ -101,8 +101,8 @@ class GCEClusterResolver(ClusterResolver):
             self._clients = groups, compute_v1.InstancesClient(**self._options)
         groups, instances = self._clients
         running = {"instance_state": "RUNNING"}
-        again = Retry(if_exception_type(ServiceUnavailable), initial=0.3, timeout=_SECONDS)
-        limits: dict[str, Any] = {"timeout": _SECONDS, "retry": again}
+        again = Retry(if_exception_type(ServiceUnavailable), initial=0.3, timeout=SECONDS)
+        limits: dict[str, Any] = {"timeout": SECONDS, "retry": again}
         listed = groups.list_instances(
             {
                 **self._place,

@@ -29,7 +29,7 @@ from mpistrat.communicators.wrapping import WrappingCommunicator
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16
 # Bytes that go to one rank at a time, while there are few; of each of _ON_THEIR_WAY pieces of the buffer.
-_TO_EACH = 1 << 18
+TO_EACH = 1 << 18
 _MOST_RANKS = 16
 _ON_THEIR_WAY = 4
 # By how much pieces may be dearer than MPI's own: a core that is left to the program is worth as much.
@@ -129,7 +129,7 @@ class PatientCommunicator(WrappingCommunicator):
                 "this rank cannot combine large values with other nodes any more: it left a sum in its middle, for "
                 f"{type(self._torn).__name__}, and others may wait for its part. Save what you need and end the program"
             ) from self._torn
-        length = _TO_EACH * min(self.size, _MOST_RANKS)
+        length = TO_EACH * min(self.size, _MOST_RANKS)
         pieces = [
             slice(first, min(first + length, len(source)))
             for first in range(0, len(source), length)

@@ -18,7 +18,7 @@ from mpistrat.notices import tell
 # What a rank has to say; the greatest of all ranks counts.
 NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2
 _LEVEL_SHIFT = 8  # below it, the number of the signal
-_SECONDS_BETWEEN_POLLS = 1.0
+SECONDS_BETWEEN_POLLS = 1.0
 # As TensorFlow has it: so many mean steps before the end of the grace period, the last checkpoint is written.
 _STEPS_BEFORE_THE_END = 6
 
@@ -120,7 +120,7 @@ def _poll(watcher: Callable[[], bool], of: weakref.ref[_Watcher], stop: threadin
                     "the termination watcher fails, and will be asked again: "
                     f"{type(error).__name__}: {error}"
                 )
-        if stop.wait(0 if seen else _SECONDS_BETWEEN_POLLS):
+        if stop.wait(0 if seen else SECONDS_BETWEEN_POLLS):
             return
     owner = of()
     if owner is not None:

@@ -54,7 +54,7 @@ def find_divergence(
         return None
     key = differing[0]
     name = digested[key].name
-    copies = _Copies([theirs[key] for theirs in everyone])
+    copies = Copies([theirs[key] for theirs in everyone])
     told = copies.descriptions() or _differences(strategy, key, copies)
     if len(told) > _MOST_TOLD:
         told[_MOST_TOLD:] = [f"and {len(told) - _MOST_TOLD} more"]
@@ -80,7 +80,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MOST_TOLD] + ["…"] * (len(names) > _MOST_TOLD))
 
 
-class _Copies:
+class Copies:
     """All ranks' copies of one thing, grouped by their digests.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Copies:
         ]
 
 
-def _differences(strategy: Strategy, key: Key, copies: _Copies) -> list[str]:
+def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     """A line for each copy that differs from the reference, which is sent to all."""
     communicator = strategy.extended.communicator
     own = mirrored_state(strategy)[key].copies

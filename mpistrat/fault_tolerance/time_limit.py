@@ -11,7 +11,7 @@ from mpistrat.cluster_resolver.slurm_job import SlurmJob
 from mpistrat.notices import tell
 
 # It asks again after a tenth of the time that is left: limits can change.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 10.0, 600.0
 _SECONDS_TO_ANSWER = 30.0
 
 
@@ -61,5 +61,5 @@ def _ask_again_and_again(job: SlurmJob, end: _End, known: bool, stop: threading.
                     "TerminationConfig(end_time=...) gives it"
                 )
         left = (end.time - time.time()) / 10
-        if stop.wait(min(max(left, _SHORTEST_PAUSE), _LONGEST_PAUSE)):
+        if stop.wait(min(max(left, SHORTEST_PAUSE), LONGEST_PAUSE)):
             return

@@ -16,7 +16,7 @@ from mpistrat.parameter_server.post import Asked, Post
 # Requests, in this order: hold; let these through; and a notice: go on.
 HOLD, ADMIT, RELEASE = "hold", "admit", "release"
 # Of each client, and part: it waits for one before it begins the next, in each of its threads.
-_REMEMBERED = 16
+REMEMBERED = 16
 
 
 # Of a push: its client, its number, and which part.
@@ -55,7 +55,7 @@ class Gate:
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[tuple[int, Asked]] = deque()  # who wants to hold it after that
-        self._let: _Let = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._let: _Let = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._admitted: set[_Part] = set()
         self._asked: Asked | None = None  # to admit them
         post.handle(HOLD, self._hold)
@@ -146,4 +146,4 @@ def not_yet_everywhere(
 def _knows(let: Sequence[Push], number: int) -> bool:
     """Whether this is among what a server has let through, or so old that it does not remember."""
     known = [push.number for push in let]
-    return number in known or (len(known) == _REMEMBERED and number < min(known))
+    return number in known or (len(known) == REMEMBERED and number < min(known))

@@ -19,11 +19,13 @@ class KeptCopies:
     Args:
         store: this server's own, beside which the copies are, and to which they come when the other has died.
         gate: through which what the other has let is let here, too, for who asks this server in its place.
+    Attributes:
+        copies: a store of their own.
     """
 
     def __init__(self, post: Post, store: Store, gate: Gate) -> None:
         self._post, self._own, self._gate = post, store, gate
-        self._store = Store(beside=store)
+        self.copies = Store(beside=store)
         self._is_over = False  # the other's changes do not count any more
         self.primary: int | None = None  # the other server, once it has passed something on
         self.names: dict[int, str] = {}  # of the arrays, by key
@@ -41,12 +43,12 @@ class KeptCopies:
                 f"{self.given_up[key]!r} is lost: the server that kept it has died, and its replica had been given up "
                 "before; the job must be started again, from its last checkpoint"
             )
-        return key in self._store.by_key
+        return key in self.copies.by_key
 
     def become_own(self) -> None:
         """The other server has died; what it may still have sent counts no more, for clients ask again, here."""
         self._is_over = True
-        self._own.adopt(self._store)
+        self._own.adopt(self.copies)
 
     def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
         number, kind, source, change = body
@@ -58,7 +60,7 @@ class KeptCopies:
     def _make(self, kind: str, source: int, change: Any) -> None:
         if self._is_over:  # nobody hears this, but one that lives, against all evidence
             raise RuntimeError("another server has taken over")
-        store = self._store
+        store = self.copies
         if kind == requests.CREATE:
             self.names[change.key] = store.create(change).name
         elif kind == requests.UPDATE:
@@ -81,4 +83,4 @@ class KeptCopies:
 
     def _give_up(self) -> None:
         self.given_up, self.names = self.names, {}
-        self._store = Store(beside=self._own)  # with it go the arrays, and their optimizers' state
+        self.copies = Store(beside=self._own)  # with it go the arrays, and their optimizers' state

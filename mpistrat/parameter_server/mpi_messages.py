@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpistrat.communicators.fault_tolerant import tells_of_loss
 from mpistrat.parameter_server.unpickling import read_message
 
-_HEAD, _BUFFERS = 1, 2  # tags
+HEAD, BUFFERS = 1, 2  # tags
 
 
 class MpiMessages:
@@ -39,8 +39,8 @@ class MpiMessages:
         raw = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
         first = pickle.dumps((head, [len(one) for one in raw]), protocol=5)
         with self._until_loss_of(to):
-            requests = [self._comm.Isend([first, MPI.BYTE], to, _HEAD)]
-            requests += [self._comm.Isend([one, MPI.BYTE], to, _BUFFERS) for one in raw if len(one)]
+            requests = [self._comm.Isend([first, MPI.BYTE], to, HEAD)]
+            requests += [self._comm.Isend([one, MPI.BYTE], to, BUFFERS) for one in raw if len(one)]
             self._sent.append((to, requests, (first, raw)))
         self.flush()
 
@@ -104,7 +104,7 @@ class MpiMessages:
 
     def _probe(self, status: MPI.Status) -> MPI.Message | None:
         try:
-            return self._comm.Improbe(MPI.ANY_SOURCE, _HEAD, status)
+            return self._comm.Improbe(MPI.ANY_SOURCE, HEAD, status)
         except MPI.Exception as error:
             if not tells_of_loss(error):
                 raise
@@ -129,7 +129,7 @@ class _Arriving:
             self._head, lengths = pickle.loads(self._first)
             self._buffers = [np.empty(length, np.uint8) for length in lengths]
             self._requests = [
-                self._comm.Irecv([buffer, MPI.BYTE], self._source, _BUFFERS)
+                self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
                 for buffer in self._buffers
                 if len(buffer)
             ]

@@ -16,7 +16,7 @@ from mpistrat.parameter_server.unpickling import Unreadable
 
 # Of a message: what it is, then what it says.
 _NOTICE, _REQUEST, _ANSWER, _REFUSAL = range(4)
-_SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it should
+SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it should
 
 Handler = Callable[[int, Any], None]
 
@@ -68,6 +68,7 @@ class Post:
         name_of: how people call a rank, such as "ps 0 (rank 3)".
         stall_seconds: how long a rank may take to answer a request; 0 is for ever.
     Attributes:
+        stall_seconds: as given.
         what_died: what is said of a rank that has died.
     """
 
@@ -147,7 +148,7 @@ class Post:
             else:
                 with self._news:
                     if not until():
-                        pause = _SECONDS_BEHIND_ANOTHER
+                        pause = SECONDS_BEHIND_ANOTHER
                         self._news.wait(pause if left is None else min(left, pause))
         return True
 

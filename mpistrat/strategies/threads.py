@@ -11,7 +11,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.notices import tell
 from mpistrat.topology import Topology
 
-_announced = False
+announced = False
 
 
 def share_cores(
@@ -28,7 +28,7 @@ def share_cores(
     Returns: that number; None if not deterministic.
     Raises: CollectiveMismatchError on all ranks when `deterministic`, or that number, differs among them.
     """
-    global _announced
+    global announced
     fixed = fixed_threads() if deterministic else None
     if communicator.size == 1:
         if fixed is not None:
@@ -47,8 +47,8 @@ def share_cores(
     local = [set(cpus) for node, cpus, _ in everyone if node == topology.node]
     threads = intra_op_threads(mine, local)
     _set_threads(threads)
-    if communicator.rank == 0 and not _announced:
-        _announced = True
+    if communicator.rank == 0 and not announced:
+        announced = True
         tell(
             f"{threads} compute thread{'s' * (threads > 1)} per rank ({len(local)} ranks of "
             f"this node share {len(set().union(*local))} cores); set OMP_NUM_THREADS to choose"

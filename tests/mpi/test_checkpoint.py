@@ -452,7 +452,7 @@ def test_a_directory_that_cannot_be_written(directory):
 @several_ranks
 def test_a_directory_that_one_rank_does_not_see(directory, monkeypatch):
     """As on nodes with a /tmp of their own."""
-    monkeypatch.setattr(checkpoint_manager, "_SECONDS_TO_BE_SEEN", 0.1)
+    monkeypatch.setattr(checkpoint_manager, "SECONDS_TO_BE_SEEN", 0.1)
     if RANK == LAST:
         monkeypatch.setattr(checkpoint_manager.os.path, "isdir", lambda path: False)
     manager = manager_of(directory)

@@ -174,7 +174,7 @@ def test_a_constructor_that_one_rank_skips():
 def unset_threads(monkeypatch):
     for name in THREAD_COUNTS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "_announced", False)
+    monkeypatch.setattr(threads, "announced", False)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -42,7 +42,7 @@ def own_way(request):
     communicator.costs, communicator.smallest = Costs(), 0.0  # always, and in many pieces
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patient, "SMALLEST", 8)
-        patch.setattr(patient, "_TO_EACH", 1 << 14)
+        patch.setattr(patient, "TO_EACH", 1 << 14)
         yield communicator
 
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpistrat import errors
 from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.mpi_messages import _BUFFERS, _HEAD, MpiMessages
+from mpistrat.parameter_server.mpi_messages import BUFFERS, HEAD, MpiMessages
 from mpistrat.parameter_server.post import Post
 
 WORLD = MPI.COMM_WORLD
@@ -180,7 +180,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
     messages = MpiMessages(comm)
     sent = np.zeros(100_000, np.uint8)
     head = pickle.dumps((b"", [len(sent)]), protocol=5)
-    requests = [comm.Isend([head, MPI.BYTE], RANK, _HEAD)]
+    requests = [comm.Isend([head, MPI.BYTE], RANK, HEAD)]
     end = time.monotonic() + 40
     while not (arriving := messages._arriving.get(RANK)) or arriving[0]._buffers is None:
         assert list(messages.read()) == []
@@ -191,7 +191,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender() -> None:
     messages.flush()
     gc.collect()
     assert buffers() is not None
-    requests.append(comm.Isend([sent, MPI.BYTE], RANK, _BUFFERS))
+    requests.append(comm.Isend([sent, MPI.BYTE], RANK, BUFFERS))
     while buffers() is not None:
         messages.flush()
         assert time.monotonic() < end

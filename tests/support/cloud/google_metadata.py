@@ -24,13 +24,14 @@ class MetadataServer:
     asked: list[str] = field(default_factory=list)
     busy: int = 0  # so many requests are answered by 503 before others
     seconds: float = 0.0  # that each answer takes
+    wanted: str = "Google"  # the header that requests must have
     flavor: str = "Google"  # the header of its answers
 
     def answer(self, request: Request) -> Answer:
         path = request.path.removeprefix(ROOT)
         self.asked.append(path)
         time.sleep(self.seconds)
-        if request.headers.get("Metadata-Flavor") != "Google":
+        if request.headers.get("Metadata-Flavor") != self.wanted:
             return self._answer(403, "Forbidden")
         if self.busy > 0:
             self.busy -= 1

@@ -142,7 +142,7 @@ class Threads:
 
     def stop(self) -> None:
         self._ended = True
-        self.coordinator._dispatcher.end()
+        self.coordinator.end()
         for post in self.job.values():
             post.inbox.put(None)
 

@@ -288,12 +288,14 @@ def test_the_longest_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Directory, "keep_newest", late)
     now = 100.0
     monkeypatch.setattr(checkpoint_manager.time, "monotonic", lambda: now)
+    before = set(threading.enumerate())
     manager.save(1, wait=False)
     assert manager.seconds_to_save == 0.0
     now = 103.0
+    (writer,) = set(threading.enumerate()) - before
     may_finish.set()
-    assert manager._saving is not None
-    assert manager._saving.finished.wait(30)
+    writer.join(30)
+    assert not writer.is_alive()
     assert manager.seconds_to_save == 3.0
     manager.save(2)
     assert manager.seconds_to_save == 3.0
@@ -692,8 +694,12 @@ def test_a_directory_that_cannot_be_read_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(Checkpoint(c=Counter(7)), tmp_path)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
     with monkeypatch.context() as broken:
-        broken.setattr(Directory, "_names", lambda self: os.listdir(tmp_path / "none"))
-        with pytest.raises(FileNotFoundError):
+        broken.setattr(os, "listdir", refuse)
+        with pytest.raises(PermissionError):
             manager.save(1)
     assert manager.save(1).endswith("step-00000001")

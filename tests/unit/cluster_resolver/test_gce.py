@@ -69,7 +69,7 @@ def test_a_busy_service_is_asked_again(server):
 
 
 def test_a_service_that_stays_busy(server, monkeypatch):
-    monkeypatch.setattr("mpistrat.cluster_resolver.gce._SECONDS", 1.0)
+    monkeypatch.setattr("mpistrat.cluster_resolver.gce.SECONDS", 1.0)
     server.busy = 1000
     with pytest.raises(UnavailableError, match=r"cannot be listed: .*503"):
         resolver_of(server).cluster_spec()

@@ -1,6 +1,8 @@
 """MPISTRAT_TRACE."""
 
+import importlib
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,8 +11,10 @@ from mpistrat.cluster_resolver.trace_folder import trace_folder
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_taken", None)
+def as_in_a_new_process() -> Iterator[None]:
+    importlib.reload(module)
+    yield
+    importlib.reload(module)
 
 
 def test_nothing_is_traced_unless_a_folder_is_named() -> None:

@@ -41,6 +41,11 @@ def fail(text: str = "no") -> None:
     raise KeyError(text)
 
 
+def fail_after(waiting: Waiting) -> None:
+    waiting()
+    fail()
+
+
 def test_results_and_structures(start: Start) -> None:
     coordinator = start().coordinator
     one = np.int32(1)
@@ -196,15 +201,17 @@ def test_the_first_error_is_the_one(start: Start) -> None:
 def test_an_error_cancels_what_waits_and_waits_for_what_runs(start: Start) -> None:
     threads = start(2)
     coordinator = threads.coordinator
-    slow, behind = Waiting(threads, "slow"), Waiting(threads, "behind")
+    slow, bad, behind = (Waiting(threads, name) for name in ("slow", "bad", "behind"))
     running = coordinator.schedule(slow)
     assert slow.begun.wait(20)
-    failed = coordinator.schedule(fail)
+    failed = coordinator.schedule(fail_after, args=(bad,))
+    assert bad.begun.wait(20)
     also = coordinator.schedule(behind)
+    waiting = [coordinator.schedule(slow) for _ in range(5)]
+    bad.gate.set()
     with pytest.raises(KeyError):
         failed.get()
     assert behind.begun.wait(20)
-    waiting = [coordinator._put(slow, (), {}, asked_alone=True) for _ in range(5)]
     joined: list[BaseException] = []
 
     def join() -> None:

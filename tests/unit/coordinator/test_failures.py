@@ -57,8 +57,11 @@ def raised_by(coordinator: ClusterCoordinator, make: Callable[[], Exception]) ->
     def broken() -> None:
         raise make()
 
+    value = coordinator.schedule(broken)
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        coordinator._put(broken, (), {}, asked_alone=True).get()
+        value.get()
+    with pytest.raises(type(caught.value)):
+        coordinator.join()  # which raises it once, too
     told = str(caught.value.__cause__)
     assert told.startswith("on worker 0 (rank 1):\nTraceback")
     assert "in broken\n" in told

@@ -1,6 +1,8 @@
 """Datasets and values with a part on each worker; the workers are threads."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,18 @@ from mpistrat.input import ArraySpec
 from support.parameter_servers.coordinated_threads import Threads, eventually
 
 Start = Callable[..., Threads]
+
+
+ITERATORS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Noted:
+    """Two elements; ITERATORS are the iterators that somebody still has."""
+
+    def __iter__(self) -> Iterator[int]:
+        made = (one for one in (1, 2))
+        ITERATORS.add(made)
+        return made
 
 
 def take_all(iterator: Any) -> list[Any]:
@@ -166,14 +180,14 @@ def test_values_per_worker(start: Start) -> None:
 def test_workers_forget_what_nobody_has_any_more(start: Start) -> None:
     threads = start(1)
     coordinator = threads.coordinator
-    dataset = coordinator.create_per_worker_dataset([1, 2])
+    dataset = coordinator.create_per_worker_dataset(Noted())
     for _ in range(5):
-        assert coordinator.schedule(take_all, args=(iter(dataset),)).get() == [1, 2]
-    (worker,) = coordinator._dispatcher._workers.values()
+        assert coordinator.schedule(next, args=(iter(dataset),)).get() == 1
 
     def forgotten() -> bool:
         coordinator.schedule(lambda: None).get()
-        return len(worker.known) == 1  # the dataset
+        gc.collect()
+        return not ITERATORS
 
     eventually(forgotten)
     assert coordinator.schedule(take_all, args=(iter(dataset),)).get() == [1, 2]

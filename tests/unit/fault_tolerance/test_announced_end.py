@@ -82,7 +82,7 @@ def test_a_grace_period() -> None:
 def test_a_watcher_is_asked_until_it_says_true(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(announced_end, "_SECONDS_BETWEEN_POLLS", 0.01)
+    monkeypatch.setattr(announced_end, "SECONDS_BETWEEN_POLLS", 0.01)
     answers = iter([False, OSError("no server"), OSError("no server"), False, True])
     asked = []
 
@@ -100,7 +100,7 @@ def test_a_watcher_is_asked_until_it_says_true(
 
 
 def test_nobody_is_asked_for_an_end_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announced_end, "_SECONDS_BETWEEN_POLLS", 0.01)
+    monkeypatch.setattr(announced_end, "SECONDS_BETWEEN_POLLS", 0.01)
     before = set(threading.enumerate())
     end = end_of(termination_watcher_fn=lambda: False)
     (thread,) = set(threading.enumerate()) - before

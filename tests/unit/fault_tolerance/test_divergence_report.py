@@ -1,11 +1,11 @@
 """In what words copies that differ are told."""
 
-from mpistrat.fault_tolerance.divergence_report import Digested, _Copies
+from mpistrat.fault_tolerance.divergence_report import Copies, Digested
 from mpistrat.fault_tolerance.mirrored_state import MirroredThing
 
 
-def copies_of(*by_rank: list[object]) -> _Copies:
-    return _Copies([Digested.of(MirroredThing("lr", copies)) for copies in by_rank])
+def copies_of(*by_rank: list[object]) -> Copies:
+    return Copies([Digested.of(MirroredThing("lr", copies)) for copies in by_rank])
 
 
 def test_replicas_that_ranks_have_in_different_numbers() -> None:

@@ -1,5 +1,6 @@
 """Of `run_elastic` what needs no MPI; tests/launch kills ranks."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,18 +47,28 @@ def test_too_few_from_the_start() -> None:
 
 
 class TwoSurvivors:
+    """Their first 503 commits take a second each, all others two."""
+
     comm = SimpleNamespace(size=2)
+    communicator = SimpleNamespace(barrier=lambda label: None)
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.now = 0.0
 
     def exchange(self, states: dict[int, bytes]) -> None:
-        pass
+        self.exchanges += 1
+        self.now += 1.0 if self.exchanges <= 503 else 2.0
 
 
-def test_times_of_commits_take_no_more_memory_for_ever() -> None:
+def test_times_of_commits_take_no_more_memory_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last 1000 are kept: half of those took a second, and so the median is between the two."""
     survivors: Any = TwoSurvivors()
+    monkeypatch.setattr(time, "perf_counter", lambda: survivors.now)
     elastic = Elastic(None, survivors, 1, 1)
     with ms.OneDeviceStrategy("cpu:0").scope():
-        elastic._checkpoint = ms.checkpoint.Checkpoint(total=ms.Variable(np.zeros(())))
-    for _ in range(1003):
-        elastic._keep()
+        elastic.restore(ms.checkpoint.Checkpoint(total=ms.Variable(np.zeros(()))))
+    for _ in range(1002):
+        elastic.commit()
     assert elastic.explain().startswith("1003 states were committed")
-    assert len(elastic._seconds) == 1000
+    assert elastic.explain().endswith(" in 1.5e+03 ms")

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from mpistrat.parameter_server.gate import (
-    _REMEMBERED,
     ADMIT,
     HOLD,
     RELEASE,
+    REMEMBERED,
     Gate,
     Push,
     not_yet_everywhere,
@@ -54,7 +54,7 @@ def test_pushes_of_threads_may_come_in_any_order() -> None:
 
 
 def test_what_was_let_through_long_ago_is_not_missing() -> None:
-    pushes = [Push(number, SERVERS) for number in range(_REMEMBERED + 4)]
+    pushes = [Push(number, SERVERS) for number in range(REMEMBERED + 4)]
     let = {0: {(OTHER, None): pushes[:-4]}, 9: {(OTHER, None): pushes[4:]}}
     late = {(OTHER, push.number, None) for push in pushes[-4:]}
     assert not_yet_everywhere(let) == {0: late, 9: set()}

@@ -19,7 +19,7 @@ PIECE = select.PIPE_BUF - 8
 
 # Writes `count` messages of `size` bytes each; with `pieces`, only so many pieces of the last one, and waits.
 WRITER = """
-import sys, time
+import os, sys, time
 from mpistrat.parameter_server.pipes import PipeAddress, PipeOutbox
 
 pid, descriptor, inode, writer, size, count, pieces = map(int, sys.argv[1:])
@@ -30,12 +30,17 @@ for number in range(count):
         time.sleep(0.0005)
         whole = outbox.flush()
 if pieces:
-    write = outbox.flush
-    outbox.flush = lambda: False
-    outbox.put(b"x" * 1_000_000)
-    while len(outbox._unwritten) > pieces:
-        outbox._unwritten.pop()
-    write()
+    write = os.write
+
+    def some(*arguments):
+        global pieces
+        if not pieces:
+            raise BlockingIOError
+        pieces -= 1
+        return write(*arguments)
+
+    os.write = some
+    assert not outbox.put(b"x" * 1_000_000)
     print("begun", flush=True)
     time.sleep(600)
 """

@@ -50,7 +50,7 @@ class Pair:
 
     def values(self) -> list[list[float]]:
         """On the first server; then on the second, where nobody else looks while the first lives."""
-        stores = self.primary.store, self.keeper.kept._store
+        stores = self.primary.store, self.keeper.kept.copies
         if KEY in self.keeper.store.by_key:
             stores = self.primary.store, self.keeper.store
         return [store.table(KEY).array.tolist() for store in stores]

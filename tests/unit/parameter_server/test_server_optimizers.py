@@ -1,6 +1,7 @@
 """Steps on a server's arrays equal those of torch.optim on the whole parameter."""
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -264,7 +265,11 @@ def test_memory_stays_the_server_s_and_the_caller_s() -> None:
     served.step(np.asfortranarray(gradient), {"lr": 1.0})
     np.testing.assert_allclose(memory[ROWS * COLUMNS :].reshape(ROWS, COLUMNS), -2 * gradient)
     assert not memory[: ROWS * COLUMNS].any()
-    assert served._whole.grad is None
+    own = np.zeros_like(memory).reshape(-1, COLUMNS)[:ROWS]
+    kept = weakref.ref(own)
+    served.step(own, {"lr": 1.0})
+    del own
+    assert kept() is None
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {

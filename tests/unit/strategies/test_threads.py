@@ -28,7 +28,7 @@ class Ranks(LocalCommunicator):
 def unset(monkeypatch):
     for name in THREAD_COUNTS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "_announced", False)
+    monkeypatch.setattr(threads, "announced", False)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
