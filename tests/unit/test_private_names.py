@@ -7,51 +7,23 @@ from pathlib import Path
 TOP = Path(__file__).parents[2]
 # What a file may reach, because it tests that very part: there is no other way to see it, or to make it go wrong.
 ALLOWED = {
-    # The module's own constants and state: limits made short, memories made empty.
-    "mpi/test_agreement.py": {"_WAITED", "_agreement"},
-    "mpi/test_construction.py": {"_announced"},
-    "mpi/test_post.py": {"_BUFFERS", "_HEAD", "_arriving", "_buffers"},
-    "mpi/test_preemption.py": {"_leaves_together"},
-    "unit/cluster_resolver/test_trace_folder.py": {"_taken"},
-    "unit/fault_tolerance/test_announced_end.py": {"_SECONDS_BETWEEN_POLLS"},
-    "unit/fault_tolerance/test_time_limit.py": {"_LONGEST_PAUSE", "_SHORTEST_PAUSE"},
-    "unit/parameter_server/test_gate.py": {"_REMEMBERED"},
-    "unit/strategies/test_threads.py": {"_announced"},
-    # Jobs and objects that are made to go wrong at one point.
+    "launch/programs/deterministic.py": {"_shared"},
     "launch/programs/elastic_saving.py": {"_finish"},
     "launch/programs/parameter_server_faults.py": {"_HEADER", "_PIECE", "_queue"},
     "mpi/fault_tolerance/test_survivors.py": {"_family", "_members"},
-    "mpi/test_checkpoint.py": {"_SECONDS_TO_BE_SEEN", "_communicator", "_saving"},
-    "support/parameter_servers/coordinated_threads.py": {"_dispatcher"},
-    "unit/checkpoint/test_checkpoint_manager.py": {"_names", "_saving"},
-    "unit/coordinator/test_cluster_coordinator.py": {"_put"},
-    "unit/coordinator/test_failures.py": {"_put"},
-    "unit/coordinator/test_per_worker.py": {"_dispatcher", "_workers"},
-    "unit/parameter_server/test_post.py": {"_early"},
-    "unit/parameter_server/test_server.py": {"_clock", "_optimizers", "_tell_ended"},
-    "unit/trace/test_merging.py": {"_file"},
-    # What is inside is what the test is about.
-    "launch/programs/deterministic.py": {"_shared"},
     "mpi/pytorch/test_mirroring.py": {"_torch"},
     "mpi/pytorch/test_modules_in_closures.py": {"_numbers", "_work"},
     "mpi/pytorch/test_overlap.py": {"_buckets", "_mirroring", "_sent", "_thread", "_wires"},
-    "mpi/pytorch/test_shared_parameters.py": {"_parameters"},  # torch's
-    "mpi/test_implementations.py": {"_CACHED", "_TO_EACH", "_left"},
+    "mpi/pytorch/test_shared_parameters.py": {"_parameters"},
+    "mpi/test_agreement.py": {"_WAITED", "_agreement"},
+    "mpi/test_checkpoint.py": {"_communicator", "_saving"},
+    "mpi/test_implementations.py": {"_CACHED", "_left"},
+    "mpi/test_post.py": {"_arriving", "_buffers"},
+    "mpi/test_preemption.py": {"_leaves_together"},
     "mpi/test_replication.py": {"_used"},
     "mpi/test_shared_window.py": {"_flow", "_limit", "_record", "_scratch", "_window"},
     "mpi/test_wire_formats.py": {"_mirroring"},
-    "unit/bench/test_bench.py": {"_result"},
-    "unit/fault_tolerance/test_divergence_report.py": {"_Copies"},
-    "unit/fault_tolerance/test_elastic.py": {"_checkpoint", "_keep", "_seconds"},
-    "unit/fault_tolerance/test_signal_flag.py": {"_arrived"},
-    "unit/parameter_server/test_replica.py": {"_store"},
-    "unit/parameter_server/test_server_optimizers.py": {
-        "_indices",
-        "_values",
-        "_whole",
-    },  # two are torch's
-    "unit/test_recycled_buffers.py": {"_buffers"},
-    "unit/trace/test_timeline.py": {"_lines"},
+    "unit/parameter_server/test_server_optimizers.py": {"_indices", "_values"},
 }
 
 
