@@ -56,6 +56,7 @@ class Training:
         make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=0.01),
         build: Callable[[], torch.nn.Module] = net,
     ) -> None:
+        self.shared = shared
         self.strategy = ms.MultiWorkerMirroredStrategy(gradients="mean", shared_parameters=shared)
         with self.strategy.scope():
             self.model = build()
@@ -364,7 +365,7 @@ def test_weights_that_rank_0_alone_has_loaded() -> None:
             )
         training.strategy.mirror(training.model)
         weight = training.model[0].weight  # type: ignore[index]
-        shared = training.strategy._shared_parameters and SIZE > 1
+        shared = training.shared and SIZE > 1
         assert not shared or pages_of_its_own(weight.detach()) == 0
         training.run(2)
 
@@ -475,7 +476,7 @@ def test_a_parameter_made_of_another_s_memory(part: str, later: bool) -> None:
     def play(training: Training) -> None:
         def step() -> None:
             training.optimizer.zero_grad()
-            if (again := training.model._parameters.get("again")) is not None:
+            if (again := getattr(training.model, "again", None)) is not None:
                 factor = torch.linspace(0.0, 1.0 + RANK, again.numel()).view(again.shape)
                 (again * factor).square().mean().backward()
             training.backward()
@@ -486,7 +487,7 @@ def test_a_parameter_made_of_another_s_memory(part: str, later: bool) -> None:
             with training.strategy.scope():
                 training.optimizer.add_param_group({"params": [add(training.model)]})
         training.run(3, step)
-        weight, again = training.model[0].weight, training.model._parameters["again"]  # type: ignore[index]
+        weight, again = training.model[0].weight, training.model.again  # type: ignore[index]
         assert again is not None
         assert_same(MADE_OF_ANOTHER[part](weight.detach()), again.detach())
         training.strategy.mirror(training.model[0])  # type: ignore[index]
@@ -613,7 +614,7 @@ def test_steps_that_need_whole_parameters(make: Callable[[Any], torch.optim.Opti
             warnings.simplefilter("always")
             training.run(4, step)
         told = [w for w in caught if "every rank computes whole steps" in str(w.message)]
-        assert len(told) == (training.strategy._shared_parameters and RANK == 0)
+        assert len(told) == (training.shared and RANK == 0)
         training.run(1, step)
 
     twice(play, make=make)

@@ -7,6 +7,7 @@ import copy
 import json
 
 import torch
+import torch_xla
 from torch import nn
 
 from mpistrat import xla
@@ -87,16 +88,16 @@ def trained(spread, split, dtype=torch.float32, momentum=0.0):
 
 def shards_of(tensor):
     """The shape of the part that each device has."""
-    return [list(part.shape) for part, _ in RUNTIME._native._get_local_shards([tensor.detach()])[0]]
+    return [list(part.shape) for part, _ in torch_xla._XLAC._get_local_shards([tensor.detach()])[0]]
 
 
 def layout_of(tensor):
-    return RUNTIME._native._get_xla_sharding_spec(tensor)
+    return torch_xla._XLAC._get_xla_sharding_spec(tensor)
 
 
 def graph_of(tensors):
     """The layouts that the recorded graph says."""
-    lines = RUNTIME._native._get_xla_tensors_hlo(tensors).splitlines()
+    lines = torch_xla._XLAC._get_xla_tensors_hlo(tensors).splitlines()
     return [line.split("sharding={")[1].split("}")[0] for line in lines if '"Sharding"' in line]
 
 
