@@ -46,6 +46,7 @@ class CheckedCommunicator(Communicator):
         check: "always", or "never": then ranks that differ are not noticed before the bytes move.
 
     Attributes:
+        agreement: how the ranks compare their calls; None with check="never".
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective this rank is inside of, else None. Read by the
             watcher of `job_end` on another thread, as is `called_at`: it must not look at frames that run on.
@@ -69,9 +70,9 @@ class CheckedCommunicator(Communicator):
         self.splits: list[CheckedCommunicator] = []
         self._record = self.station.record
         self._board = self.station.board
-        self._agreement: Agreement | None = None
+        self.agreement: Agreement | None = None
         if check == "always":
-            self._agreement = (
+            self.agreement = (
                 MessageAgreement(inner, self.station)
                 if self.station.peers is None
                 else BoardAgreement(self.station)
@@ -302,10 +303,10 @@ class CheckedCommunicator(Communicator):
         self._called_at = code, frame.f_lineno
         self._record.enter(self._board, calls, text, call_bytes)
         try:
-            agreed = self._agreement is None or self._agreement.agree(calls, digest)
+            agreed = self.agreement is None or self.agreement.agree(calls, digest)
             if self._record.words[ABORT]:
                 raise_if_stalled(self.station)  # the others may have left this call for it
-            if self._agreement is not None:
+            if self.agreement is not None:
                 self._record.waited(self._board)
             if not agreed:
                 told = signature if cause is None else (*signature, str(cause))

@@ -49,6 +49,7 @@ class PatientCommunicator(WrappingCommunicator):
     Attributes:
         costs: of both ways; known from the first large sum on.
         smallest: bytes from which on a sum goes in pieces, by these costs.
+        left: messages of a sum that this rank left in its middle, into memory that MPI may still write to.
     """
 
     inner: MpiCommunicator
@@ -57,7 +58,7 @@ class PatientCommunicator(WrappingCommunicator):
         super().__init__(inner)
         self._station = station
         self._torn: BaseException | None = None  # what this rank left a sum for
-        self._left: list[MPI.Request] = []  # then: into memory that MPI may still write to
+        self.left: list[MPI.Request] = []
         self.costs: Costs | None = None
         self.smallest = float(SMALLEST)
 
@@ -159,7 +160,7 @@ class PatientCommunicator(WrappingCommunicator):
         except BaseException as error:
             self._torn = error
             for requests in itertools.chain((one[0] for one in arriving), leaving):
-                self._left += requests
+                self.left += requests
             raise
 
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:

@@ -45,7 +45,7 @@ class TracedCommunicator(CheckedCommunicator):
         except BaseException:
             profiler.end(shown)
             raise
-        if self._agreement is not None:
+        if self.agreement is not None:
             self.together = self.timeline.now()
         self._traced_inside.shown = shown
         return inside

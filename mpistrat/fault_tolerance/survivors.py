@@ -86,7 +86,7 @@ class Survivors:
             family.revoke()
             family.stop_looking()
             smaller = cast("MPI.Intracomm", family.comm.Shrink())
-            lost += _members(family.comm, besides=smaller)
+            lost += members(family.comm, besides=smaller)
             discard(family.comm)
             self._family = Family(smaller)
             step = _NONE
@@ -124,7 +124,7 @@ class Survivors:
             station.record.leave(station.board)
 
 
-def _members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
+def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
     """Who is in `comm`, but not in `besides`, by the job's numbers."""
     group, others, world = comm.Get_group(), besides.Get_group(), MPI.COMM_WORLD.Get_group()
     missing = MPI.Group.Difference(group, others)

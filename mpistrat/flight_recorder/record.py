@@ -48,7 +48,7 @@ END, RAISE = 1, 2
 # the communicator's size, the hash of its name, its first rank's number in the job, and the call's entry in the ring
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY = range(7)
 
-_HOST, _HOST_BYTES, _WAITED, _WAITED_SECOND = 1024, 256, 3072 // 8, 3584 // 8
+_HOST, _HOST_BYTES, WAITED, _WAITED_SECOND = 1024, 256, 3072 // 8, 3584 // 8
 _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
 _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
@@ -132,9 +132,9 @@ class RankRecord:
         second = now // 1_000_000_000
         bucket = second % RING
         if words[_WAITED_SECOND + bucket] != second:
-            words[_WAITED + bucket] = 0
+            words[WAITED + bucket] = 0
             words[_WAITED_SECOND + bucket] = second
-        words[_WAITED + bucket] += nanoseconds
+        words[WAITED + bucket] += nanoseconds
 
     def leave(self, board: int) -> None:
         self.words[board + SINCE] = 0
@@ -146,7 +146,7 @@ class RankRecord:
         """
         now = time.monotonic_ns()
         ended = sum(
-            self.words[_WAITED + bucket]
+            self.words[WAITED + bucket]
             for bucket in range(RING)
             if now // 1_000_000_000 - self.words[_WAITED_SECOND + bucket] <= last
         )

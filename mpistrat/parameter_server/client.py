@@ -65,6 +65,7 @@ class Client:
         replicated: whether each keeps the second copies of what the one before it makes.
     Attributes:
         routes: to who has what now.
+        used: addresses of the arrays that were used from here, by key.
         bytes_pulled, bytes_pushed: so far.
     """
 
@@ -78,7 +79,7 @@ class Client:
         self._mappings = Mappings()
         # By server and key; None where nothing can be mapped.
         self._tables: dict[tuple[int, int], MappedTable | None] = {}
-        self._used: dict[int, Address] = {}  # by key
+        self.used: dict[int, Address] = {}
         self._is_done = False
         self._numbers = UpdateNumbers(session_of(post.rank) if replicated else None)
         self._pushes = itertools.count()
@@ -94,12 +95,12 @@ class Client:
     def names_lost(self) -> list[str]:
         """Of the arrays that were used from here, and of which no copy is left."""
         is_lost = self.post.mail.has_died
-        used = list(self._used.values())
+        used = list(self.used.values())
         return [one.name for one in used if all(map(is_lost, self.routes.copies_of(one.server)))]
 
     def create(self, address: Address, value: Array) -> None:
         """Have the server make the array, with this value."""
-        self._used[address.key] = address
+        self.used[address.key] = address
         packed, region = pack([value], self._shared_with(self.routes.holder_of(address.server)))
         new = Created(address.key, address.server, address.name, address.kind, packed[0])
         self.ask(
@@ -122,8 +123,8 @@ class Client:
         Raises: UnavailableError when it does not any more; what it told by `cannot_create`.
         """
         name, kind, _ = self.ask(server, requests.FIND, key).wait(limited=False)
-        self._used[key] = Address(server, key, name, kind)
-        return self._used[key]
+        self.used[key] = Address(server, key, name, kind)
+        return self.used[key]
 
     def pull(self, address: Address, out: Array | None = None) -> Array:
         """The value, on the host; in `out` where one is given."""
@@ -184,7 +185,7 @@ class Client:
     def _change(self, changes: Sequence[Change], settled: int) -> list[Array | None]:
         by_server: dict[int, list[tuple[int, Change]]] = {}
         for position, change in enumerate(changes):
-            self._used[change.address.key] = change.address
+            self.used[change.address.key] = change.address
             by_server.setdefault(change.address.server, []).append((position, change))
         push = self.next_push(by_server)
         asked: list[tuple[Request, Region | None, list[int]]] = []
@@ -364,7 +365,7 @@ class Client:
             raise self.post.gone(server)
         which = server, address.key
         if which not in self._tables:
-            self._used[address.key] = address
+            self.used[address.key] = address
             table = None
             if self.post.mail.shares_memory_with(server):
                 _, kind, place = self.ask(address.server, requests.FIND, address.key).wait()

@@ -35,6 +35,7 @@ WAYS = """
 import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
+from mpistrat.communicators import patient
 from mpistrat.communicators.patient import PatientCommunicator
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
@@ -49,14 +50,19 @@ assert set(inner.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
 assert "sums in pieces, asleep meanwhile, " in strategy.extended.explain()
 inner.smallest = 0
 
-taken = []
-in_pieces = inner._all_reduce
-inner._all_reduce = lambda *args: (taken.append(1), in_pieces(*args))
+waits = []
+wait_until = patient.wait_until
+patient.wait_until = lambda *args, **how: (waits.append(1), wait_until(*args, **how))
+
+def waits_of(nbytes):
+    pieces = -(-nbytes // (patient.TO_EACH * size))
+    return 2 * pieces  # until one has come, and until it has gone
+
 everyone = [torch.randn(1_000_003, generator=torch.Generator().manual_seed(r)) for r in range(size)]
 buffer = everyone[rank].clone()
 communicator.all_reduce(buffer, scale=0.5)
 torch.testing.assert_close(buffer, 0.5 * sum(everyone))
-assert len(taken) == 1
+assert len(waits) == waits_of(4 * 1_000_003)
 for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1.0), 1e-4)):
     wire = Wire(wire_format)
     buffer = everyone[rank].clone()
@@ -64,14 +70,14 @@ for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1
     assert (buffer - sum(everyone)).abs().max() < most
     assert len(set(MPI.COMM_WORLD.allgather(buffer.numpy().tobytes()))) == 1
     assert wire.size == 1_000_003
-assert len(taken) == 2  # what is short goes in pieces, too
+assert len(waits) == waits_of(4 * 1_000_003) + waits_of(2 * 1_000_003)  # the short ones, too
 
 wire = Wire(ShortFloats("bfloat16"))
 for dtype, length in ((torch.float64, 100_000), (torch.float32, 1000)):  # a wire is for neither
     buffer = torch.full((length,), 1.001, dtype=dtype)
     communicator.all_reduce(buffer, wire=wire)
     assert torch.equal(buffer, sum(torch.full((length,), 1.001, dtype=dtype) for _ in range(size)))
-assert len(taken) == 3
+assert len(waits) == waits_of(4 * 1_000_003) + waits_of(2 * 1_000_003) + waits_of(8 * 100_000)
 assert wire.size == 0
 if rank == 0:
     print("all is well", flush=True)

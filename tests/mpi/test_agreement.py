@@ -14,7 +14,7 @@ from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.errors import StallError
-from mpistrat.flight_recorder.record import _WAITED, ABORT, GROUP, RAISE, RING, SINCE, STALLED
+from mpistrat.flight_recorder.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
@@ -32,15 +32,15 @@ def by_message():
 @several
 def test_ranks_of_one_node_agree_on_a_board():
     assert one_node
-    assert isinstance(communicator_for(WORLD)._agreement, BoardAgreement)
-    assert isinstance(by_message()._agreement, MessageAgreement)
+    assert isinstance(communicator_for(WORLD).agreement, BoardAgreement)
+    assert isinstance(by_message().agreement, MessageAgreement)
 
 
 @several
 @pytest.mark.parametrize("strategy", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
 def test_check_never_gives_the_same_results(strategy):
     never = strategy(check="never")
-    assert never.extended.communicator._agreement is None
+    assert never.extended.communicator.agreement is None
     for made in (never, strategy()):
         total = made.reduce("sum", np.arange(3.0) + RANK, axis=None)
         np.testing.assert_array_equal(total, SIZE * np.arange(3.0) + SIZE * LAST / 2)
@@ -89,7 +89,7 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
             communicator.barrier()
     WORLD.Barrier()
     if RANK != 0:
-        communicator._agreement.agree(1, 1)  # so that the other's request is not left open
+        communicator.agreement.agree(1, 1)  # so that the other's request is not left open
 
 
 @several
@@ -117,7 +117,7 @@ def test_the_slowest_rank_waits_least(slowest):
     strategy = ms.MultiWorkerMirroredStrategy()
     station = strategy.extended.communicator.station
     for second in range(RING):  # earlier tests' waits: some would leave the last minute meanwhile
-        station.record.words[_WAITED + second] = 0
+        station.record.words[WAITED + second] = 0
     WORLD.Barrier()  # all have left the collectives of the constructor
     if slowest == RANK:
         while not all(words[board + SINCE] for words, board in station.peers):

@@ -351,14 +351,22 @@ def test_a_save_is_given_up_when_a_rank_is_lost(directory, monkeypatch):
     monkeypatch.setattr(durable_files, "write", never)
     manager = manager_of(directory)
     lost = threading.Event()
-    monkeypatch.setattr(manager._communicator, "has_lost_a_rank", lost.is_set)
+    communicator = manager.checkpoint.strategy.extended.communicator
+    monkeypatch.setattr(communicator, "has_lost_a_rank", lost.is_set)
+    before = set(threading.enumerate())
     manager.save(1, wait=False)
-    saving = manager._saving
+    writers = set(threading.enumerate()) - before  # none where it has finished already
+
+    def has_finished():
+        for writer in writers:
+            writer.join(30)
+        return not any(writer.is_alive() for writer in writers)
+
     lost.set()
-    assert RANK == LAST or saving.finished.wait(30)
+    assert RANK == LAST or has_finished()
     WORLD.barrier()
     is_over.set()
-    assert saving.finished.wait(30)
+    assert has_finished()
     WORLD.barrier()
     assert manager.checkpoints == []
     assert RANK or os.listdir(directory) == [".lock"]

@@ -6,7 +6,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import construction, patient, shared_memory
+from mpistrat.communicators import patient, shared_memory
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiCommunicator
 from mpistrat.communicators.patient import PatientCommunicator
@@ -141,7 +141,7 @@ def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
     small = np.ones(1, np.float32)
     communicator.all_reduce(small)  # MPI's own messages do not mix with them
     assert small[0] == SIZE
-    MPI.Request.Waitall(communicator._left)
+    MPI.Request.Waitall(communicator.left)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -168,9 +168,11 @@ def test_of_one_collective(way, elements):
     assert sorted(np.asarray(sparse.indices).tolist()) == list(range(SIZE))
 
 
-def gradients(way, model_seed=0):
+def gradients(way, model_seed=0, comm=None):
     strategy = ms.MultiWorkerMirroredStrategy(
-        communication_options=ms.CommunicationOptions(implementation=way), gradients="mean"
+        comm=comm,
+        communication_options=ms.CommunicationOptions(implementation=way),
+        gradients="mean",
     )
     torch.manual_seed(model_seed)
     with strategy.scope():
@@ -195,11 +197,10 @@ def test_of_a_strategy():
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", [RING, MPI_WAY])
-def test_what_is_not_used_is_not_allocated(monkeypatch, way):
+def test_what_is_not_used_is_not_allocated(way):
     """No window for gradients, nothing measured, where the way was given."""
-    monkeypatch.setattr(construction, "_CACHED", MPI.Comm.Create_keyval())  # a communicator anew
     before = shared_memory.own_bytes()
-    strategy, _ = gradients(way)
+    strategy, _ = gradients(way, comm=WORLD.Dup())
     shared = strategy.extended.communicator
     assert shared_memory.own_bytes() == before
     assert not shared.inner.has_window

@@ -32,7 +32,7 @@ class Left(Exception):
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(job_end, "_leaves_together", False)
+    monkeypatch.setattr(job_end, "leave_together", lambda: None)  # the tests go on
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():

@@ -50,7 +50,7 @@ def copies(strategy, address):
 
 
 def addresses_of(strategy):
-    return list(strategy.extended.job.client._used.values())
+    return list(strategy.extended.job.client.used.values())
 
 
 def assert_alike(strategy):

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -170,10 +169,9 @@ def mappings():
 
 
 def test_a_smaller_window_is_given_back(window):
-    shared = window.inner
     window.window_buffer(1 << 20)
     before = mappings(), len(os.listdir("/proc/self/fd"))
-    window.window_buffer(shared._window.capacity + 1)  # all ranks map a larger one in its place
+    window.window_buffer(window.window_capacity + 1)  # all ranks map a larger one in its place
     assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
 
 
@@ -225,23 +223,23 @@ def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
     assert equal(buffer, sum(range(SIZE)))
 
 
-def test_what_is_left_in_its_middle_is_not_followed_by_another():
+def test_what_is_left_in_its_middle_is_not_followed_by_another(monkeypatch):
     """Results would be wrong from then on."""
     inner = MpiCommunicator(WORLD.Dup())
     shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
     buffer = np.ones(1 << 18)
     shared.all_reduce(buffer)
     shared.smallest = 0
-    flow = shared._scratch._flow
+    all_reduce = Scratch.all_reduce
 
     def interrupted(*args):
-        flow(*args)
+        all_reduce(*args)
         raise TimeoutError("the alarm")
 
-    shared._scratch._flow = interrupted
-    with pytest.raises(TimeoutError):
-        shared.all_reduce(buffer)
-    shared._scratch._flow = flow
+    with monkeypatch.context() as patch:
+        patch.setattr(Scratch, "all_reduce", interrupted)
+        with pytest.raises(TimeoutError):
+            shared.all_reduce(buffer)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="left a collective in its middle, for TimeoutError"):
             shared.all_reduce(buffer)
@@ -338,15 +336,20 @@ def test_memory_can_be_bounded():
 
 
 @pytest.fixture
-def bounded():
-    """A communicator that may share a window of 1 MB, or one of 2 MB, but not both."""
+def limit():
+    """Of a process that may share a window of 1 MB, or one of 2 MB, but not both."""
+    return shared_memory.own_bytes() + Scratch.NBYTES + Window.nbytes_for(2 << 20)
+
+
+@pytest.fixture
+def bounded(limit):
+    """A communicator with this limit."""
     inner = MpiCommunicator(WORLD.Dup())
-    limit = shared_memory.own_bytes() + Scratch.NBYTES + Window.nbytes_for(2 << 20)
     yield SharedWindowCommunicator(inner, communicator_for(WORLD).station, limit)
     inner.comm.Free()
 
 
-def test_a_larger_window_may_take_the_place_of_one_that_nobody_uses(bounded):
+def test_a_larger_window_may_take_the_place_of_one_that_nobody_uses(bounded, limit):
     first = bounded.window_buffer(1 << 20)
     if RANK < SIZE - 1:
         del first
@@ -358,7 +361,7 @@ def test_a_larger_window_may_take_the_place_of_one_that_nobody_uses(bounded):
     assert equal(buffer, sum(range(SIZE)))
     first = buffer = None
     assert bounded.window_buffer(2 << 20) is not None
-    assert shared_memory.own_bytes() <= bounded._limit
+    assert shared_memory.own_bytes() <= limit
     assert bounded.window_capacity == 2 << 20
 
 
@@ -390,8 +393,7 @@ def test_memory_is_given_back():
 
 def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     """They go through MPI, unobserved."""
-    node = sys.modules["mpistrat.communicators.node"]
-    record, new_board = node._record, RankRecord.new_board
+    record, new_board = communicator_for(WORLD).station.record, RankRecord.new_board
 
     def full(self, *args):
         return None if self is record else new_board(self, *args)

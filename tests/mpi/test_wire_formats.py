@@ -167,6 +167,7 @@ class Training:
             self.model = torch.nn.Linear(30, 20)
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.checkpoint = Checkpoint(model=self.model, optimizer=self.optimizer)
+        self.residuals = self.checkpoint.objects["residuals"]
 
     def train(self, steps: int) -> None:
         def step() -> None:
@@ -180,7 +181,7 @@ class Training:
     def held_back(self) -> np.ndarray:
         """By all ranks together."""
         total = np.zeros(sum(p.numel() for p in self.model.parameters()))
-        for held in self.strategy._mirroring.reducer.held_back()["held_back"]:
+        for held in self.residuals.rank_state_dict()["held_back"]:
             total += held["residual"].numpy()
         self.communicator.all_reduce(total)
         return total

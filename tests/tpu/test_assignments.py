@@ -7,9 +7,9 @@ from support.xla.child_programs import answer
 START = """
 import contextlib, io, json
 import torch
+import torch_xla
 import mpistrat as ms
 from mpistrat import xla
-from torch_xla import _XLAC as native
 
 topology = ms.tpu.initialize_tpu_system()
 
@@ -51,7 +51,7 @@ def step(x):
     hidden = strategy.experimental_replicate_to_logical_devices(model[:2](x))
     optimizers[0].zero_grad()
     loss = (strategy.experimental_assign_to_logical_device(model[2](hidden), 3) ** 2).sum()
-    layouts[:] = [native._get_xla_sharding_spec(t) for t in (x, hidden)]
+    layouts[:] = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in (x, hidden)]
     loss.backward()
     optimizers[0].step()
     return loss
@@ -67,7 +67,7 @@ with contextlib.redirect_stderr(told):
         differences.append(abs(float(loss) - float(on_host)) / float(on_host))
 for one, other in zip(model.parameters(), host.parameters()):
     differences.append((one.detach().cpu() - other.detach()).abs().max().item())
-layouts.append(native._get_xla_sharding_spec(weight))
+layouts.append(torch_xla._XLAC._get_xla_sharding_spec(weight))
 wrong = [
     refusal(strategy.experimental_split_to_logical_devices, weight, [3, 1]),
     refusal(strategy.experimental_split_to_logical_devices, weight, [1, 2]),

@@ -179,7 +179,7 @@ def test_torch_xla_takes_one_device_for_all() -> None:
     """Why all devices have what `assign` gives to one: as soon as this fails, it can be built."""
     body = """
 from torch_xla.distributed.spmd import ShardingType
-from torch_xla import _XLAC as native
+native = torch_xla._XLAC
 layouts = []
 for kind, devices in ((ShardingType.MAXIMAL, [2]), (ShardingType.TILED, [[2]])):
     tensor = torch.ones(4, 4, device=DEVICE) * 2

@@ -88,7 +88,8 @@ def way(strategy: ms.Strategy) -> str:
     if communicator.size == 1:
         return "alone"
     if isinstance(communicator.inner, HierarchicalCommunicator):
-        return "by-node" if communicator.inner._shared else "flat"
+        first, *_ = communicator.inner.explain().split("\n")
+        return "by-node" if "an all-reduce takes" in first else "flat"
     if isinstance(communicator.inner, PatientCommunicator):  # there is one rank per node
         return "flat"
     return "flat" if "without shared memory" in strategy.extended.explain() else "window"

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import random
+import select
 import signal
 import sys
 import threading
@@ -24,11 +25,8 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.coordinator.worker import Worker
 from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.pipes import _HEADER as HEADER
-from mpistrat.parameter_server.pipes import _PIECE as PIECE
 from mpistrat.parameter_server.pipes import PipeOutbox
 from mpistrat.parameter_server.post import Post
 from mpistrat.parameter_server.segments import Buffers
@@ -44,8 +42,8 @@ PLACES = (
     (Buffers, "take"),  # a large operand is about to be written
     (Post, "wait_for"),  # an update is sent
     (Buffers, "give_back"),  # and made
-    (Worker, "_send_outcomes"),
-    (Post, "_handle"),
+    (Post, "tell"),  # outcomes of closures go to the chief
+    (Mail, "receive"),
 )
 
 what, seed = sys.argv[1], sys.argv[2]
@@ -78,12 +76,15 @@ def die_within_a_message() -> None:
     """When some pieces of it are in the receiver's pipe."""
 
     def put(self: PipeOutbox, message: bytes) -> bool:
-        if len(message) > PIECE:
-            os.write(self.descriptor, HEADER.pack(me, PIECE, False) + message[:PIECE])
-            die()
+        if len(message) > select.PIPE_BUF:
+            os.write = write_and_die  # type: ignore[assignment]
         return original(self, message)
 
-    original = PipeOutbox.put
+    def write_and_die(descriptor: int, piece: bytes) -> None:
+        write(descriptor, piece)
+        die()
+
+    original, write = PipeOutbox.put, os.write
     PipeOutbox.put = put  # type: ignore[method-assign]
 
 
@@ -145,8 +146,8 @@ def closures(replication: int = 1) -> None:
         number = len(results)
         seconds = plan.random() * 4e-3
         results.append(coordinator.schedule(work, args=(number, seconds, plan.random() < 0.5)))
-        while len(coordinator._queue) > MOST_WAITING:
-            time.sleep(1e-3)
+        if len(results) > MOST_WAITING:
+            results[-MOST_WAITING].get()
     coordinator.join()
     assert coordinator.done()
     assert [int(one.mean()) for one in coordinator.fetch(results)] == list(range(len(results)))
@@ -187,8 +188,8 @@ def training_closures() -> None:
     killer.start()
     while killer.is_alive() or cluster.post.mail.lost < set(victims):
         results.append(coordinator.schedule(work, args=(elements,)))
-        while len(coordinator._queue) > MOST_WAITING:
-            time.sleep(1e-3)
+        if len(results) > MOST_WAITING:
+            results[-MOST_WAITING].get()
     coordinator.join()
     assert all(element >= 0 for element in coordinator.fetch(results))
     counts = {int(counter.numpy()), *np.unique(-model.state_dict()["weight"].numpy())}

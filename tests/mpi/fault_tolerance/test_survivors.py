@@ -15,9 +15,10 @@ def test_a_rank_that_is_lost_when_all_are_done(monkeypatch: pytest.MonkeyPatch, 
     """MPI_Finalize might wait for it."""
     skipped: list[bool] = []
     monkeypatch.setattr(job_end, "end_without_finalize", lambda: skipped.append(True))
-    survivors: Any = Survivors.__new__(Survivors)
-    survivors._family = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
-    survivors.end()
+    family = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
+    monkeypatch.setattr(survivors_module, "Family", lambda comm: family)
+    comm: Any = SimpleNamespace(Dup=lambda: None)
+    Survivors(comm).end()
     assert skipped == [True] * lost
 
 
@@ -61,9 +62,8 @@ def test_ranks_go_on_when_all_know_the_step(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(survivors_module, "Family", family_of)
     monkeypatch.setattr(survivors_module, "discard", lambda comm: None)
-    monkeypatch.setattr(survivors_module, "_members", lambda comm, besides: [len(families)])
-    survivors: Any = Survivors.__new__(Survivors)
-    survivors._family = family_of(SmallerComm(True, False, True))
-    assert survivors.go_on(7) == ([1, 2], 7)
+    monkeypatch.setattr(survivors_module, "members", lambda comm, besides: [len(families)])
+    comm: Any = SimpleNamespace(Dup=lambda: SmallerComm(True, False, True))
+    assert Survivors(comm).go_on(7) == ([1, 2], 7)
     assert [family.calls for family in families] == [["revoke", "stop_looking"]] * 2 + [[]]
     assert [family.comm.agreed_to for family in families] == [[], [1], [1]]

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpistrat as ms
 from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.wires import Wire, Wires
 from mpistrat.wire_formats import TopK
@@ -29,9 +31,21 @@ def overlapping() -> ms.Strategy:
     return ms.MultiWorkerMirroredStrategy(communication_options=one_by_one, gradients="sum")
 
 
-def reducer_of(strategy: ms.Strategy) -> Any:
-    assert strategy._mirroring is not None
-    return strategy._mirroring.reducer
+Submitted = list[tuple[CommunicationThread, "Future[None]"]]
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> Submitted:
+    """What leaves, while `backward()` runs or when it has ended, and the thread that sends it."""
+    submit = CommunicationThread.submit
+    noted: Submitted = []
+
+    def note(thread: CommunicationThread, *arguments: Any) -> "Future[None]":
+        noted.append((thread, submit(thread, *arguments)))
+        return noted[-1][1]
+
+    monkeypatch.setattr(CommunicationThread, "submit", note)
+    return noted
 
 
 class Until(torch.autograd.Function):
@@ -51,16 +65,18 @@ class Until(torch.autograd.Function):
         return gradient, None
 
 
-def test_the_last_layer_arrives_before_the_first_has_a_gradient(overlapping: ms.Strategy) -> None:
+def test_the_last_layer_arrives_before_the_first_has_a_gradient(
+    overlapping: ms.Strategy, submitted: Submitted
+) -> None:
     with overlapping.scope():
         first, last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-    reducer = reducer_of(overlapping)
     early = []
+    is_known = False
 
     def arrived() -> bool:
-        if reducer._buckets is None:
-            return True  # not known yet which parameters are used
-        done = [sent.done() for sent in reducer._buckets._sent]
+        if not is_known:
+            return True
+        done = [sent.done() for _, sent in submitted]
         if done == [True, True]:
             early.append(first.weight.grad)
         return done == [True, True]
@@ -70,9 +86,11 @@ def test_the_last_layer_arrives_before_the_first_has_a_gradient(overlapping: ms.
         last.zero_grad()
         last(Until.apply(first(torch.ones(2, 3)), arrived)).sum().backward()
 
-    for _ in range(KNOWN + 2):
+    for number in range(KNOWN + 2):
+        is_known = number >= KNOWN
+        submitted.clear()
         overlapping.run(step)
-    assert early[-2:] == [None, None]
+    assert early == [None, None]
     assert equal_on_all_ranks(overlapping, first.weight.grad)
 
 
@@ -240,8 +258,9 @@ def test_residuals_do_not_pile_up() -> None:
         wires.of([backward])  # this rank has no message to send for it
         wires.end_backward()
         assert wires.of([0]) is first
-        assert sum(wire.size for wire in wires._wires.values()) <= 4 * 30
-        assert len(wires._wires) <= 4 * 30 / 10
+        held_back = wires.state()["held_back"]
+        assert sum(len(held["residual"]) for held in held_back) <= 4 * 30
+        assert len(held_back) <= 4 * 30 / 10
 
 
 def test_a_model_in_place_of_another(overlapping: ms.Strategy) -> None:
@@ -253,16 +272,17 @@ def test_a_model_in_place_of_another(overlapping: ms.Strategy) -> None:
     Pair(overlapping).train(plain_step, steps=KNOWN + 1)
 
 
-def test_strategies_share_a_thread(overlapping: ms.Strategy) -> None:
+def test_strategies_share_a_thread(overlapping: ms.Strategy, submitted: Submitted) -> None:
     threads = set()
     for _ in range(3):
         strategy = ms.MultiWorkerMirroredStrategy(
             communication_options=ms.CommunicationOptions(overlap=True), gradients="sum"
         )
+        submitted.clear()
         Pair(strategy).train(plain_step, steps=KNOWN + 1)
-        threads.add(reducer_of(strategy).overlap._thread)
+        assert submitted
+        threads.update(thread for thread, _ in submitted)
     assert len(threads) == 1
-    assert None not in threads
 
 
 class OwnFormat:

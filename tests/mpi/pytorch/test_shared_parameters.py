@@ -476,7 +476,7 @@ def test_a_parameter_made_of_another_s_memory(part: str, later: bool) -> None:
     def play(training: Training) -> None:
         def step() -> None:
             training.optimizer.zero_grad()
-            if (again := training.model._parameters.get("again")) is not None:
+            if (again := getattr(training.model, "again", None)) is not None:
                 factor = torch.linspace(0.0, 1.0 + RANK, again.numel()).view(again.shape)
                 (again * factor).square().mean().backward()
             training.backward()
@@ -487,7 +487,7 @@ def test_a_parameter_made_of_another_s_memory(part: str, later: bool) -> None:
             with training.strategy.scope():
                 training.optimizer.add_param_group({"params": [add(training.model)]})
         training.run(3, step)
-        weight, again = training.model[0].weight, training.model._parameters["again"]  # type: ignore[index]
+        weight, again = training.model[0].weight, training.model.again  # type: ignore[index]
         assert again is not None
         assert_same(MADE_OF_ANOTHER[part](weight.detach()), again.detach())
         training.strategy.mirror(training.model[0])  # type: ignore[index]
