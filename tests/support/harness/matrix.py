@@ -32,7 +32,8 @@ def stages(mode: str) -> Iterator[Stage]:
     yield from _static()
     yield Stage("conformance", pytest=["tests/conformance", "-m", choice], one_core=True)
     if mode == "quick":
-        yield Stage("mpi", pytest=["tests/mpi", "-m", choice], mpi="MPICH", ranks=2)
+        files = [name for name in _mpi_files(2) if mpi_in_turn(name) == "MPICH"]
+        yield Stage("mpi", pytest=[*files, "-m", choice], mpi="MPICH", ranks=2)
         yield Stage("launch", pytest=["tests/launch", "-m", "quick and not slow"])
         return
     for ranks in (1, 2, 3, 4, 8):
@@ -58,15 +59,19 @@ def _static() -> Iterator[Stage]:
 
 def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
     """tests/mpi with so many ranks; where the MPIs take turns, each has its files."""
-    files = sorted((TOP / "tests/mpi").rglob("test_*.py"))
-    if ranks > LARGEST_SIZE_FOR_ALL_TESTS:  # importing the others on so many ranks takes long
-        files = [file for file in files if _largest_size(file) > LARGEST_SIZE_FOR_ALL_TESTS]
-    names = [str(file.relative_to(TOP)) for file in files]
+    all_files = full or under_both("tests/mpi/", ranks)
     for mpi in MPI_NAMES:
-        all_files = full or under_both("tests/mpi/", ranks)
-        if chosen := [name for name in names if all_files or mpi_in_turn(name) == mpi]:
+        if chosen := [name for name in _mpi_files(ranks) if all_files or mpi_in_turn(name) == mpi]:
             arguments = [*chosen, "-m", choice]
             yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, one_core=ranks == 1)
+
+
+def _mpi_files(ranks: int) -> list[str]:
+    """Those of tests/mpi; with many ranks only what asks for so many: importing the others there takes long."""
+    files = sorted((TOP / "tests/mpi").rglob("test_*.py"))
+    if ranks > LARGEST_SIZE_FOR_ALL_TESTS:
+        files = [file for file in files if _largest_size(file) > LARGEST_SIZE_FOR_ALL_TESTS]
+    return [str(file.relative_to(TOP)) for file in files]
 
 
 def _largest_size(file: Path) -> int:

@@ -1,0 +1,40 @@
+"""What the usual run and the full one test under which MPI, at how many ranks."""
+
+from collections import Counter
+
+import pytest
+
+from support.harness import matrix
+from support.harness.mpi_launcher import MPI_NAMES
+from support.harness.stage import TOP
+
+EVERYTHING = {str(file.relative_to(TOP)) for file in (TOP / "tests/mpi").rglob("test_*.py")}
+
+
+def files_at(mode: str, ranks: int) -> Counter[str]:
+    """How many MPIs each file of tests/mpi is run under."""
+    some = [stage for stage in matrix.stages(mode) if stage.name == "mpi" and stage.ranks == ranks]
+    assert len({stage.mpi for stage in some}) == len(some)
+    return Counter(file for stage in some for file in stage.pytest if file.startswith("tests/"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_files_are_run_under_one_mpi_or_both(ranks: int) -> None:
+    mpis = len(MPI_NAMES) if ranks in (2, 3) else 1
+    assert files_at("usual", ranks) == dict.fromkeys(EVERYTHING, mpis)
+    assert files_at("full", ranks) == dict.fromkeys(EVERYTHING, len(MPI_NAMES))
+
+
+def test_eight_ranks_import_only_what_asks_for_them() -> None:
+    assert files_at("usual", 8) == {"tests/mpi/test_eight_ranks.py": 1}
+    assert files_at("full", 8) == {"tests/mpi/test_eight_ranks.py": 2}
+
+
+def test_both_mpis_have_conformance_and_launch_tests() -> None:
+    usual, full = ([*matrix.stages(mode)] for mode in ("usual", "full"))
+    for stages, mpis in ((usual, 1), (full, 2)):
+        ranks = Counter(stage.ranks for stage in stages if stage.name == "conformance")
+        assert ranks == {0: 1, 2: mpis, 3: mpis, 4: mpis}
+    of_turns = [stage.name for stage in usual if "--in-turns" in stage.pytest]
+    assert of_turns == ["slurm", "launch", "waits"]
+    assert not any("--in-turns" in stage.pytest for stage in full)
