@@ -22,10 +22,12 @@ _SIDE_BY_SIDE = ("-n", "3", "--dist", "worksteal")
 def stages(mode: str) -> Iterator[Stage]:
     choice = _CHOICES[mode]
     launch = ["tests/launch"] if mode == "full" else ["tests/launch", "--in-turns"]
-    if mode == "xla":
-        yield from _xla(choice, full=True)
-        return
     # The longest of one core first: others fill the second one meanwhile.
+    if mode != "quick":
+        yield from _xla_alone(choice)
+    if mode == "xla":
+        yield from _xla_with_mpi(choice, full=True)
+        return
     if mode != "quick":
         yield Stage("slurm", pytest=[*launch, "-m", _both(choice, "slurm")], one_core=True)
     yield Stage("unit", pytest=["tests/unit", "-m", choice], one_core=True)
@@ -45,7 +47,7 @@ def stages(mode: str) -> Iterator[Stage]:
         for mpi in mpis:
             arguments = ["tests/conformance", "-m", choice]
             yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks)
-    yield from _xla(choice, full=mode == "full")
+    yield from _xla_with_mpi(choice, full=mode == "full")
 
 
 def _static() -> Iterator[Stage]:
@@ -80,12 +82,19 @@ def _largest_size(file: Path) -> int:
     return max(map(int, sizes), default=1)
 
 
-def _xla(choice: str, *, full: bool) -> Iterator[Stage]:
-    """The tests that are marked mpi under MPI, the others without; none where there is no torch_xla."""
+def _xla_alone(choice: str) -> Iterator[Stage]:
+    """The tests that are not marked mpi; none where there is no torch_xla."""
+    if XLA_PREFIX in os.environ:
+        python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
+        chosen = ["tests/tpu", "-m", _both(choice, "not mpi")]
+        yield Stage("xla", pytest=chosen, python=python, one_core=True)
+
+
+def _xla_with_mpi(choice: str, *, full: bool) -> Iterator[Stage]:
+    """Those that are marked mpi."""
     if XLA_PREFIX not in os.environ:
         return
     python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
-    yield Stage("xla", pytest=["tests/tpu", "-m", _both(choice, "not mpi")], python=python)
     for ranks in (1, 2):
         mpis = MPI_NAMES if full else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:
