@@ -14,7 +14,11 @@ from mpistrat.cluster_resolver.cache_folder import cache_folder
         ({"HOME": "/home/ann", "XDG_CACHE_HOME": "/scratch/ann"}, "/scratch/ann/mpistrat"),
         ({"HOME": "/home/ann", "XDG_CACHE_HOME": "relative"}, "/home/ann/.cache/mpistrat"),
         ({"HOME": "/home/ann", "MPISTRAT_CACHE": "/scratch/costs"}, "/scratch/costs"),
-        ({"HOME": "/home/ann", "MPISTRAT_CACHE": "here"}, os.path.abspath("here")),
+        pytest.param(
+            {"HOME": "/home/ann", "MPISTRAT_CACHE": "here"},
+            os.path.abspath("here"),
+            id="environ4-here",  # not the folder of whoever runs the tests
+        ),
         ({"HOME": "/home/ann", "MPISTRAT_CACHE": "Off"}, None),
         ({"HOME": "/home/ann", "MPISTRAT_CACHE": ""}, "/home/ann/.cache/mpistrat"),
         ({"HOME": "nowhere"}, None),
