@@ -1,5 +1,6 @@
 """For every test: a time limit that shows all stacks, and result lines for scripts/test; with MPI the ranks agree."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -67,6 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.run_again:
         failed = Results.read(config.option.run_again).tests("failed", "started")
         leave_out(config, items, {item.nodeid for item in items}.difference(failed))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_search_of_imported_modules() -> None:
+    """Leave what is there before a file of tests out of garbage collection: a search of 800,000 objects takes 0.3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

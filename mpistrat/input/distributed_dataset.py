@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.input.batches import spec_of
 from mpistrat.input.datasets import BatchedDataset, FileDataset
 from mpistrat.input.device_copies import DeviceCopies
-from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.distributed_iterator import DistributedIterator, Progress
 from mpistrat.input.element_spec import PerReplicaSpec
 from mpistrat.input.file_reader import FileReader
 from mpistrat.input.readers import (
@@ -50,7 +51,9 @@ class DistributedDataset(Iterable[Any]):
         self.partial = partial and not reader.drop_last
         self._epoch = 0
         self._start = 0
-        self._last: DistributedIterator | None = None
+        # Of the iteration that was begun last
+        self._last: weakref.ref[DistributedIterator] | None = None
+        self._progress: Progress | None = None
         # The next, whose first step was read for its spec
         self._peeked: DistributedIterator | None = None
         self._spec: Any = None
@@ -64,9 +67,18 @@ class DistributedDataset(Iterable[Any]):
     def __iter__(self) -> DistributedIterator:
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
-        self._last = self._peeked or DistributedIterator(self, epoch, start)
+        iterator = self._peeked or DistributedIterator(self, epoch, start)
+        self._has_begun(iterator)
+        return iterator
+
+    def _has_begun(self, iterator: DistributedIterator) -> None:
+        self._last, self._progress = weakref.ref(iterator), iterator.progress
         self._peeked = None
-        return self._last
+
+    def go_on_with(self, iterator: DistributedIterator) -> None:
+        """Let `iterator` be the one that was begun last; the epochs after its follow."""
+        self._epoch, self._start = iterator.progress.epoch + 1, 0
+        self._has_begun(iterator)
 
     def __len__(self) -> int:
         """Steps of an epoch. Raises: TypeError when that is not known before it ends."""
@@ -88,8 +100,8 @@ class DistributedDataset(Iterable[Any]):
 
         Reads the first batch, where none was read yet. Called by: every rank.
         """
-        if self._spec is None and self._last is not None:
-            self._last.peek()
+        if self._spec is None and (last := self._last and self._last()):
+            last.peek()
         if self._spec is None:
             self._peeked = self._peeked or DistributedIterator(self, self._epoch, self._start)
             self._peeked.peek()
@@ -104,8 +116,23 @@ class DistributedDataset(Iterable[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
-        iterator = self._peeked or self._last or DistributedIterator(self, self._epoch, self._start)
-        return iterator.state_dict()
+        progress = self._peeked.progress if self._peeked else self._progress
+        return self.state_at(progress or Progress(self._epoch, self._start))
+
+    def state_at(self, progress: Progress) -> dict[str, Any]:
+        """The state of an iterator that has come so far. Called by: every rank."""
+        if progress.unread is not None:
+            return progress.unread
+        if progress.ended:  # it goes on with the next epoch
+            progress = Progress(progress.epoch + 1)
+        communicator = self._extended.communicator
+        return {
+            "epoch": progress.epoch,
+            "steps": progress.steps,
+            "ranks": communicator.size,
+            **self._reader.identity(),
+            **self._reader.state(communicator, progress.position),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where `state` was taken; those after it are the epochs that follow."""
@@ -123,7 +150,7 @@ class DistributedDataset(Iterable[Any]):
             )
         reader.load_state(self._extended.communicator, state)
         self._epoch, self._start = state["epoch"], state["steps"]
-        self._last = self._peeked = None
+        self._last = self._progress = self._peeked = None
 
     def read_ahead(self, copies: DeviceCopies) -> int:
         """Steps that are on the way to devices while those before them are computed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import nest
@@ -40,6 +41,26 @@ class Optional:
         return self._value
 
 
+@dataclass
+class Progress:
+    """How far an iterator has come: what a state is made of.
+
+    The dataset keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
+    leave a DataLoader's workers to the garbage collector, which ends their queues before it waits for them: 5 s.
+    """
+
+    epoch: int
+    steps: int = 0  # that were handed out
+    position: Any = None  # where the last of them has left the reader
+    unread: dict[str, Any] | None = None  # the state before a step was read that nobody has yet
+    ended: bool = False
+
+    def begin(self, epoch: int, steps: int) -> None:
+        self.epoch, self.steps = epoch, steps
+        self.position = self.unread = None
+        self.ended = False
+
+
 class DistributedIterator(Iterator[Any]):
     """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it."""
 
@@ -49,6 +70,7 @@ class DistributedIterator(Iterator[Any]):
         self._reader = dataset._reader
         fetches = dataset._options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input_devices if fetches else ())
+        self.progress = Progress(epoch, start)
         self._begin(epoch, start)
 
     @property
@@ -57,23 +79,20 @@ class DistributedIterator(Iterator[Any]):
         return self._extended.strategy
 
     def _begin(self, epoch: int, start: int) -> None:
-        self._epoch, self._steps_done = epoch, start
+        self.progress.begin(epoch, start)
         self._steps: AgreedSteps | None = None
         self._steps_read = start
         self._ahead: collections.deque[tuple[list[Any], Any]] = collections.deque()
         self._failure: Exception | None = None
-        self._unread: dict[str, Any] | None = (
-            None  # the state before a step was read that nobody has yet
-        )
-        self._position: Any = None
         self._template: Any = None
         self._structure: str | None = None
-        self._has_read_all = self._ended = False
+        self._has_read_all = False
 
     def initialize(self) -> None:
         """Begin again, with a new epoch. (tf.compat.v1)"""
-        self._dataset._epoch = max(self._dataset._epoch, self._epoch + 1)
-        self._begin(self._epoch + 1 if self._steps_done else self._epoch, 0)
+        done = self.progress
+        self._dataset._epoch = max(self._dataset._epoch, done.epoch + 1)
+        self._begin(done.epoch + 1 if done.steps else done.epoch, 0)
 
     def __next__(self) -> Any:
         """The next step, for all replicas of this rank. Raises: StopIteration after the last one.
@@ -85,18 +104,18 @@ class DistributedIterator(Iterator[Any]):
         if not self._ahead:
             if self._failure is not None:
                 raise self._failure
-            self._ended = True
+            self.progress.ended = True
             raise StopIteration
-        batches, self._position = self._ahead.popleft()
-        self._steps_done += 1
-        self._unread = None
+        batches, self.progress.position = self._ahead.popleft()
+        self.progress.steps += 1
+        self.progress.unread = None
         batches = self._copies.arrived(batches)
         return batches[0] if len(batches) == 1 else regroup(batches)
 
     def peek(self) -> None:
         """Read the first step, if none was read, for what it tells of all."""
         if self._steps is None:
-            self._unread = self.state_dict()
+            self.progress.unread = self.state_dict()
             self._read_ahead(0)
             if self._failure is not None:
                 raise self._failure
@@ -134,7 +153,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _open(self) -> AgreedSteps:
         extended, reader = self._extended, self._reader
-        steps: Iterator[Any] = reader.steps(self._epoch, self._steps_read)
+        steps: Iterator[Any] = reader.steps(self.progress.epoch, self._steps_read)
         if reader.reads_ahead:
             if extended.communicator.size > 1 and not reader.ends_together:
                 steps = knowing_what_follows(steps)
@@ -174,25 +193,13 @@ class DistributedIterator(Iterator[Any]):
         The same on all ranks, and picklable. It can be loaded by another number of ranks, unless each rank reads what
         it likes (a dataset function, AutoShardPolicy.OFF).
         """
-        communicator = self._extended.communicator
-        if self._unread is not None:
-            return self._unread
-        if self._ended:  # it goes on with the next epoch
-            return DistributedIterator(self._dataset, self._epoch + 1, 0).state_dict()
-        return {
-            "epoch": self._epoch,
-            "steps": self._steps_done,
-            "ranks": communicator.size,
-            **self._reader.identity(),
-            **self._reader.state(communicator, self._position),
-        }
+        return self._dataset.state_at(self.progress)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: no example is repeated, none is skipped. Called by: every rank."""
         self._dataset.load_state_dict(state)
-        self._dataset._epoch, self._dataset._start = state["epoch"] + 1, 0
-        self._dataset._last = self
         self._begin(state["epoch"], state["steps"])
+        self._dataset.go_on_with(self)
 
     def _filled(self, entry: Any) -> Any:
         """The batch of a step's entry; one of no examples where it has none."""

@@ -1,6 +1,8 @@
 """Going on in the middle of an epoch: nothing is repeated, nothing is skipped, on any number of ranks."""
 
+import gc
 import itertools
+import multiprocessing
 import pickle
 
 import numpy as np
@@ -236,6 +238,29 @@ def test_two_replicas_of_a_rank_go_on(workers):
     tail = read(again)
     assert tail == read(iterator)
     assert sorted(head + tail) == list(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("from_function", [False, True])
+def test_an_iteration_that_is_left_early_ends_its_workers_at_once(from_function):
+    """Not when the garbage collector comes, which takes 5 s over it."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    before = set(multiprocessing.active_children())
+    loader = shuffled_loader(num_workers=1)
+    if from_function:
+        data = strategy.distribute_datasets_from_function(lambda context: loader)
+    else:
+        data = strategy.experimental_distribute_dataset(loader)
+    gc.disable()
+    try:
+        for _ in data:
+            (worker,) = set(multiprocessing.active_children()) - before
+            break
+        state = data.state_dict()
+        del data
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
+    assert state["steps"] == 1
 
 
 @pytest.mark.mpi(min_size=2)
