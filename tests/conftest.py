@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "gpu: a test that needs an NVIDIA GPU, for `scripts/test-gpu`"
     )
+    config.addinivalue_line("markers", "alone(why): a launch test that others would disturb")
     config.addinivalue_line("markers", "waits: a launch test that may stand beside others like it")
     config.addinivalue_line("markers", "slurm: a launch test that starts a Slurm of its own")
     config.addinivalue_line("markers", "slow: a test for `scripts/test full` only")

@@ -7,7 +7,7 @@ import pytest
 
 from support.harness.mpi_launcher import MPI_NAMES, Job, Launcher
 
-pytestmark = pytest.mark.both_mpis("progress")
+pytestmark = [pytest.mark.both_mpis("progress"), pytest.mark.alone("times")]
 
 PROGRAM = """
 import sys, time

@@ -13,7 +13,7 @@ from launch.fault_jobs import DIED
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import Job, Launcher
 
-pytestmark = pytest.mark.both_mpis("faults")
+pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.alone("shared memory")]
 
 PROGRAM = Path(__file__).parent / "programs" / "parameter_server_faults.py"
 RESTART = PROGRAM.with_name("parameter_server_restart.py")

@@ -7,7 +7,7 @@ import pytest
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
-pytestmark = pytest.mark.both_mpis("progress")
+pytestmark = [pytest.mark.both_mpis("progress"), pytest.mark.alone("times")]
 
 SLOW = """
 import time

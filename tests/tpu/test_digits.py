@@ -34,7 +34,9 @@ def train(
 ) -> Trained:
     path = folder / f"{ranks}x{devices}-{'-'.join(arguments)}.pt"
     environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    job = launcher.run_python(ranks, PROGRAM, path, *arguments, env=environment, seconds=150)
+    job = launcher.run_python(
+        ranks, PROGRAM, path, *arguments, env=environment, seconds=150, forked=True
+    )
     assert job.returncode == 0, job.output
     assert job.left_behind == ()
     lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parent / "programs" / "pod.py"
 def answers(ranks: int, devices: int, *arguments: str | Path) -> list[dict[str, object]]:
     environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     mpich = Launcher.named("MPICH")
-    job = mpich.run_python(ranks, PROGRAM, *arguments, env=environment, seconds=120)
+    job = mpich.run_python(ranks, PROGRAM, *arguments, env=environment, seconds=120, forked=True)
     assert job.returncode == 0, job.output
     told = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
     assert len(told) == ranks

@@ -5,6 +5,9 @@ with a descriptor of that job, which is closed when the job is over. The server 
 """
 
 import ctypes
+import gc
+import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -18,6 +21,13 @@ from typing import Any
 _PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
 # A name of MPI's own daemons: the ranks' nearest ancestor of such a name tells which job they are of.
 _NAME_OF_A_DAEMON = b"hydra_pmi_proxy"
+# The slow part of importing torch_xla. torch_xla itself is each program's to import: it reads the environment then.
+_FOR_TORCH_XLA = (
+    "functorch.compile",
+    "torch._inductor.fx_passes.post_grad",
+    "torch._inductor.lowering",
+    "torch.export",
+)
 _prctl = ctypes.CDLL(None).prctl
 
 Request = dict[str, Any]
@@ -32,7 +42,12 @@ def main() -> None:
 
     import mpistrat  # noqa: F401
 
+    if importlib.util.find_spec("torch_xla"):
+        for name in _FOR_TORCH_XLA:
+            importlib.import_module(name)
+
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked safely"
+    gc.freeze()  # a fork's garbage collection, such as that at its end, would copy what it looks at
     control.sendall(b"ready")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for daemons
     while True:
@@ -126,19 +141,27 @@ def _become(request: Request, files: list[int]) -> None:
 
 def _run(program: list[str]) -> None:
     """As `python program…` does."""
-    if program[0] == "-m":
+    if program[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *program[2:]]
+        _run_as_main(program[1], "<string>")
+    elif program[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        return
-    sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
-    sys.argv = program
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        sys.argv = program
+        with open(program[0], encoding="utf-8") as file:
+            text = file.read()
+        _run_as_main(text, program[0], __file__=program[0])
+
+
+def _run_as_main(text: str, name: str, **attributes: str) -> None:
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=program[0], __builtins__=__builtins__)
+    module.__dict__.update(attributes, __builtins__=__builtins__)
     sys.modules["__main__"] = module
-    with open(program[0], encoding="utf-8") as file:
-        code = compile(file.read(), program[0], "exec")
-    exec(code, module.__dict__)
+    exec(compile(text, name, "exec"), module.__dict__)
 
 
 if __name__ == "__main__":
