@@ -41,6 +41,13 @@ def test_a_program_sees_the_same(launcher: Launcher, tmp_path: Path) -> None:
     assert forked[1][1].startswith(f"1 2 ['{tmp_path}/program.py', 'word'] __main__ ")
 
 
+def test_a_program_on_the_command_line_sees_the_same(launcher: Launcher) -> None:
+    text = "import sys, torch; print(sys.argv, __name__, sys.path[0] == '')"
+    forked, own = (launcher.run_python(2, "-c", text, "word", forked=way) for way in (True, False))
+    assert (forked.returncode, forked.stdout) == (own.returncode, own.stdout)
+    assert forked.stdout == "['-c', 'word'] __main__ True\n" * 2
+
+
 @pytest.mark.parametrize(
     ("end", "said"),
     [

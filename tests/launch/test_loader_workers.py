@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).parent / "programs" / "loader_workers.py"
 
 
 def run(launcher: Launcher, case: str) -> Job:
-    job = launcher.run_python(2, PROGRAM, case, seconds=90)
+    job = launcher.run_python(2, PROGRAM, case, seconds=90, forked=True)
     assert job.left_behind == (), job.output
     return job
 

@@ -69,7 +69,14 @@ def run(folder: Path, launcher: Launcher, ranks: int, *arguments: str, **environ
     program = folder / "program.py"
     program.write_text(PROGRAM)
     threads = {"OMP_NUM_THREADS": "1"}
-    job = launcher.run_python(ranks, program, *arguments, seconds=60, env=threads | environment)
+    job = launcher.run_python(
+        ranks,
+        program,
+        *arguments,
+        seconds=60,
+        env=threads | environment,
+        forked=arguments[-1] == "train" and not environment,
+    )
     assert job.left_behind == ()
     return job
 

@@ -15,24 +15,25 @@ XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
-# Tests that wait more than they compute, by pytest-xdist.
-_SIDE_BY_SIDE = ("-n", "3", "--dist", "worksteal")
+# By pytest-xdist, so many at a time: a launch test computes on one and a half of two cores, and those that wait on less
+# than half of one.
+_TWO, _FIVE = (("-n", number, "--dist", "worksteal") for number in "25")
 
 
 def stages(mode: str) -> Iterator[Stage]:
     choice = _CHOICES[mode]
     launch = ["tests/launch"] if mode == "full" else ["tests/launch", "--in-turns"]
-    # The longest of one core first: others fill the second one meanwhile.
-    if mode != "quick":
-        yield from _xla_alone(choice)
     if mode == "xla":
+        yield from _xla_alone(choice)
         yield from _xla_with_mpi(choice, full=True)
         return
+    # The longest first: the others fill the cores meanwhile.
     if mode != "quick":
-        yield Stage("slurm", pytest=[*launch, "-m", _both(choice, "slurm")], one_core=True)
-    yield Stage("unit", pytest=["tests/unit", "-m", choice], one_core=True)
+        yield Stage("slurm", pytest=[*launch, "-m", _both(choice, "slurm")], beside_others=True)
+        yield from _xla_alone(choice)
+    yield Stage("unit", pytest=["tests/unit", "-m", choice, *_TWO], beside_others=True)
     yield from _static()
-    yield Stage("conformance", pytest=["tests/conformance", "-m", choice], one_core=True)
+    yield Stage("conformance", pytest=["tests/conformance", "-m", choice], beside_others=True)
     if mode == "quick":
         files = [name for name in _mpi_files(2) if mpi_in_turn(name) == "MPICH"]
         yield Stage("mpi", pytest=[*files, "-m", choice], mpi="MPICH", ranks=2)
@@ -40,8 +41,10 @@ def stages(mode: str) -> Iterator[Stage]:
         return
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
-    yield Stage("launch", pytest=[*launch, "-m", _both(choice, "not slurm and not waits")])
-    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_SIDE_BY_SIDE])
+    rest = "not slurm and not waits and not alone"
+    yield Stage("launch", pytest=[*launch, "-m", _both(choice, rest), *_TWO])
+    yield Stage("alone", pytest=[*launch, "-m", _both(choice, "alone")])
+    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_FIVE])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:
@@ -53,10 +56,10 @@ def stages(mode: str) -> Iterator[Stage]:
 def _static() -> Iterator[Stage]:
     scripts = [*(f"scripts/{name}" for name in _SCRIPTS), "scripts/environment.sh", ".ci/run"]
     scripts += sorted(str(path.relative_to(TOP)) for path in (TOP / "slurm").glob("*.sbatch"))
-    yield Stage("types", ["mypy"], one_core=True)
-    yield Stage("format", ["ruff", "format", "--check", "."], one_core=True)
-    yield Stage("lint", ["ruff", "check", "."], one_core=True)
-    yield Stage("shell", ["shellcheck", "--external-sources", *scripts], one_core=True)
+    yield Stage("types", ["mypy"], beside_others=True)
+    yield Stage("format", ["ruff", "format", "--check", "."], beside_others=True)
+    yield Stage("lint", ["ruff", "check", "."], beside_others=True)
+    yield Stage("shell", ["shellcheck", "--external-sources", *scripts], beside_others=True)
 
 
 def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
@@ -65,7 +68,7 @@ def _mpi(ranks: int, choice: str, *, full: bool) -> Iterator[Stage]:
     for mpi in MPI_NAMES:
         if chosen := [name for name in _mpi_files(ranks) if all_files or mpi_in_turn(name) == mpi]:
             arguments = [*chosen, "-m", choice]
-            yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, one_core=ranks == 1)
+            yield Stage("mpi", pytest=arguments, mpi=mpi, ranks=ranks, beside_others=ranks == 1)
 
 
 def _mpi_files(ranks: int) -> list[str]:
@@ -87,7 +90,7 @@ def _xla_alone(choice: str) -> Iterator[Stage]:
     if XLA_PREFIX in os.environ:
         python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
         chosen = ["tests/tpu", "-m", _both(choice, "not mpi")]
-        yield Stage("xla", pytest=chosen, python=python, one_core=True)
+        yield Stage("xla", pytest=chosen, python=python, beside_others=True)
 
 
 def _xla_with_mpi(choice: str, *, full: bool) -> Iterator[Stage]:

@@ -30,7 +30,7 @@ class Stage:
     mpi: str = ""
     ranks: int = 0  # 0: without mpiexec
     python: str = sys.executable
-    one_core: bool = False  # leaves the other core to a second such stage
+    beside_others: bool = False  # it leaves a core to others, or waits a lot
     passed: int = 0
     failed: int = 0
     skipped: int = 0

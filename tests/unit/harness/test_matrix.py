@@ -36,5 +36,5 @@ def test_both_mpis_have_conformance_and_launch_tests() -> None:
         ranks = Counter(stage.ranks for stage in stages if stage.name == "conformance")
         assert ranks == {0: 1, 2: mpis, 3: mpis, 4: mpis}
     of_turns = [stage.name for stage in usual if "--in-turns" in stage.pytest]
-    assert of_turns == ["slurm", "launch", "waits"]
+    assert of_turns == ["slurm", "launch", "alone", "waits"]
     assert not any("--in-turns" in stage.pytest for stage in full)

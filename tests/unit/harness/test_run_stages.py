@@ -61,7 +61,7 @@ def test_stages_of_one_core_stand_side_by_side(tmp_path: Path) -> None:
         ["sh", "-c", f"touch {mine}; {wait.format(other)}"]
         for mine, other in (files, reversed(files))
     ]
-    some = [Stage("some", command, one_core=True) for command in commands]
+    some = [Stage("some", command, beside_others=True) for command in commands]
     run_stages.run_all(some)
     assert [stage.failed for stage in some] == [0, 0]
 
