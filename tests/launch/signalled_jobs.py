@@ -39,7 +39,7 @@ def signalled(
         time.sleep(0.5)  # they are in the collective by now
 
     command = launcher.command(ranks, [sys.executable, *map(str, program), str(folder)])
-    environment = launcher.environment(ranks=ranks)
+    environment = launcher.environment()
     job, seconds = signalled_command(command, environment, folder, number, until_ready, to=to)
     assert len(list(folder.glob("ready*"))) >= wanted, job.output
     return job, seconds

@@ -86,7 +86,7 @@ class Nodes:
             settings = {}
         mpiexec, *rest = launcher.command(ranks, program)
         command = [str(self._agent), first, "exec", mpiexec, *options, *rest]
-        environment = launcher.environment({**settings, **env}, ranks=ranks)
+        environment = launcher.environment({**settings, **env})
         return run_job(command, environment, seconds)
 
 

@@ -64,7 +64,7 @@ class Stage:
         if self.ranks:
             launcher = Launcher.named(self.mpi)
             command = launcher.command(self.ranks, [*command, "--with-mpi"])
-            env = launcher.environment(ranks=self.ranks)
+            env = launcher.environment()
         for _ in range(1 + NEW_LAUNCHES):
             known = Results.read(lines).of
             output = Path(tempfile.mkdtemp(dir=folder))
