@@ -279,6 +279,7 @@ def test_gradients_of_each_example(cores: int) -> None:
     """Of torch.func's transforms, inside which a step meets its parameters for the first time."""
     found, expected = child(
         """
+torch.manual_seed(0)  # with some weights the prediction is a small difference, and the rounding seen
 with strategy.scope():
     model = torch.nn.Linear(2, 1)
 def loss(parameters, x):

@@ -38,7 +38,7 @@ def main() -> None:
     sys.path.pop(0)  # this folder is none of the program's
     import mpi4py  # noqa: F401 (not MPI: its library is each job's own)
     import numpy as np
-    import torch  # noqa: F401
+    import torch
 
     import mpistrat  # noqa: F401
 
@@ -57,7 +57,9 @@ def main() -> None:
         if os.fork() == 0:
             control.close()
             request = _serve(address.decode(), socket.socket(fileno=descriptors[0]))
+            # Each process has random numbers of its own, by Python's module by itself.
             np.random.seed()
+            torch.default_generator.seed()
             _run(request["program"])
             return
         os.close(descriptors[0])

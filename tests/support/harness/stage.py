@@ -60,7 +60,8 @@ class Stage:
         lines = folder / "results"
         command = [self.python, "-m", "pytest", "--quiet", "--color=no", *self.pytest]
         command.append(f"--results={lines}")
-        env = dict(os.environ)
+        # Threads that share cores with other processes wait for each other most of the time.
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self.ranks:
             launcher = Launcher.named(self.mpi)
             command = launcher.command(self.ranks, [*command, "--with-mpi"])
