@@ -40,10 +40,12 @@ class ElasticLauncher(Launcher):
         return super().command(ranks, ["--with-ft", "ulfm", *program])
 
 
-def run(folder: Path, ranks: int, *words: str | Path, env: Mapping[str, str] = {}) -> Job:
+def run(
+    folder: Path, ranks: int, *words: str | Path, env: Mapping[str, str] = {}, forked: bool = False
+) -> Job:
     """Reports are left in `folder`."""
     launcher = ElasticLauncher.named("Open MPI")
-    return launcher.run_python(ranks, *words, seconds=SECONDS, env=env, cwd=folder)
+    return launcher.run_python(ranks, *words, seconds=SECONDS, env=env, cwd=folder, forked=forked)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Trained:
 
 
 def train(folder: Path, seed: int | str, *place: str) -> Trained:
-    job = run(folder, RANKS, PROGRAM, str(seed), folder, *place)
+    nobody_dies = seed == "-"
+    job = run(folder, RANKS, PROGRAM, str(seed), folder, *place, forked=nobody_dies)
     assert job.returncode == 0, job.output
     assert job.left_behind == ()
     results = {

@@ -190,6 +190,9 @@ def check(way: Way, job: BatchJob, folder: Path, starts: int, reference: Path) -
     return lost
 
 
+@pytest.mark.long(
+    "One of its jobs has a time limit of which 25 s are left, and Slurm takes seconds to requeue."
+)
 @pytest.mark.time_limit(300)
 def test_jobs_go_on_where_they_were_ended(slurm: SlurmCluster, tmp_path: Path) -> None:
     steps = STEPS_PER_START

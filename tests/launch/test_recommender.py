@@ -38,7 +38,7 @@ def test_it_learns(launcher: Launcher, servers: int, arguments: tuple[str, ...])
 
     curve = losses(job)
     assert len(curve) == EPOCHS
-    assert curve[-1] < 0.75 * curve[0]
+    assert curve[-1] < curve[0]
     error, by_means = errors_in_test(job)
     assert by_means == pytest.approx(0.8944, abs=1e-4)
     assert error < by_means - BETTER_BY
@@ -46,6 +46,10 @@ def test_it_learns(launcher: Launcher, servers: int, arguments: tuple[str, ...])
     workers = [f"worker {i} (rank {i})" for i in range(4 - servers)]
     lines = [line for line in job.stdout.splitlines() if re.search(r": step \d+/", line)]
     assert len(lines) > 1
+    # Of each worker at its own end: the curve ends when worker 0 does, which may be far ahead of the others.
+    last = [float(loss) for loss in re.findall(rf"step {STEPS}/{STEPS}, loss ([0-9.]+)", lines[-1])]
+    assert len(last) == len(workers)
+    assert sum(last) / len(last) < 0.85 * by_means**2
     for line in lines:
         assert re.findall(r"(worker \d \(rank \d\)): step \d+/522, loss [0-9.]+", line) == workers
     for worker in workers:
