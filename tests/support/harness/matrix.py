@@ -37,7 +37,7 @@ def stages(mode: str) -> Iterator[Stage]:
     if mode == "quick":
         files = [name for name in _mpi_files(2) if mpi_in_turn(name) == "MPICH"]
         yield Stage("mpi", pytest=[*files, "-m", choice], mpi="MPICH", ranks=2)
-        yield Stage("launch", pytest=["tests/launch", "-m", "quick and not slow"])
+        yield Stage("launch", pytest=["tests/launch", "-m", "quick and not slow", *_TWO])
         return
     for ranks in (1, 2, 3, 4, 8):
         yield from _mpi(ranks, choice, full=mode == "full")
