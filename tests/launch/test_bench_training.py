@@ -137,7 +137,7 @@ def test_input(launcher: Launcher, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long("It starts 19 programs one after another, and one of them for each of its peers.")
+@pytest.mark.long("It starts 19 programs one after another.")
 @pytest.mark.time_limit(300)
 def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
     """What scripts/benchmark starts once there are environments."""

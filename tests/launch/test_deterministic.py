@@ -13,7 +13,7 @@ from support.clusters import two_nodes
 from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "deterministic.py"
-SEVERAL = pytest.mark.long("Up to eight ranks share the cores, and train two models by each way.")
+LONG = pytest.mark.long("Up to eight ranks share the cores, and train two models by each way.")
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
 Trained = tuple[int, str, str]  # ranks, the way, and hashes of two models and their losses
@@ -38,7 +38,7 @@ def one_rank() -> dict[int, str]:
     return {n: hashes for n in (6, 8) for _, _, hashes in train(launcher, n, 1)}
 
 
-@SEVERAL
+@LONG
 @pytest.mark.time_limit(400)
 @pytest.mark.parametrize(
     ("mpi", "replicas", "ranks"),
@@ -58,7 +58,7 @@ def test_ranks_of_a_node_train_as_one_does(
     }
 
 
-@SEVERAL
+@LONG
 @pytest.mark.time_limit(400)
 @pytest.mark.parametrize(("replicas", "ranks"), [(8, (8, 4, 2)), (6, (6, 3, 2))])
 def test_ranks_of_two_nodes_train_as_one_does(
@@ -72,7 +72,7 @@ def test_ranks_of_two_nodes_train_as_one_does(
     assert found == by_node | {(two, "flat", expected)}
 
 
-@SEVERAL
+@LONG
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_ranks_of_two_nodes_of_open_mpi_train_as_one_does(

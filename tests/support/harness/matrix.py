@@ -15,9 +15,8 @@ XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
-# By pytest-xdist, so many at a time: a launch test computes on one and a half of two cores, and those that wait on less
-# than half of one.
-_TWO, _FIVE = (("-n", number, "--dist", "worksteal") for number in "25")
+# By pytest-xdist, so many at a time: a launch test keeps one and a half of two cores busy, one that waits half of one.
+_TWO, _THREE = (("-n", number, "--dist", "worksteal") for number in "23")
 
 
 def stages(mode: str) -> Iterator[Stage]:
@@ -44,7 +43,7 @@ def stages(mode: str) -> Iterator[Stage]:
     rest = "not slurm and not waits and not alone"
     yield Stage("launch", pytest=[*launch, "-m", _both(choice, rest), *_TWO])
     yield Stage("alone", pytest=[*launch, "-m", _both(choice, "alone")])
-    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_FIVE])
+    yield Stage("waits", pytest=[*launch, "-m", _both(choice, "waits"), *_THREE])
     for ranks in (2, 3, 4):
         mpis = MPI_NAMES if mode == "full" else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:

@@ -14,7 +14,7 @@ from support.harness import manifest, matrix, report
 from support.harness.stage import Stage
 
 UNSTEADY_AT_MOST = 1  # so many may fail at first; more are a failure of the run
-SIDE_BY_SIDE = 3  # on two cores, of which one of the three needs little
+SIDE_BY_SIDE = 3  # on two cores: each of them waits now and then
 SHOWN = 20  # of the tests that were not run
 
 

@@ -53,7 +53,7 @@ def test_a_test_that_is_not_listed_is_a_failure(listed: list[Entry]) -> None:
     )
 
 
-def test_stages_of_one_core_stand_side_by_side(tmp_path: Path) -> None:
+def test_stages_that_leave_a_core_stand_side_by_side(tmp_path: Path) -> None:
     """Each waits for the other's file."""
     wait = "for i in $(seq 100); do [ -e {} ] && exit 0; sleep 0.1; done; exit 1"
     files = [tmp_path / "a", tmp_path / "b"]
