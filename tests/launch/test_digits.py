@@ -70,6 +70,7 @@ def float32(tmp_path_factory: pytest.TempPathFactory) -> Job:
         (("--top-k", "0.05"), "TopK(fraction=0.05)"),
     ],
 )
+@pytest.mark.long("Two ranks train twice, until the accuracy can be compared.")
 def test_wire_formats_converge(
     tmp_path: Path, float32: Job, wire: tuple[str, str], told: str
 ) -> None:

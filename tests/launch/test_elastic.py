@@ -149,6 +149,7 @@ def assert_as_undisturbed(
         assert math.isclose(trained.loss, expected.loss, rel_tol=1e-3)
 
 
+@pytest.mark.long("Four ranks share the cores, and train twice: without a fault, and with one.")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_rank_is_killed_somewhere(
     tmp_path: Path,

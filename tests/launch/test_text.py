@@ -48,6 +48,7 @@ def small_data(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long("Two ranks train a transformer until it has learned a bit per character.")
 @pytest.mark.time_limit(2 * SECONDS)
 def test_it_learns(launcher: Launcher, tmp_path: Path) -> None:
     checkpoint = tmp_path / "text"
@@ -64,6 +65,7 @@ def test_it_learns(launcher: Launcher, tmp_path: Path) -> None:
     assert "bits/character" in job.stderr
 
 
+@pytest.mark.long("Two ranks train a transformer twice.")
 @pytest.mark.time_limit(2 * SECONDS)
 def test_bfloat16_between_nodes_learns_as_float32(tmp_path: Path) -> None:
     """Made-up nodes, of a rank each."""

@@ -10,6 +10,8 @@ import torch
 
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
+pytestmark = pytest.mark.long("XLA compiles each graph on every rank before the rank can train.")
+
 PROGRAM = Path(__file__).parent / "programs" / "trained_digits.py"
 # Of each tensor after an epoch, the norm of the difference over that of the tensor: rounding of float32, which grows
 # with steps. 1e-6 was seen; half the gradient makes it 0.5.
