@@ -31,7 +31,7 @@ class Account:
 
 
 def account(folder: str) -> Account:
-    """Of the ranks whose records lie in `folder`; takes up to a second per rank that does not answer."""
+    """Of the ranks whose records lie in `folder`; takes up to two seconds if ranks do not answer."""
     ranks = find_ranks(folder)
     calls = {
         str(rank.number): {str(board.group): board.calls for board in rank.record.boards()}

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 
-SECONDS_FOR_A_STACK = 0.6
+SECONDS_FOR_A_STACK = 1.5  # less than SECONDS_FOR_OTHER_NODES in observer.py
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
 _STATES = {
     "R": "running",
@@ -111,12 +111,16 @@ class StackRequest:
         if self._before is None:
             return []
         told = ""
-        while time.monotonic() < self._deadline:
-            time.sleep(0.02)
+        while True:
             before, told = told, self._told()
             # A process without a core may stop in the middle of its answer.
             if told == before and _frames(told):
                 break
+            if (
+                time.monotonic() > self._deadline
+            ):  # after a look: others may have been waited for until now
+                break
+            time.sleep(0.02)
         return _frames(told)
 
     def _told(self) -> str:

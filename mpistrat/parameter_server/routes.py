@@ -89,6 +89,10 @@ class Request:
                 return self._reply.wait(limited=limited)
             except UnavailableError:
                 asked, holder = self._reply.to, self._routes.holder_of(self._server)
-                if asked not in self._post.mail.lost or holder == asked:
+                if asked not in self._post.mail.lost:
                     raise
+                if (
+                    holder == asked
+                ):  # since that error was made, the other copy's server may have died, too
+                    raise self._post.gone(asked) from None
                 self._reply = self._ask(holder)

@@ -469,6 +469,25 @@ time.sleep(60)  # the main thread stands here
 """
 
 
+def test_a_stack_that_came_in_time_is_read_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The observer waits for one rank after another, and may have had no core itself."""
+    stacks = tmp_path / "stacks"
+    stacks.touch()
+    asked: list[int] = []
+    monkeypatch.setattr(processes, "SECONDS_FOR_A_STACK", 0.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(processes.os, "kill", lambda pid, number: asked.append(number))
+        request = processes.StackRequest(os.getpid(), 10, str(stacks))
+    assert asked == [10]
+    stacks.write_text(
+        'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in step\n'
+    )
+    time.sleep(0.01)
+    assert request.frames() == ["train.py:7 in step"]
+
+
 def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other threads go on while the frames are read: reading theirs, too, crashes within a hundred requests."""
     stacks = tmp_path / "stacks"

@@ -146,6 +146,7 @@ def killed_at(number: int, directory: Path, keep: int, disk: Disk | None) -> tup
     return status != 0, step
 
 
+@pytest.mark.long("A save is ended at each of its system calls, each time in a process of its own.")
 @pytest.mark.parametrize(
     ("keep", "loses_power"), [(2, False), (1, True)], ids=["killed", "power lost"]
 )

@@ -1,0 +1,68 @@
+"""Where a request goes when servers die."""
+
+import re
+from typing import Any
+
+import pytest
+
+from mpistrat.errors import UnavailableError
+from mpistrat.parameter_server.mail import LOST
+from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.routes import Routes
+
+SERVERS = (1, 2)
+
+
+class Mail:
+    """Of rank 0: batches of messages that come, and who can be seen to have died, before that is read or after."""
+
+    rank = 0
+    size = 3
+
+    def __init__(self) -> None:
+        self.coming: list[list[tuple[int, Any]]] = []
+        self.lost: set[int] = set()
+        self.dead: set[int] = set()
+        self.sent: list[tuple[int, Any]] = []
+
+    def send(self, to: int, message: Any) -> None:
+        self.sent.append((to, message))
+
+    def receive(self, seconds: float | None) -> list[tuple[int, Any]]:
+        batch = self.coming.pop(0)
+        self.lost.update(source for source, message in batch if message is LOST)
+        return batch
+
+    def has_died(self, rank: int) -> bool:
+        return rank in self.lost | self.dead
+
+
+@pytest.mark.parametrize("second", ["lives", "died before", "died after"])
+def test_the_error_tells_of_both_servers(second: str) -> None:
+    """The second one may die after the first one's death was read, and before its answer is waited for."""
+    mail: Any = Mail()
+    post = Post(mail)
+    routes = Routes(post, SERVERS, replicated=True)
+    post.what_died = lambda rank: (
+        f"rank {rank} has died, "
+        + ("with the last copy" if routes.is_lost_with(rank) else "the other goes on")
+    )
+    request = routes.ask(1, "pull", None)
+    if second == "died before":
+        mail.dead.add(2)
+    mail.coming = [[(1, LOST)]]
+    post.attend(lambda: request.come)
+    if second == "died after":
+        mail.dead.add(2)
+    if second == "lives":
+        with pytest.raises(
+            IndexError
+        ):  # it waits for the answer of the other server, of which nothing comes
+            request.wait()
+        assert [to for to, _ in mail.sent] == [1, 2]
+    else:
+        with pytest.raises(
+            UnavailableError, match=re.escape("rank 1 has died, with the last copy")
+        ):
+            request.wait()
+        assert [to for to, _ in mail.sent] == [1]
