@@ -1,6 +1,7 @@
 """Ranks that are forks of a process with torch (`support.forked`) are to a program, and to mpiexec, as others are."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,3 +112,14 @@ def test_no_rank_is_left_when_its_place_is_killed(launcher: Launcher, tmp_path: 
     ranks = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
     assert len(ranks) == 2
     assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
+
+
+@pytest.mark.parametrize("sent", [b"", (100).to_bytes(8, "little") + b"{"], ids=["nothing", "half"])
+def test_a_place_that_is_killed_as_it_asks_harms_no_other(sent: bytes) -> None:
+    with job() as address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
+            killed.connect(address)
+            killed.sendall(sent)
+        command = [sys.executable, "-I", "-S", str(RANK), address, "-c", "print('on')"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("on\n", "", 0)

@@ -82,7 +82,11 @@ def _serve(address: str, job: socket.socket) -> Request:
         for key, _ in selector.select():
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                request, files = _receive(connection)
+                received = _receive(connection)
+                if received is None:
+                    connection.close()
+                    continue
+                request, files = received
                 rank = os.fork()
                 if rank == 0:
                     selector.close()
@@ -117,11 +121,18 @@ def _serve(address: str, job: socket.socket) -> Request:
                 os.kill(ranks[key.data], signal.SIGKILL)
 
 
-def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+def _receive(connection: socket.socket) -> tuple[Request, list[int]] | None:
+    """A request and its open files; None if who asked was killed meanwhile."""
     head, files, _, _ = socket.recv_fds(connection, 8, 8)
+    missing = int.from_bytes(head, "little")
     text = b""
-    while len(text) < int.from_bytes(head, "little"):
-        text += connection.recv(1 << 20)
+    while missing and (more := connection.recv(missing)):
+        text += more
+        missing -= len(more)
+    if missing or not text:
+        for file in files:
+            os.close(file)
+        return None
     return json.loads(text), list(files)
 
 

@@ -1,17 +1,18 @@
 """The tests that have to be run: `tests/manifest/*.txt`, a file for each folder of tests.
 
-Below the name of each test file stand its tests, each behind the numbers of ranks that it is run with; 0 is without
-mpiexec. `slow` stands before them where `scripts/test full` alone runs the test:
+The name of each test file has a line, and each of its tests has one below: the numbers of ranks that it is run with,
+and its name. 0 is without mpiexec. A test that `scripts/test full` alone runs has `slow` before its numbers:
 
     tests/mpi/test_variables.py
     1,2,3,4 test_assign[sum]
     slow,8 test_of_many_ranks
 
 A renamed test keeps its line, with its new name behind an arrow: `1,2 test_old => tests/mpi/test_new.py::test_new`.
-`scripts/test manifest` adds new tests; no command takes any out.
+Two lines cannot name the same test now. `scripts/test manifest` adds new tests; no command takes any out.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,10 @@ class Entry:
 
 
 def load(folder: Path = FOLDER) -> list[Entry]:
-    return [entry for file in sorted(folder.glob("*.txt")) for entry in _read(file)]
+    entries = [entry for file in sorted(folder.glob("*.txt")) for entry in _read(file)]
+    if twice := [test for test, lines in Counter(e.test for e in entries).items() if lines > 1]:
+        raise ValueError(f"two lines of {folder} name {twice[0]}; expected one for each test")
+    return entries
 
 
 def _read(file: Path) -> Iterator[Entry]:

@@ -18,7 +18,7 @@ def show(stage: Stage) -> None:
     """A failed stage in full; of the others their last line."""
     mark = "FAILED" if stage.failed else "ok"
     lines = stage.output.strip().splitlines()
-    if stage.pytest:  # below pytest's last line a launcher may have the last word
+    if stage.pytest:  # after pytest's last line a launcher may write lines of its own
         lines = [line for line in lines if re.search(r" in [0-9.]+s\b", line)]
     if stage.failed or stage.unsteady:
         width = shutil.get_terminal_size((100, 24)).columns

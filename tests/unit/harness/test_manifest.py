@@ -30,6 +30,13 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert set(manifest.load(tmp_path)) == set(ENTRIES)
 
 
+def test_two_lines_cannot_name_the_same_test(tmp_path: Path) -> None:
+    """Else a test that is gone could hide behind one that is there."""
+    manifest.save([*ENTRIES, Entry(f"{FILE}::test_gone", SUM, frozenset({1, 2}))], tmp_path)
+    with pytest.raises(ValueError, match=r"two lines of .* name .*test_sum"):
+        manifest.load(tmp_path)
+
+
 def test_a_whole_run_lacks_nothing() -> None:
     assert manifest.lacking(ENTRIES, everything(), full=True) == []
     assert manifest.unlisted(ENTRIES, everything()) == []
