@@ -30,6 +30,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(run_job(command, Launcher.named("MPICH").environment(), seconds=100))
 
 
+@pytest.mark.long(
+    "One rank and then several train for an epoch, until the accuracy can be compared."
+)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_follow_one_process(
     launcher: Launcher, tmp_path: Path, one_rank: list[float], ranks: int

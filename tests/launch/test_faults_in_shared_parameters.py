@@ -39,6 +39,9 @@ while True:
 """
 
 
+@pytest.mark.long(
+    "A stopped rank is waited for until its limit, by three ranks that share the cores."
+)
 @pytest.mark.parametrize("mpi", MPI_NAMES)
 @pytest.mark.parametrize(("fault", "seconds"), [("SIGSTOP", 0.3), ("SIGKILL", 0.47)])
 def test_the_job_ends_and_says_who(tmp_path: Path, mpi: str, fault: str, seconds: float) -> None:

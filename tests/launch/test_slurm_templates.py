@@ -109,6 +109,7 @@ def test_training_on_cpus(slurm: SlurmCluster, mpich: Launcher, tmp_path: Path) 
     assert "step    4/4 " in job.output, job.report()
 
 
+@pytest.mark.long("Slurm starts the trials of an array one after another, seconds apart.")
 def test_trials(slurm: SlurmCluster, mpich: Launcher, tmp_path: Path) -> None:
     program = [TOP / "scripts" / "train_digits.py", "--epochs=1"]
     options = ("--array=1,5", "--ntasks-per-node=1", f"--output={tmp_path}/%a.out")

@@ -90,7 +90,8 @@ def crash_at(number: int, disk: Disk | None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if disk is not None:
                 disk.saw(name, path, str(args[1]) if name == "rename" else "")
-            return call(*args, **kwargs)
+            # This machine keeps its power: waiting for its disk, which others use, would show nothing.
+            return None if name == "fsync" else call(*args, **kwargs)
 
         return wrapped
 
@@ -146,7 +147,6 @@ def killed_at(number: int, directory: Path, keep: int, disk: Disk | None) -> tup
     return status != 0, step
 
 
-@pytest.mark.long("A save is ended at each of its system calls, each time in a process of its own.")
 @pytest.mark.parametrize(
     ("keep", "loses_power"), [(2, False), (1, True)], ids=["killed", "power lost"]
 )
