@@ -26,6 +26,7 @@ def errors_in_test(job: Job) -> tuple[float, float]:
     return float(error), float(by_means)
 
 
+@pytest.mark.long("A server and workers train together, until the error can be compared.")
 @pytest.mark.time_limit(SECONDS + 30)
 @pytest.mark.parametrize(("servers", "arguments"), [(1, ()), (2, ("--max-staleness", "0"))])
 def test_it_learns(launcher: Launcher, servers: int, arguments: tuple[str, ...]) -> None:

@@ -108,6 +108,7 @@ def test_it_goes_on_as_if_never_stopped(
     assert equal(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.long("Three jobs train a transformer, one after another.")
 @pytest.mark.time_limit(5 * SECONDS)
 def test_other_numbers_of_ranks_go_on(launcher: Launcher, tmp_path: Path, small_data: Path) -> None:
     """Through the ends of epochs, where ranks get batches without examples."""
