@@ -169,7 +169,7 @@ def test_at_every_system_call(
     assert len(steps) > 20
 
 
-@pytest.mark.long("As above, where waiting for the disk does not help.")
+@pytest.mark.long("A save is ended at each of its system calls, each time by a process of its own.")
 def test_the_loss_of_power_is_noticed(two_saved: Path, tmp_path: Path) -> None:
     """Where files are not waited for, some crash leaves nothing to go on from, or something older."""
     steps = []
