@@ -157,7 +157,7 @@ def test_a_file_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert anew(mpi="MPI 2")[1]
     assert anew(ranks=3)[1]
     assert len(list(tmp_path.iterdir())) == 3
-    monkeypatch.setattr(selection, "LEAST_CPU_SHARE", 2.0)
+    monkeypatch.setattr(selection, "LEAST_CPU_SHARE", math.inf)  # and now everything does
     assert anew(ranks=4)[0].disturbed
     assert len(list(tmp_path.iterdir())) == 3
     assert not anew(ranks=4)[1]
