@@ -16,9 +16,10 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.bench.report import report
 from mpistrat.bench.rounds import ROUNDS, compare, medians
-from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.node import station_of
-from mpistrat.communicators.traced import TracedCommunicator
+from mpistrat.communicators.construction import communicator_for, ways_of
+from mpistrat.communicators.contract import Contract
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.router import Router
 from mpistrat.flight_recorder.record import RankRecord, text_of
 from mpistrat.trace.timeline import Timeline, host_clock
 
@@ -90,13 +91,14 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
 def agreement(num_rounds: int) -> list[dict[str, Any]]:
     """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce."""
     checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
-    inside = checked.inner  # type: ignore[attr-defined]
+    inside = Router(checked.transports)  # type: ignore[attr-defined]
     send = np.ones((), np.float32)
     receive = np.empty_like(send)
     folder = tempfile.TemporaryDirectory()
     timeline = Timeline(folder.name, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "", host_clock())
-    station = station_of(MPI.COMM_WORLD, "traced")
-    traced = TracedCommunicator(inside, "traced", station, "always", timeline)
+    mpi = MpiTransport(MPI.COMM_WORLD.Dup())
+    ways, station = ways_of(mpi, "traced")
+    traced = Router(ways, Contract(mpi, "traced", station, timeline=timeline))
     rounds = compare(
         {
             "neither": lambda: inside.all_reduce(send, out=receive),

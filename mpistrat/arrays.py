@@ -81,6 +81,15 @@ def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_like(name: str, like: Array) -> Any:
+    """The dtype of that name in `like`'s library."""
+    if is_torch(like):
+        import torch
+
+        return getattr(torch, name)
+    return np.dtype(name)
+
+
 def itemsize(array: Array) -> int:
     return int(array.dtype.itemsize)
 

@@ -50,6 +50,9 @@ class CrossReplicaOps:
         cross_device_ops: the user's policy for the components on one rank, or None.
         options: defaults of every collective.
         deterministic: whether sums are not to depend on how replicas are spread over ranks.
+
+    Attributes:
+        over_ranks: what combines the replicas of all ranks.
     """
 
     def __init__(
@@ -65,16 +68,16 @@ class CrossReplicaOps:
         self.num_replicas = sum(replicas_of_ranks)
         self._custom = cross_device_ops
         self.options = options
-        self._over_ranks = (
-            OrderedAllReduce(communicator, replicas_of_ranks)
+        self.over_ranks = (
+            OrderedAllReduce(communicator, replicas_of_ranks, options)
             if deterministic
-            else MpiAllReduce(communicator)
+            else MpiAllReduce(communicator, options)
         )
         # A plain value counts once for its rank, however many replicas that has.
         self._of_plain = (
-            OrderedAllReduce(communicator, (1,) * communicator.size)
+            OrderedAllReduce(communicator, (1,) * communicator.size, options)
             if deterministic and max(replicas_of_ranks) > 1
-            else self._over_ranks
+            else self.over_ranks
         )
         self._unequal = min(replicas_of_ranks) < max(replicas_of_ranks)
         self._rank_of_most = replicas_of_ranks.index(max(replicas_of_ranks))
@@ -98,30 +101,6 @@ class CrossReplicaOps:
             )
         return components
 
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        values: Sequence[Sequence[Any]],
-        options: CommunicationOptions | None,
-        label: str,
-        over_ranks: MpiAllReduce | None = None,
-    ) -> list[Any]:
-        """Reduce over all replicas of all ranks, or as `over_ranks` does; Python numbers give Python numbers."""
-        numbers = [arrays.is_number(components[0]) for components in values]
-        try:
-            operands = [
-                [
-                    c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
-                    for c in cs
-                ]
-                for cs in values
-            ]
-            merged = self.options.merge(options) if options is not None else self.options
-        except Exception as error:
-            self.communicator.raise_together(error)
-        reduced = (over_ranks or self._over_ranks).all_reduce(op, operands, merged, label)
-        return [r.item() if n else r for r, n in zip(reduced, numbers, strict=True)]
-
     def all_reduce(
         self, calls: Sequence[AllReduceCall], options: CommunicationOptions | None
     ) -> list[Any]:
@@ -137,7 +116,7 @@ class CrossReplicaOps:
             with self.communicator.raising_together():
                 operands = [PerReplica(components_of(PerReplica(value))) for value in values]
             return self.batch_reduce(op, [(value, value) for value in operands], options)
-        reduced = self.reduce_leaves(op, values, options, label)
+        reduced = self.over_ranks.all_reduce(op, values, options, label)
         return [
             total if arrays.is_number(total) else place(total, PerReplica(value))
             for total, value in zip(reduced, values, strict=True)
@@ -165,7 +144,7 @@ class CrossReplicaOps:
                 else:
                     others[i] = self._components_of_rank(leaf)
         for over_ranks, chosen in self._by_kind({i: flat[i] for i in others}):
-            reduced = self.reduce_leaves(op, [others[i] for i in chosen], None, label, over_ranks)
+            reduced = over_ranks.all_reduce(op, [others[i] for i in chosen], label=label)
             for i, result in zip(chosen, reduced, strict=True):
                 results[i] = result
         return results
@@ -189,9 +168,9 @@ class CrossReplicaOps:
         except Exception as error:
             self.communicator.raise_together(error)
         if op is ReduceOp.SUM:
-            return self.reduce_leaves(op, sums, None, label)
+            return self.over_ranks.all_reduce(op, sums, label=label)
         label = f"mean {label}"
-        reduced = self.reduce_leaves(ReduceOp.SUM, sums + counts, None, label)
+        reduced = self.over_ranks.all_reduce(ReduceOp.SUM, sums + counts, label=label)
         totals, elements = reduced[: len(sums)], reduced[len(sums) :]
         return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
 
@@ -200,15 +179,15 @@ class CrossReplicaOps:
 
         What `run` returned is plain on a rank with one replica; so where others have several, one of these tells.
         """
-        if not values or self._of_plain is self._over_ranks:
-            return [(self._over_ranks, list(values))] if values else []
+        if not values or self._of_plain is self.over_ranks:
+            return [(self.over_ranks, list(values))] if values else []
         plain = [i for i, value in values.items() if not isinstance(value, DistributedValues)]
         if self._unequal:
             plain = self.communicator.broadcast_object(
                 plain, root=self._rank_of_most, label="which values are plain"
             )
         kinds = (
-            (self._over_ranks, [i for i in values if i not in plain]),
+            (self.over_ranks, [i for i in values if i not in plain]),
             (self._of_plain, [i for i in values if i in plain]),
         )
         return [(over_ranks, chosen) for over_ranks, chosen in kinds if chosen]
@@ -255,7 +234,7 @@ class CrossReplicaOps:
                 return place(self._reduce_local(op, value), destinations)
             components = self._components_of_rank(value)
         ((over_ranks, _),) = self._by_kind({0: value})
-        reduced = self.reduce_leaves(op, [components], options, "", over_ranks)[0]
+        (reduced,) = over_ranks.all_reduce(op, [components], options)
         if arrays.is_number(reduced):
             return reduced
         return place(reduced, destinations)
@@ -274,14 +253,21 @@ class CrossReplicaOps:
         if self.communicator.size == 1:
             return self._custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
-            local = self._custom.batch_reduce(ReduceOp.SUM, pairs, options)
-        firsts = [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
-        totals = self._over_ranks.all_reduce(
+            firsts = self.sum_by_custom_ops(pairs, options)
+        totals = self.over_ranks.all_reduce(
             ReduceOp.SUM, [(value,) for value in firsts], self.options.merge(options)
         )
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
+
+    def sum_by_custom_ops(
+        self, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """The sums over this rank's replicas of (value, destinations) pairs, by the user's policy. Not collective."""
+        assert self._custom is not None
+        local = self._custom.batch_reduce(ReduceOp.SUM, pairs, options)
+        return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
 
     def _batch_reduce_over_ranks(
         self,
@@ -320,11 +306,11 @@ class CrossReplicaOps:
             components = components_of(PerReplica(self._components_of_rank(value)))
             accumulation.check_no_slices(components)
             merged = self.options.merge(options)
-        return self._over_ranks.all_gather(components, axis, label, merged)
+        return self.over_ranks.all_gather(components, axis, label, merged)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
-        return (self._custom or self._over_ranks).broadcast(tensor, destinations)
+        return (self._custom or self.over_ranks).broadcast(tensor, destinations)
 
     def aggregate(self, aggregation: VariableAggregation, operand: Any, label: str) -> Any:
         """Combine what the replicas of all ranks give to a variable. Called by every rank.
@@ -345,7 +331,7 @@ class CrossReplicaOps:
                 )
             )
         op = ReduceOp.from_variable_aggregation(aggregation)
-        return self.reduce_leaves(op, [components], None, label)[0]
+        return self.over_ranks.all_reduce(op, [components], label=label)[0]
 
     def from_first_replica(self, value: Any, label: str) -> Any:
         """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""

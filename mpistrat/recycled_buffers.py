@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_torch, itemsize, num_elements
+from mpistrat.arrays import Array
 
 _SMALLEST = 1 << 16  # below, the allocators recycle pages themselves
 
@@ -55,16 +58,20 @@ class RecycledBuffers:
 
     def like(self, array: Array) -> Array:
         """A C-contiguous array of the shape and dtype of `array`, a NumPy array or a CPU tensor."""
-        nbytes = num_elements(array) * itemsize(array)
-        if is_torch(array):
-            import torch
+        return self.empty(array.shape, array.dtype)
 
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if isinstance(dtype, np.dtype):
             if nbytes < _SMALLEST:
-                return torch.empty(array.shape, dtype=array.dtype)
-            return torch.from_numpy(self._take(nbytes)).view(array.dtype).view(array.shape)
+                return np.empty(shape, dtype)
+            return self._take(nbytes).view(dtype).reshape(shape)
+        import torch
+
         if nbytes < _SMALLEST:
-            return np.empty(array.shape, array.dtype)
-        return self._take(nbytes).view(array.dtype).reshape(array.shape)
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(self._take(nbytes)).view(dtype).view(shape)
 
     def _take(self, nbytes: int) -> np.ndarray:
         """A buffer of exactly `nbytes` that no array shares; arrays made of it keep it in use."""

@@ -18,6 +18,7 @@ from mpistrat.input.distributed_dataset import (
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 
 if TYPE_CHECKING:
@@ -106,15 +107,16 @@ class Strategy:
             raise TypeError(f"options must be RunOptions or None, got {options!r:.60}")
         if per_thread.modes:
             require_cross_replica(self, "run")
-        if "torch" in sys.modules and self._sees_modules:
-            self._torch().before_run()
-        self.runs += 1
-        try:
-            return self._extended.call_for_each_replica(fn, args, kwargs)
-        except Exception as error:
-            if self.num_replicas_in_sync > 1:
-                explain_empty_batch(error, (args, kwargs))
-            raise
+        with spans.current.run(fn):
+            if "torch" in sys.modules and self._sees_modules:
+                self._torch().before_run()
+            self.runs += 1
+            try:
+                return self._extended.call_for_each_replica(fn, args, kwargs)
+            except Exception as error:
+                if self.num_replicas_in_sync > 1:
+                    explain_empty_batch(error, (args, kwargs))
+                raise
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
@@ -135,13 +137,14 @@ class Strategy:
             ValueError: `axis` is out of range, or the SUM of a value that is not distributed.
             CollectiveMismatchError: on all ranks, when the ranks' operands differ.
         """
-        require_cross_replica(self, "reduce")
-        with self._extended.communicator.raising_together():
-            op = ReduceOp.parse(reduce_op)
-        flat = nest.flatten(value)
-        label = nest.describe(value) if nest.is_structure(value) else ""
-        reduced = self._extended.cross_replica_ops.reduce(op, flat, axis, label)
-        return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
+        with spans.current.range("strategy.reduce"):
+            require_cross_replica(self, "reduce")
+            with self._extended.communicator.raising_together():
+                op = ReduceOp.parse(reduce_op)
+            flat = nest.flatten(value)
+            label = nest.describe(value) if nest.is_structure(value) else ""
+            reduced = self._extended.cross_replica_ops.reduce(op, flat, axis, label)
+            return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate what the replicas hold along `axis`, in replica order, equal on every rank.
@@ -153,11 +156,12 @@ class Strategy:
             ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
             NotImplementedError: for `IndexedSlices`.
         """
-        require_cross_replica(self, "gather")
-        label = nest.describe(value) if nest.is_structure(value) else ""
-        return nest.map_structure(
-            lambda leaf: self._extended.cross_replica_ops.gather(leaf, axis, label), value
-        )
+        with spans.current.range("strategy.gather"):
+            require_cross_replica(self, "gather")
+            label = nest.describe(value) if nest.is_structure(value) else ""
+            return nest.map_structure(
+                lambda leaf: self._extended.cross_replica_ops.gather(leaf, axis, label), value
+            )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of `value` on this rank's replicas, as a tuple; (value,) for a plain one."""
@@ -232,6 +236,7 @@ class Strategy:
             from mpistrat.pytorch.mirroring import Mirroring
 
             self._mirroring = Mirroring(self, self._gradients)
+            spans.current.watch_optimizers()
         return self._mirroring
 
     def mirror(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -272,9 +272,8 @@ class StrategyExtended(CheckpointRole, StrategyVariables):
         if self.num_replicas_in_sync == 1:
             return list(leaves)
         if self.num_local_replicas == 1 and not self.cross_replica_ops.has_custom_ops:
-            return self.cross_replica_ops.reduce_leaves(
-                op, [(leaf,) for leaf in leaves], options, label
-            )
+            values = [(leaf,) for leaf in leaves]
+            return self.cross_replica_ops.over_ranks.all_reduce(op, values, options, label)
 
         def merge(strategy: Strategy, calls: Any) -> list[Any]:
             return self.cross_replica_ops.all_reduce(

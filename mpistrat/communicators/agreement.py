@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.shared_memory import FENCE
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import wait_until
 from mpistrat.flight_recorder.record import WORD
 
+if TYPE_CHECKING:
+    from mpistrat.communicators.mpi import MpiTransport
+
 DIGEST_BITS = 56
+# Looks at a word before anything else is done about it: 4 us, in which ranks that keep step have come.
+_LOOKS = 100
 
 
 class Agreement(abc.ABC):
@@ -25,23 +32,37 @@ class BoardAgreement(Agreement):
 
     A word that counts one call more than ours is as good as an equal one: its rank has seen that all agreed on our
     call. It cannot be further ahead, for it waits there until we have written.
+
+    What a rank has written to shared memory before it agrees, the others can read once they have agreed; and it may
+    write there again when they agree on the next call.
+
+    Args:
+        fence: what comes before it is done before what comes after it; None where the processor sees to that.
     """
 
-    def __init__(self, station: Station) -> None:
+    def __init__(self, station: Station, fence: Callable[[], None] | None = FENCE) -> None:
         assert station.peers is not None
-        self._station = station
+        self._station, self._fence = station, fence
         self._words = station.record.words
         self._mine = station.board + WORD
         self._peers = [(words, board + WORD) for words, board in station.peers]
+        self._looks = range(1 if station.crowded else _LOOKS)
 
     def agree(self, calls: int, digest: int) -> bool:
         number = calls & 0xFF
         word = digest << 8 | number
+        if self._fence is not None:
+            self._fence()
         self._words[self._mine] = word
         equal = True
         for words, theirs in self._peers:
-            if words[theirs] != word:
+            for _ in self._looks:
+                if words[theirs] == word:
+                    break
+            else:
                 equal = self._wait(words, theirs, number, word) and equal
+        if self._fence is not None:
+            self._fence()
         return equal
 
     def _wait(self, words: memoryview, theirs: int, number: int, word: int) -> bool:
@@ -59,8 +80,8 @@ class BoardAgreement(Agreement):
 class MessageAgreement(Agreement):
     """One 16-byte MAX of (h, -h): equal on all ranks exactly if both halves cancel."""
 
-    def __init__(self, inner: Communicator, station: Station) -> None:
-        self._inner = inner
+    def __init__(self, mpi: MpiTransport, station: Station) -> None:
+        self._mpi = mpi
         self._pair = np.empty(2, np.int64)
         self._station = station
 
@@ -68,7 +89,7 @@ class MessageAgreement(Agreement):
         pair = self._pair
         pair[0] = digest
         pair[1] = -digest
-        arrived = self._inner.start_all_reduce(pair, "max")
+        arrived = self._mpi.start_all_reduce(pair, "max")
         if not arrived():
             wait_until(arrived, self._station)
         return bool(pair[0] + pair[1] == 0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.communicators.host_views import view_of
 
 # Whether MPI can reduce them: what only memory could would go wrong as soon as a message is needed.
 KNOWN_TO_MPI = frozenset(
@@ -29,6 +30,10 @@ class Arithmetic(abc.ABC):
     @abc.abstractmethod
     def view(self, memory: np.ndarray) -> Any:
         """Bytes as elements."""
+
+    @abc.abstractmethod
+    def elements(self, buffer: Array) -> Any:
+        """All of `buffer`, in its shape; its own memory."""
 
     @abc.abstractmethod
     def totals(self, elements: int) -> Any:
@@ -78,6 +83,9 @@ class _NumPy(Arithmetic):
     def view(self, memory: np.ndarray) -> np.ndarray:
         return memory.view(self._dtype)
 
+    def elements(self, buffer: Array) -> np.ndarray:
+        return view_of(buffer)
+
     def totals(self, elements: int) -> np.ndarray:
         return np.empty(elements, self._dtype)
 
@@ -85,7 +93,7 @@ class _NumPy(Arithmetic):
         combine = self._combine
         with np.errstate(all="ignore"):
             if len(pieces) == 1:
-                out[:] = pieces[0]
+                out[...] = pieces[0]
             elif len(pieces) == 2:
                 combine(pieces[0], pieces[1], out=out)
             else:
@@ -109,7 +117,7 @@ class _Half(_NumPy):
             total = pieces[0].astype(np.float32)
             for piece in pieces[1:]:
                 self._combine(total, piece, out=total)
-            out[:] = total if scale is None else total * np.float32(scale)
+            out[...] = total if scale is None else total * np.float32(scale)
 
 
 class _Torch(Arithmetic):
@@ -125,6 +133,9 @@ class _Torch(Arithmetic):
 
     def view(self, memory: np.ndarray) -> Any:
         return self._torch.from_numpy(memory).view(self._dtype)
+
+    def elements(self, buffer: Array) -> Any:
+        return buffer.detach()
 
     def totals(self, elements: int) -> Any:
         return self._torch.empty(elements, dtype=self._torch.float32)

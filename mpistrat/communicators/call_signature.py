@@ -8,22 +8,48 @@ from typing import Any
 from mpistrat.communicators.agreement import DIGEST_BITS
 from mpistrat.flight_recorder.record import text_of
 
-
-@functools.lru_cache(maxsize=4096)
-def recorded(
-    signature: tuple[Any, ...], file: str, function: str, line: int
-) -> tuple[int, bytes, int]:
-    """The digest of a signature, and what is recorded of the call."""
-    import hashlib  # here, because it makes importing mpistrat slower
-
-    hashed = hashlib.blake2b(repr(signature).encode(), digest_size=DIGEST_BITS // 8).digest()
-    site = f"{file}:{line} in {function}"
-    return int.from_bytes(hashed, "little"), *text_of(describe(signature), site)
+# Of one signature; a program that calls a collective at more places has their texts made again.
+_MOST_SITES = 256
 
 
-def describe(signature: tuple[Any, ...]) -> str:
+class CallSignature:
+    """One kind of call: made once, and looked up when the program makes such a call again.
+
+    Attributes:
+        words: the operation, then what the ranks must agree on.
+        digest: of the words; equal on ranks that make the same call.
+    """
+
+    __slots__ = ("_texts", "digest", "words")
+
+    def __init__(self, words: tuple[Any, ...]) -> None:
+        import hashlib  # here, because it makes importing mpistrat slower
+
+        hashed = hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BITS // 8).digest()
+        self.words = words
+        self.digest = int.from_bytes(hashed, "little")
+        self._texts: dict[tuple[str, str, int], tuple[bytes, int]] = {}
+
+    def recorded_at(self, file: str, function: str, line: int) -> tuple[bytes, int]:
+        """What the record keeps of this call at this place of the program: as of `record.text_of`."""
+        site = (file, function, line)
+        text = self._texts.get(site)
+        if text is None:
+            if len(self._texts) == _MOST_SITES:
+                self._texts.clear()
+            text = self._texts[site] = text_of(str(self), f"{file}:{line} in {function}")
+        return text
+
+    def __str__(self) -> str:
+        return describe(self.words)
+
+
+signature_of = functools.lru_cache(maxsize=4096)(CallSignature)
+
+
+def describe(words: tuple[Any, ...]) -> str:
     """A collective as a user would write it."""
-    operation, *rest = signature
+    operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
@@ -36,8 +62,8 @@ def explain_difference(everyone: list[tuple[tuple[Any, ...], str]], rank: int) -
     for r in range(1, len(everyone) + 1):
         if r == len(everyone) or everyone[r] != everyone[start]:
             ranks = f"rank {start}" if r == start + 1 else f"ranks {start}-{r - 1}"
-            signature, site = everyone[start]
-            lines.append(f"  {ranks}: {describe(signature)}\n      at {site}")
+            words, site = everyone[start]
+            lines.append(f"  {ranks}: {describe(words)}\n      at {site}")
             start = r
     return (
         f"the ranks did not call the same collective (this is rank {rank} of {len(everyone)}):\n"

@@ -4,83 +4,70 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.errors import CollectiveMismatchError, RankLostError, StallError
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
     from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
+    from mpistrat.communicators.station import Station
     from mpistrat.trace.timeline import Timeline
-
-REDUCTIONS = ("sum", "max", "min")
-
-# Given a communicator of those between whom messages go, and float32 values, 1-D: adds them up in place.
-Wire: TypeAlias = "Callable[[Communicator, Array], None]"
 
 
 class Communicator(abc.ABC):
     """One group of ranks. Every method is collective: all ranks call it, in the same order.
 
-    Buffers are C-contiguous NumPy arrays or CPU tensors. `label` says in words what is exchanged
-    (a structure, parameter names); it is part of what the ranks must agree on.
+    Buffers are C-contiguous NumPy arrays or CPU tensors. `label`, as that of a `Reduction`, says in words what is
+    exchanged (a structure, parameter names); it is part of what the ranks must agree on. Where a `Reduction` is taken,
+    the name of an operation, "sum", "max" or "min", stands for the plain one.
 
     Attributes:
         rank: this process's number in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        has_window: `window_buffer` may give something.
         window_capacity: up to so many bytes `window_buffer` is not collective: all ranks have the window.
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
-        timeline: where its calls are recorded; None where they are not.
+        timeline: where its calls are shown; None where they are not.
+        station: where its calls are recorded; None where they are not.
         takes_device_buffers: buffers may be CuPy arrays and CUDA or XLA tensors, too, on all ranks alike.
     """
 
     rank: int
     size: int
-    has_window = False
     window_capacity = 0
     on_one_node = True
     thread_multiple = False
     timeline: Timeline | None = None
+    station: Station | None = None
     takes_device_buffers = False
 
     @abc.abstractmethod
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
+        reduction: Reduction | str = SUM,
         *,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        cause: Exception | None = None,
     ) -> None:
         """Combine `buffer` of all ranks element by element, into `out` or in place.
 
         Args:
             buffer: same shape and dtype on every rank; 16-bit floats are summed in float32.
-            op: "sum", "max" or "min"; what the latter make of NaN may be NaN or a number.
             out: a second buffer of the same shape and dtype; None overwrites `buffer`.
-            scale: multiplied to what comes out; for floating point.
-            wire: for sums of floats of 32 bits or fewer: what combines, in place, slices that messages must carry.
-            error: what has kept this rank from what it was doing: told to the others if they do not come here.
+            cause: what has kept this rank from what it was doing: told to the others if they do not come here.
         """
 
     @abc.abstractmethod
     def all_reduce_by_tree(
-        self,
-        sums: Array,
-        tree: ReductionTree,
-        *,
-        label: str = "",
-        scale: float | None = None,
+        self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
         """Add up what the ranks hold of `tree`, into `sums[0]`: equal however replicas are spread over ranks.
 
@@ -89,16 +76,8 @@ class Communicator(abc.ABC):
                 their number; undefined afterwards but for the first. 16-bit floats are added up in float32, and rounded
                 at the end: they are replicas' own values, never sums, which would have been rounded before.
             tree: over what the ranks of this communicator hold; equal on all of them.
-            scale: multiplied to what comes out.
+            reduction: a sum.
         """
-
-    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
-        """Begin to combine `buffer` in place; what is returned says, and must be asked, whether it is done.
-
-        Args: as of `all_reduce`; nobody may touch `buffer` before it is done.
-        """
-        self.all_reduce(buffer, op)
-        return lambda: True
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
         """Memory in which `all_reduce` need not copy, `nbytes` uninitialized bytes; None where there is none.
@@ -124,11 +103,9 @@ class Communicator(abc.ABC):
         memory: CommonMemory,
         parts: Sequence[Part],
         view: View,
-        scale: float | None = None,
-        *,
-        label: str = "",
+        reduction: Reduction = SUM,
     ) -> None:
-        """Sum the contributions of all ranks, times `scale`, into `memory`: what `common_memory(summed=True)` gave.
+        """Sum the contributions of all ranks, times the scale, into `memory`: what `common_memory(summed=True)` gave.
 
         Each rank sums what is in its slice. `view` does not show it before it is renewed in the pages that were
         written there.
@@ -136,13 +113,11 @@ class Communicator(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no common memory")
 
     @abc.abstractmethod
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+    def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         """Combine `buffer` of all ranks into rank `root`'s; as `all_reduce`. The others' stays as it is."""
 
     @abc.abstractmethod
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
         """Combine `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension."""
 
     @abc.abstractmethod
@@ -199,7 +174,7 @@ class Communicator(abc.ABC):
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` in place of a collective whose operands this rank found to be wrong.
 
-        The other ranks, which wait in that collective, must learn of it: wrappers that check see to it.
+        The other ranks, which wait in that collective, learn of it where calls are checked.
         """
         raise error
 

@@ -14,16 +14,19 @@ from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import job_end
-from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.hierarchical import HierarchicalCommunicator
+from mpistrat.communicators.compressed import CompressedTransport
+from mpistrat.communicators.contract import Contract
+from mpistrat.communicators.hierarchical import SMALLEST, HierarchicalTransport
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.node import see_each_other, station_of
-from mpistrat.communicators.patient import PatientCommunicator
-from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.shared_window import WindowTransport
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.transport import Transport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import CommunicationImplementation
 
@@ -41,7 +44,7 @@ def communicator_for(
     """
     if comm.Get_size() == 1:
         return LocalCommunicator()
-    cached = cast("dict[str, CheckedCommunicator] | None", comm.Get_attr(_CACHED))
+    cached = cast("dict[str, Router] | None", comm.Get_attr(_CACHED))
     if cached is None:
         cached = {}
         comm.Set_attr(_CACHED, cached)
@@ -57,20 +60,21 @@ def communicator_for(
                 )
             # Not all launchers hand on the environment: rank 0's setting holds for all.
             name, folder = duplicate.bcast((uuid.uuid4().hex, trace_folder()))
-            inner, station = _by_node(MpiCommunicator(duplicate), name)
-            if folder is None:
-                cached[check] = CheckedCommunicator(inner, name, station, check)
-            else:
-                from mpistrat.communicators.trace_of_job import traced
+            mpi = MpiTransport(duplicate)
+            ways, station = ways_of(mpi, name)
+            timeline = None
+            if folder is not None:
+                from mpistrat.communicators.trace_of_job import begin
 
-                cached[check] = traced(duplicate, folder, inner, name, station, check)
+                timeline = begin(duplicate, folder)
+            cached[check] = Router(ways, Contract(mpi, name, station, check, timeline))
         job_end.watch(cached[check], duplicate)
     return cached[check]
 
 
 def discard(comm: MPI.Intracomm) -> None:
     """Let go of our communicators over the ranks of `comm`, one of which has failed, and of the memory they share."""
-    cached = cast("dict[str, CheckedCommunicator] | None", comm.Get_attr(_CACHED))
+    cached = cast("dict[str, Router] | None", comm.Get_attr(_CACHED))
     for communicator in (cached or {}).values():
         for implementation in CommunicationImplementation:
             CommunicationThread.discard(communicator.by(implementation))
@@ -78,31 +82,40 @@ def discard(comm: MPI.Intracomm) -> None:
         comm.Delete_attr(_CACHED)
 
 
-def _by_node(flat: MpiCommunicator, name: str) -> tuple[Communicator, Station]:
-    """What moves bytes between the ranks of `flat`, by shared memory within nodes if there is some, and its station.
+def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, Station]:
+    """By which ways bytes move between the ranks of `mpi`, and this rank's station in a communicator over them.
 
     Collective.
     """
-    comm = flat.comm
-    station = station_of(comm, name, _by_node)
+    comm = mpi.comm
+    station = station_of(comm, name, ways_of)
     if station.peers is not None:
-        return SharedWindowCommunicator(flat, station, shared_bytes()), station
+        window = WindowTransport(mpi, station, shared_bytes())
+        return Ways([window, mpi], window, window.shared_slots()), station
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     if max(sizes) == 1:
         node.Free()
-        return PatientCommunicator(flat, station), station
+        return Ways(_between_nodes(PipelinedTransport(mpi, station), mpi)), station
     several = node.size < comm.size
     if not several or not all(comm.allgather(see_each_other(node, station.record))):
         node.Free()
-        return flat, station
+        return Ways([CompressedTransport(Router([mpi])), mpi]), station
     carriers = min(sizes)
     color = node.rank if node.rank < carriers else MPI.UNDEFINED
-    across = cast("MPI.Intracomm", comm.Split(color, comm.rank))
-    hierarchical = HierarchicalCommunicator(
-        flat,
-        SharedWindowCommunicator(MpiCommunicator(node), station, shared_bytes()),
-        None if across == MPI.COMM_NULL else PatientCommunicator(MpiCommunicator(across), station),
-        carriers,
-    )
-    return hierarchical, station
+    peers = cast("MPI.Intracomm", comm.Split(color, comm.rank))
+    pipelined = across = None
+    if peers != MPI.COMM_NULL:
+        between = MpiTransport(peers)
+        pipelined = PipelinedTransport(between, station)
+        across = Router(_between_nodes(pipelined, between))
+    within = WindowTransport(MpiTransport(node), station, shared_bytes())
+    hierarchical = HierarchicalTransport(mpi, within, pipelined, across, carriers)
+    compressed = CompressedTransport(Router([mpi]), SMALLEST)
+    return Ways([hierarchical, compressed, mpi], hierarchical), station
+
+
+def _between_nodes(pipelined: PipelinedTransport, mpi: MpiTransport) -> list[Transport]:
+    """The transports of ranks each of which is on a node of its own."""
+    messages: list[Transport] = [pipelined, mpi]
+    return [CompressedTransport(Router(messages), SMALLEST), *messages]

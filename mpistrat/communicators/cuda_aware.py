@@ -19,7 +19,8 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, dtype_name, num_elements
 from mpistrat.communicators.arithmetic import KNOWN_TO_MPI
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.device_buffers import DeviceCommunicator
+from mpistrat.communicators.device_buffers import DeviceTransport
+from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.station import Station
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
@@ -79,29 +80,29 @@ def ends_well(command: list[str], seconds: float) -> bool:
     return tried.returncode == 0 and PROVEN in tried.stdout.splitlines()
 
 
-class CudaAwareCommunicator(DeviceCommunicator):
+class CudaAwareTransport(DeviceTransport):
     """Large and small buffers alike: MPI chooses how. It knows no streams, so it begins when the GPU has come so far.
 
     Args:
-        comm: over the ranks of `inner`, and used by nobody else.
+        comm: over the ranks of `host`, and used by nobody else.
     """
 
     def __init__(
-        self, inner: Communicator, index: int, station: Station, why: str, comm: MPI.Intracomm
+        self, host: Communicator, index: int, station: Station, why: str, comm: MPI.Intracomm
     ) -> None:
-        super().__init__(inner, index, station, why)
+        super().__init__(host, index, station, why)
         self._comm = comm
 
-    def _combine(self, buffer: Array, op: str, scale: float | None) -> None:
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            self.combine_on_host(buffer, op, scale)
+            self.combine_on_host(buffer, reduction)
             return
         self.wait_for_current_stream(buffer)
         datatype = MPI.Datatype.fromcode(np.dtype(dtype_name(buffer)).char)
         memory = self._memory(buffer, num_elements(buffer), datatype)
-        self._comm.Allreduce(MPI.IN_PLACE, memory, _OPS[op])
-        if scale is not None:
-            buffer *= scale
+        self._comm.Allreduce(MPI.IN_PLACE, memory, _OPS[reduction.op])
+        if reduction.scale is not None:
+            buffer *= reduction.scale
 
     def _spread(self, buffer: Array, root: int) -> None:
         self.wait_for_current_stream(buffer)

@@ -3,134 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.arrays import Array, copy, is_on_gpu, is_torch, to_device_of, to_host
-from mpistrat.communicators.communicator import Communicator, Wire
+from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.device_library import DeviceLibrary, library_of
+from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.transport import Transport
 from mpistrat.communicators.waiting import wait_until
-from mpistrat.communicators.wrapping import BesideHost
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.reduction_tree import ReductionTree
 
 
-class DeviceCommunicator(BesideHost):
-    """Takes buffers on GPUs, too; here they are copied to the host, where `inner` combines them.
+class DeviceTransport(Transport):
+    """Buffers on GPUs; here they are copied to the host, where other transports combine them.
 
     A collective returns when its result is there: what hangs or fails does so inside it, where it is watched, and
     collectives on one GPU by different means (NCCL and a CUDA-aware MPI) are never in flight together, which can
     deadlock.
 
     Args:
-        inner: for buffers on the host, and what is no buffer.
+        host: over the same ranks, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied there and back.
         station: where ranks that wait are watched.
         why: what is told of this way.
     """
 
-    def __init__(self, inner: Communicator, index: int, station: Station, why: str = "") -> None:
-        super().__init__(inner)
+    takes_device_buffers = True
+
+    def __init__(self, host: Communicator, index: int, station: Station, why: str = "") -> None:
+        self.host = host
+        self.rank, self.size = host.rank, host.size
         self._index, self._station, self._why = index, station, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
     # What the subclasses do in their own way
 
-    def _combine(self, buffer: Array, op: str, scale: float | None) -> None:
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
         """`all_reduce` in place of a buffer on this rank's GPU."""
-        self.combine_on_host(buffer, op, scale)
+        self.combine_on_host(buffer, reduction)
 
     def _spread(self, buffer: Array, root: int) -> None:
         """`broadcast` of such a buffer."""
         self.wait_for_current_stream(buffer)
         host = to_host(buffer)
-        self.inner.broadcast(host, root)
+        self.host.broadcast(host, root)
         buffer[...] = to_device_of(host, buffer)
 
     def _gather(self, buffer: Array) -> list[Array]:
         """`all_gather` of such a buffer."""
         self.wait_for_current_stream(buffer)
-        return [to_device_of(part, buffer) for part in self.inner.all_gather(to_host(buffer))]
+        return [to_device_of(part, buffer) for part in self.host.all_gather(to_host(buffer))]
 
     # The collectives
+
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport | None:
+        return self if is_on_gpu(buffer) else None
 
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
-        *,
+        reduction: Reduction,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
-        if not is_on_gpu(buffer):
-            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
+        if tree is not None:
+            self.wait_for_current_stream(buffer)
+            sums = to_host(buffer)
+            self.host.all_reduce_by_tree(sums, tree, reduction)
+            buffer[0] = to_device_of(sums[0], buffer)
             return
         target = buffer
         if out is not None:
             out[...] = buffer
             target = out
-        if wire is not None:  # works on the host, on the whole buffer
-            self._on_this_gpu(target, lambda here: self.combine_on_host(here, op, scale, wire))
+        if reduction.compressor is not None:  # works on the host, on the whole buffer
+            self._on_this_gpu(target, lambda here: self.combine_on_host(here, reduction))
         else:
-            self._on_this_gpu(target, lambda here: self._combine(here, op, scale))
+            self._on_this_gpu(target, lambda here: self._combine(here, reduction))
 
-    def all_reduce_by_tree(
-        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
-    ) -> None:
-        if not is_on_gpu(sums):
-            self.inner.all_reduce_by_tree(sums, tree, scale=scale)
-            return
-        self.wait_for_current_stream(sums)
-        host = to_host(sums)
-        self.inner.all_reduce_by_tree(host, tree, scale=scale)
-        sums[0] = to_device_of(host[0], sums)
-
-    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
-        if not is_on_gpu(buffer):
-            return self.inner.start_all_reduce(buffer, op)
-        self.all_reduce(buffer, op)
-        return lambda: True
-
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        if not is_on_gpu(buffer):
-            self.inner.reduce(buffer, root, op)
-            return
+    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
         total = copy(buffer)
-        self.all_reduce(total, op)
+        self.all_reduce(total, reduction)
         if self.rank == root:
             buffer[...] = total
 
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
-        if not is_on_gpu(buffer):
-            self.inner.reduce_scatter(buffer, out, op)
-            return
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
         total = copy(buffer)
-        self.all_reduce(total, op)
+        self.all_reduce(total, reduction)
         length = out.shape[0]
         out[...] = total[self.rank * length : (self.rank + 1) * length]
 
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        if not is_on_gpu(buffer):
-            self.inner.broadcast(buffer, root)
-            return
+    def broadcast(self, buffer: Array, root: int) -> None:
         self._on_this_gpu(buffer, lambda here: self._spread(here, root))
 
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        if not is_on_gpu(buffer):
-            return self.inner.all_gather(buffer)
+    def all_gather(self, buffer: Array) -> list[Array]:
         library = self.library(buffer)
         here = library.here(buffer)
         with library.device():
             return self._gather(here)
 
-    def explain(self) -> str:
-        return f"buffers on GPUs: {self._why}\nbuffers on the host: {self.inner.explain()}"
+    def explain(self, rest: str) -> str:
+        return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"
 
     # Help for the ways
 
@@ -140,12 +121,10 @@ class DeviceCommunicator(BesideHost):
             self._libraries[kind] = library_of(buffer, self._index)
         return self._libraries[kind]
 
-    def combine_on_host(
-        self, buffer: Array, op: str, scale: float | None, wire: Wire | None = None
-    ) -> None:
+    def combine_on_host(self, buffer: Array, reduction: Reduction) -> None:
         self.wait_for_current_stream(buffer)
         host = to_host(buffer)
-        self.inner.all_reduce(host, op, scale=scale, wire=wire)
+        self.host.all_reduce(host, reduction)
         buffer[...] = to_device_of(host, buffer)
 
     def wait_for_current_stream(self, buffer: Array) -> None:

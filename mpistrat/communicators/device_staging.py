@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpistrat.arrays import Array, is_torch, itemsize, num_elements
-from mpistrat.communicators.device_buffers import DeviceCommunicator
+from mpistrat.communicators.device_buffers import DeviceTransport
 from mpistrat.communicators.device_library import DeviceLibrary
+from mpistrat.communicators.reduction import Reduction
 
 CHUNK = (
     1 << 22
@@ -14,10 +15,10 @@ CHUNK = (
 BUFFERS = 3
 
 
-class StagedCommunicator(DeviceCommunicator):
+class StagedTransport(DeviceTransport):
     """While chunk i is combined on the host, i + 1 comes from the GPU and i - 1 goes back."""
 
-    def _combine(self, buffer: Array, op: str, scale: float | None) -> None:
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
         library = self.library(buffer)
         stages = self._stages_of(buffer, library)
         flat = library.flat(buffer)
@@ -30,7 +31,7 @@ class StagedCommunicator(DeviceCommunicator):
                 hosts.append(stages.fetch(i + 1, chunks[i + 1]))
             host, fetched = hosts[i]
             self.wait(library, fetched)
-            self.inner.all_reduce(host, op, scale=scale)
+            self.host.all_reduce(host, reduction)
             stages.send(i, host, chunk)
         stages.end()
 

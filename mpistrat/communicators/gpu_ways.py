@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import nccl
 from mpistrat.communicators.alarm import Alarm
-from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.cuda_aware import CudaAwareCommunicator, is_proven
+from mpistrat.communicators.cuda_aware import CudaAwareTransport, is_proven
 from mpistrat.communicators.device_library import CupyLibrary, TorchLibrary
-from mpistrat.communicators.device_staging import StagedCommunicator
-from mpistrat.communicators.mpi import MpiCommunicator
-from mpistrat.communicators.wrapping import WrappingCommunicator
+from mpistrat.communicators.device_staging import StagedTransport
+from mpistrat.communicators.router import Router
+from mpistrat.communicators.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,14 @@ class Gpu:
     name: str
 
 
-def use_gpus(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int) -> None:
+def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> None:
     """From now on `communicator` takes buffers on GPUs, too. Collective; what is done already is left.
 
     Args:
         gpus: each rank's, in rank order.
         index: the number of this rank's in this process.
     """
+    assert isinstance(communicator, Router), "one rank alone moves nothing"
     if not communicator.takes_device_buffers:
         with start_deadline(
             "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
@@ -45,32 +45,33 @@ def use_gpus(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int)
             communicator.move_by(_best_way(communicator, gpus, index))
 
 
-def _best_way(communicator: CheckedCommunicator, gpus: Sequence[Gpu], index: int) -> Communicator:
-    inner, station = communicator.inner, communicator.station
-    comm = _under(inner).comm
+def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transport:
+    station, comm = communicator.station, communicator.mpi.comm
+    assert station is not None
+    host = Router(communicator.transports)  # inside calls that are checked
     torch = sys.modules.get("torch")
     library = (
         TorchLibrary(index)
         if torch is not None and torch.cuda.is_available()
         else CupyLibrary(index)
     )
-    why_not = shared_gpu(gpus) or missing_nccl(inner.all_gather_object(_nccl_version()))
+    why_not = shared_gpu(gpus) or missing_nccl(host.all_gather_object(_nccl_version()))
     if not why_not:
-        by_nccl = nccl.NcclCommunicator(inner, index, station, "through NCCL", Alarm(comm))
+        by_nccl = nccl.NcclTransport(host, index, station, "through NCCL", Alarm(comm))
         why_not = by_nccl.start(library)
         if not why_not:
             return by_nccl
-    first_on_node = [gpu.node for gpu in gpus].index(gpus[inner.rank].node) == inner.rank
+    first_on_node = [gpu.node for gpu in gpus].index(gpus[host.rank].node) == host.rank
     kind = "torch" if isinstance(library, TorchLibrary) else "cupy"
     proven = not first_on_node or is_proven(kind, index)
-    if all(inner.all_gather_object(proven)):
+    if all(host.all_gather_object(proven)):
         why = f"through MPI, which was seen to take device memory, and not through NCCL ({why_not})"
-        return CudaAwareCommunicator(inner, index, station, why, comm)
+        return CudaAwareTransport(host, index, station, why, comm)
     why = (
         f"in chunks through pinned host memory: not through NCCL ({why_not}), and MPI was not seen to take "
         "device memory"
     )
-    return StagedCommunicator(inner, index, station, why)
+    return StagedTransport(host, index, station, why)
 
 
 def shared_gpu(gpus: Sequence[Gpu]) -> str:
@@ -101,11 +102,3 @@ def _nccl_version() -> int | str:
         return nccl.version()
     except Exception as error:  # of CuPy's import: there is more than one way to have no CUDA
         return f"{type(error).__name__}: {error}"
-
-
-def _under(communicator: Communicator) -> MpiCommunicator:
-    """The communicator of all ranks that everything else stands on."""
-    while isinstance(communicator, WrappingCommunicator):
-        communicator = communicator.inner
-    assert isinstance(communicator, MpiCommunicator)
-    return communicator

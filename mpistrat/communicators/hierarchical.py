@@ -14,86 +14,103 @@ import numpy as np
 from mpistrat.arrays import Array, copy
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.common_memory import CommonMemory, Part, View
-from mpistrat.communicators.communicator import Communicator, Wire
+from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.cost_model import slowest
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.node_memory import share_of
-from mpistrat.communicators.patient import PatientCommunicator
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.node_memory import how_to_add, share_of
+from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, Way, costs_of, from_bytes
-from mpistrat.communicators.shared_window import MEMORY, MPI, SharedWindowCommunicator
-from mpistrat.communicators.tree_sum import tree_sum_of
-from mpistrat.communicators.wrapping import WrappingCommunicator
+from mpistrat.communicators.shared_window import MEMORY, MPI, WindowTransport
+from mpistrat.communicators.transport import Transport
 
 # Below, what is saved on the network is less than what the meetings within a node cost.
 SMALLEST = 1 << 16
+_CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 BY_NODE, BETWEEN = "by node", "slices between nodes"  # the former is memory, followed by the latter
 
 
-class HierarchicalCommunicator(WrappingCommunicator):
-    """Wraps the communicator of all ranks, which moves what is small, or not numbers.
+class HierarchicalTransport(Transport):
+    """Large buffers of ranks on several nodes.
 
     Args:
-        inner: over all ranks.
+        mpi: over all ranks.
         node: over this node's.
-        across: over the ranks that stand where this one stands on their nodes; None where some node has none.
+        pipelined: over the ranks that stand where this one stands on their nodes; None where some node has none.
+        across: the same ranks, by every way; None where `pipelined` is.
         carriers: the ranks of the smallest node: as many of each carry a slice.
 
     Attributes:
         costs: of its ways; known once the nodes have memory, at the first large buffer.
         smallest: bytes from which on a buffer goes by node, by these costs.
+        window_capacity: up to so many bytes, `window_buffer` is not collective.
     """
-
-    has_window = True
 
     def __init__(
         self,
-        inner: Communicator,
-        node: SharedWindowCommunicator,
-        across: PatientCommunicator | None,
+        mpi: MpiTransport,
+        node: WindowTransport,
+        pipelined: PipelinedTransport | None,
+        across: Communicator | None,
         carriers: int,
     ) -> None:
-        super().__init__(inner)
-        self.node, self.across, self.carriers = node, across, carriers
+        self.mpi = mpi
+        self.rank, self.size = mpi.rank, mpi.size
+        self.node, self.pipelined, self.across, self.carriers = node, pipelined, across, carriers
+        self._all, self._within = Router([mpi]), Router([node, node.mpi])
         self._shared: bool | None = None
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
         self.costs = Costs()
         self.smallest = float(SMALLEST)
+        self.window_capacity = 0
         # By rank: the rank that is the first of its node, and its place there.
-        first = node.all_gather_object(self.rank)[0]
-        self._places: list[tuple[int, int]] = inner.all_gather_object((first, node.rank))
+        first = node.mpi.all_gather_object(self.rank)[0]
+        self._places: list[tuple[int, int]] = mpi.all_gather_object((first, node.rank))
 
-    def _goes_by_node(self, buffer: Array, op: str) -> bool:
-        if buffer.nbytes < SMALLEST or arithmetic_of(buffer, op) is None:
-            return False
-        return self._by_node(int(buffer.nbytes))
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport | None:
+        """Ranks of a node whose replicas are no neighbours have several sums to carry: they are MPI's."""
+        if call not in _CALLS or not (tree is None or tree.one_each):
+            return None
+        if buffer.nbytes < SMALLEST:
+            return None
+        if call != "broadcast" and arithmetic_of(buffer, reduction.op) is None:
+            return None
+        return self if self._by_node(int(buffer.nbytes)) else None
 
     def _by_node(self, nbytes: int) -> bool:
         """Collective."""
         if self._shared is None:
-            everywhere = np.array(self.node.is_shared(), np.int32)
-            self.inner.all_reduce(everywhere, "min")
-            self._shared = bool(everywhere)
+            self._shared = all(self.mpi.all_gather_object(self.node.is_shared()))
             if self._shared:
                 self._measure()
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
         """From which size on going by node is faster than MPI over all ranks."""
-        if self.across is not None:
-            self.across.settle(self.carriers)
+        if self.pipelined is not None:
+            self.pipelined.settle(self.carriers)
 
         def between(buffer: np.ndarray) -> None:
             if self.across is not None:
                 self.across.all_reduce(buffer[: len(buffer) // self.carriers])
 
-        ways: dict[str, Way] = {BETWEEN: between, MPI: self.inner.all_reduce}
+        ways: dict[str, Way] = {BETWEEN: between, MPI: self._all.all_reduce}
         ranks_of_nodes = list(collections.Counter(first for first, _ in self._places).values())
-        mpi = self.node.inner.library
+        mpi = self.mpi.library
         costs = costs_of(
-            ways, self.inner, mpi, ranks_of_nodes, asleep=[BETWEEN], seconds=SECONDS_BETWEEN_NODES
+            ways, self._all, mpi, ranks_of_nodes, asleep=[BETWEEN], seconds=SECONDS_BETWEEN_NODES
         )
-        nodes: list[Costs] = self.inner.all_gather_object(self.node.costs)
+        nodes: list[Costs] = self.mpi.all_gather_object(self.node.costs)
         known = {}
         if costs.ways and all(node.ways for node in nodes):
             memory = slowest(node.ways[MEMORY] for node in nodes)
@@ -108,52 +125,55 @@ class HierarchicalCommunicator(WrappingCommunicator):
             return None
         memory = self.node.window_buffer(nbytes)
         if nbytes > self.window_capacity:
-            everywhere = np.array(self.node.window_capacity, np.int64)
-            self.inner.all_reduce(everywhere, "min")
-            self.window_capacity = int(everywhere)
+            self.window_capacity = min(self.mpi.all_gather_object(self.node.window_capacity))
         return memory
 
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
-        *,
+        reduction: Reduction,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
-        how = arithmetic_of(buffer, op)
-        if how is None or not self._goes_by_node(buffer, op):
-            small = buffer.nbytes < SMALLEST
-            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=None if small else wire)
-            return
+        """Within the node, slice by slice between the nodes, and within the node again."""
+        blocks, window = self.node.blocks, self.node.window
+        assert blocks is not None
+        within, between = (None, None) if tree is None else self._parts_of(tree)
+        how = how_to_add(buffer, reduction, within)
+        source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
+        bounds = share_of(len(source), how.itemsize, self.node.size, self.carriers)
+        first, end = bounds[self.node.rank]
+        total = how.totals((end - first) // how.itemsize)
+        places = None if window is None else window.find(buffer, out)
+        with blocks:
+            if window is not None and places is not None:
+                window.combine(how, places, (first, end), total)
+            else:
+                blocks.combine_slice(how, source, bounds, total)
+            if first < end:
+                total = self._across(total, reduction, between)
+            if window is not None and places is not None:
+                window.spread(how, places, (first, end), total)
+                blocks.tick()  # nobody goes on while others read or write its memory
+                return
+            if first < end:
+                how.view(target[first:end])[:] = total
+            blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
 
-        def across(slice_: Array) -> Array:
-            assert self.across is not None
-            self.across.all_reduce(slice_, op, wire=wire)
-            return slice_
-
-        self.node.all_reduce_across(buffer, how, out, scale, self.carriers, across)
-
-    def all_reduce_by_tree(
-        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
-    ) -> None:
-        """As `all_reduce`. Ranks of a node whose replicas are no neighbours have several sums to carry."""
-        if not tree.one_each or not self._goes_by_node(sums, "sum"):
-            self.inner.all_reduce_by_tree(sums, tree, scale=scale)
-            return
-        within, between = self._parts_of(tree)
-
-        def across(slices: Array) -> Array:
-            assert self.across is not None
-            slices = slices.reshape(len(between.held[self.across.rank]), -1)
+    def _across(self, total: Array, reduction: Reduction, between: ReductionTree | None) -> Array:
+        """A carrier's slice, combined with those of other nodes."""
+        assert self.across is not None
+        if between is None:
+            part = Reduction(reduction.op, compressor=reduction.compressor)
+            self.across.all_reduce(total, part)
+        else:
+            slices = total.reshape(len(between.held[self.across.rank]), -1)
             self.across.all_reduce_by_tree(slices, between)
-            return slices[0]
-
-        how = tree_sum_of(sums, within)
-        self.node.all_reduce_across(sums, how, None, scale, self.carriers, across)
+            total = slices[0]
+        if reduction.scale is not None:
+            with np.errstate(all="ignore"):
+                total *= reduction.scale
+        return total
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
         """What this node's ranks can add up of `tree`, and what `across` can of the rest."""
@@ -171,64 +191,46 @@ class HierarchicalCommunicator(WrappingCommunicator):
         self, nbytes: int, *, summed: bool = False
     ) -> tuple[CommonMemory | None, str]:
         memory, why = self.node.common_memory(nbytes, summed=summed, carriers=self.carriers)
-        missing = [text for text in self.inner.all_gather_object(why) if text]
+        missing = [text for text in self.mpi.all_gather_object(why) if text]
         return (None, missing[0]) if missing else (memory, "")
 
     def sum_into(
-        self,
-        memory: CommonMemory,
-        parts: Sequence[Part],
-        view: View,
-        scale: float | None = None,
-        *,
-        label: str = "",
+        self, memory: CommonMemory, parts: Sequence[Part], view: View, scale: float | None
     ) -> None:
         def across(slice_: Array) -> None:
             assert self.across is not None
             self.across.all_reduce(slice_)
 
-        self.node.sum_into(memory, parts, view, scale, across=across)
+        self.node.sum_into(memory, parts, view, scale, across)
 
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        if not self._goes_by_node(buffer, op):
-            self.inner.reduce(buffer, root, op)
-            return
+    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
         total = copy(buffer)
-        self.all_reduce(total, op)
+        self.all_reduce(total, reduction)
         if self.rank == root:
             buffer[...] = total
 
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
-        self.inner.reduce_scatter(buffer, out, op)
-
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+    def broadcast(self, buffer: Array, root: int) -> None:
         """Within the root's node, from each of its carriers to those of the other nodes, and within these."""
         memory = bytes_of(buffer)
-        if not self._goes_by_node(memory, "max"):
-            self.inner.broadcast(buffer, root)
-            return
         node, place = self._places[root]
         here = self._places[self.rank][0] == node
         if here:
-            self.node.broadcast(memory, place)
+            self._within.broadcast(memory, place)
         bounds = share_of(len(memory), 1, self.node.size, self.carriers)
+        first, end = bounds[self.node.rank]
         if self.across is not None:
-            first, end = bounds[self.node.rank]
             self.across.broadcast(memory[first:end], self._across_rank(node))
         if not here:
-            self.node.gather_slices(memory, bounds)
+            assert self.node.blocks is not None
+            slices = [memory[start:stop] for start, stop in bounds]
+            self.node.blocks.gather(slices[self.node.rank], slices)
 
     def _across_rank(self, node: int) -> int:
         """That of the rank of `node` which stands where this one stands on its own."""
         peers = [first for first, place in self._places if place == self.node.rank]
         return peers.index(node)
 
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        return self.inner.all_gather(buffer)
-
-    def explain(self) -> str:
+    def explain(self, rest: str) -> str:
         nodes = len({first for first, _ in self._places})
         told = f"{self.size} ranks on {nodes} nodes: by node, in {self.carriers} slices between the nodes, "
         if self._shared is None:
@@ -239,4 +241,4 @@ class HierarchicalCommunicator(WrappingCommunicator):
             told += f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}"
         if self.across is not None:
             told += f"\n{self.across.explain()}"
-        return f"{told}\n{self.node.explain()}"
+        return f"{told}\n{self.node.explain(self.node.mpi.explain())}"

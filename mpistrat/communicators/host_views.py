@@ -11,7 +11,7 @@ def view_of(buffer: Array) -> np.ndarray:
     """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
     if is_torch(buffer):
         try:
-            return buffer.detach().numpy()
+            return (buffer.detach() if buffer.requires_grad else buffer).numpy()
         except TypeError:
             import torch
 

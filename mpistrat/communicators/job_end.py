@@ -19,14 +19,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
 from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
-from mpistrat.communicators.call_signature import describe
 from mpistrat.communicators.call_site import call_site
-from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.departures import Left, Registrar, Waits
 from mpistrat.communicators.fault_tolerant import family_of, tells_of_loss
 from mpistrat.communicators.interrupts import Interrupts
@@ -47,6 +45,9 @@ from mpistrat.flight_recorder.record import (
     RankRecord,
 )
 
+if TYPE_CHECKING:
+    from mpistrat.communicators.router import Router
+
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_UNTIL_STUCK = 0.5
 SECONDS_FOR_RANK_0 = 1.0
@@ -56,13 +57,14 @@ SECONDS_TO_RAISE = 2.0
 SECONDS_FOR_EXIT_HANDLERS = 60.0
 
 
-def watch(communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
+def watch(communicator: Router, comm: MPI.Intracomm) -> None:
     """From now on the job ends when one rank of `communicator`, whose ranks are those of `comm`, fails or leaves early.
 
     Collective over `comm`. Splits of `communicator` are watched with it.
     """
     global _watch
     if _watch is None:
+        assert communicator.station is not None, "a group inside another is watched with it"
         _watch = _Watch(comm, communicator.station.record)
     _watch.add(communicator, comm)
 
@@ -73,7 +75,7 @@ class _Group:
     def __init__(self, comm: MPI.Intracomm, record: RankRecord) -> None:
         self.members = comm.Get_group()
         self.family = family_of(comm)
-        self.communicators: list[CheckedCommunicator] = []
+        self.communicators: list[Router] = []
         self._comm = comm.Dup()
         self._registrar = Registrar(comm.size) if comm.rank == 0 else None
         self._unsent: list[MPI.Request] = []
@@ -102,21 +104,23 @@ class _Group:
         """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
         now = time.monotonic()
         for communicator in _with_splits(self.communicators):
-            call, signature = communicator.calls, communicator.waiting_in
+            contract = communicator.contract
+            call, signature = contract.calls, contract.waiting_in
             if signature is None:
                 continue
-            stuck = self._stuck.get(communicator.name)
+            stuck = self._stuck.get(contract.name)
             if stuck is None or stuck.call != call:
-                self._stuck[communicator.name] = _Stuck(call, now)
+                self._stuck[contract.name] = _Stuck(call, now)
             elif not stuck.told and now - stuck.since >= SECONDS_UNTIL_STUCK:
                 stuck.told = True
                 _flush()  # what was printed so far may be all that this rank will ever say
-                collective = f"{describe(signature)}\n      at {communicator.called_at}"
-                self._tell(Waits(who, communicator.name, call, collective))
+                collective = f"{signature}\n      at {contract.called_at}"
+                self._tell(Waits(who, contract.name, call, collective))
         self._hear()
 
     def leave(self, who: str, end: ProgramExit) -> None:
-        calls = {one.name: one.calls for one in _with_splits(self.communicators)}
+        contracts = (one.contract for one in _with_splits(self.communicators))
+        calls = {contract.name: contract.calls for contract in contracts}
         self._tell(Left(MPI.COMM_WORLD.rank, who, end.how, end.code, calls))
         self.end()
 
@@ -193,7 +197,7 @@ class _Watch:
                 stacklevel=2,
             )
 
-    def add(self, communicator: CheckedCommunicator, comm: MPI.Intracomm) -> None:
+    def add(self, communicator: Router, comm: MPI.Intracomm) -> None:
         if self._thread is None:
             return
         self._groups = [group for group in self._groups if not group.lost]
@@ -234,7 +238,9 @@ class _Watch:
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
         if entered and now - max(entered, self._raises_since) > SECONDS_TO_RAISE * 1e9:
-            waiting = (one for group in self._groups for one in _with_splits(group.communicators))
+            waiting = (
+                one.contract for group in self._groups for one in _with_splits(group.communicators)
+            )
             site = next((one.called_at for one in waiting if one.waiting_in), "an unknown place")
             end_job(f"ending the job: {self._who} cannot raise StallError inside MPI, at {site}", 1)
 
@@ -397,7 +403,7 @@ _flushed: list[Any] = []
 _last_actions: list[Callable[[], None]] = []
 
 
-def _with_splits(communicators: list[CheckedCommunicator]) -> Iterator[CheckedCommunicator]:
+def _with_splits(communicators: list[Router]) -> Iterator[Router]:
     for communicator in list(communicators):
         yield communicator
         yield from _with_splits(communicator.splits)

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.communicator import Communicator, Wire
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.reduction import SUM, Reduction
 
 if TYPE_CHECKING:
     from mpistrat.communicators.reduction_tree import ReductionTree
@@ -21,36 +22,31 @@ class LocalCommunicator(Communicator):
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
+        reduction: Reduction | str = SUM,
         *,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        cause: Exception | None = None,
     ) -> None:
         target = buffer if out is None else out
         if out is not None:
             out[...] = buffer
-        if scale is not None:
-            target *= scale
+        if isinstance(reduction, Reduction) and reduction.scale is not None:
+            target *= reduction.scale
 
     def all_reduce_by_tree(
-        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
+        self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
         # here, because it makes importing mpistrat slower
         from mpistrat.communicators.host_views import bytes_of
         from mpistrat.communicators.tree_sum import tree_sum_of
 
         memory, how = bytes_of(sums), tree_sum_of(sums, tree)
-        how.combine([how.view(memory)], how.view(memory), scale)
+        how.combine([how.view(memory)], how.view(memory), reduction.scale)
 
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+    def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         pass
 
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
         out[...] = buffer
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, copy, dtype_name, is_torch
 from mpistrat.cluster_resolver.launcher import library_name
-from mpistrat.communicators import job_end
 from mpistrat.communicators.arithmetic import (
     KNOWN_TO_MPI,
     SUMMED_AS_FLOAT32,
     arithmetic_of,
 )
-from mpistrat.communicators.communicator import Communicator, Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.ring import RingCommunicator
+from mpistrat.communicators.transport import Transport
 from mpistrat.communicators.tree_sum import tree_sum_of
-from mpistrat.options import CommunicationImplementation
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 # Bytes of short floats from which on two exchanges of them are cheaper than one reduction of float32.
@@ -35,8 +33,12 @@ _SMALLEST_IN_SLICES = 1 << 15
 _WHOLE = 1 << 15
 
 
-class MpiCommunicator(Communicator):
-    """The ranks of an MPI intracommunicator, which must be used by nobody else."""
+class MpiTransport(Transport):
+    """MPI's own messages, which take every call. The last transport of a router, and what the others stand on.
+
+    Args:
+        comm: used by nobody else.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -44,47 +46,49 @@ class MpiCommunicator(Communicator):
         self.size = comm.Get_size()
         self.thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport:
+        return self
+
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
-        *,
+        reduction: Reduction,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
+        if tree is not None:
+            self._all_reduce_by_tree(buffer, tree, reduction.scale)
+            return
+        op, scale = _OPS[reduction.op], reduction.scale
         target = buffer if out is None else out
-        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
-            if wire is None and buffer.nbytes >= _SMALLEST_IN_SLICES:
-                self._all_reduce_in_slices(buffer, op, target, scale)
+        name = dtype_name(buffer)
+        if name.startswith(SUMMED_AS_FLOAT32):
+            if buffer.nbytes >= _SMALLEST_IN_SLICES:
+                self._all_reduce_in_slices(buffer, reduction, target)
                 return
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
-            self.all_reduce(wide, op, wire=wire)
+            self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op)
             target[...] = wide if scale is None else wide * scale  # rounded once
             return
-        if wire is not None and dtype_name(buffer) == "float32":
-            if out is not None:
-                out[...] = buffer
-            wire(self, target.reshape(-1))
-            if scale is not None:
-                target *= scale
-            return
-        if is_torch(buffer) and dtype_name(buffer) not in KNOWN_TO_MPI:
-            raise TypeError(f"MPI cannot reduce {dtype_name(buffer)}; convert it to float32 first")
+        if is_torch(buffer) and name not in KNOWN_TO_MPI:
+            raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
         if out is None:
-            self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op])
+            self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), op)
         else:
-            self.comm.Allreduce(view_of(buffer), view_of(out), _OPS[op])
+            self.comm.Allreduce(view_of(buffer), view_of(out), op)
         if scale is not None:
             target *= scale
 
-    def _all_reduce_in_slices(
-        self, buffer: Array, op: str, out: Array, scale: float | None
-    ) -> None:
+    def _all_reduce_in_slices(self, buffer: Array, reduction: Reduction, out: Array) -> None:
         """Every rank gets its slice of all buffers, combines it in float32, and hands it round: short floats travel."""
-        how = arithmetic_of(buffer, op)
+        how = arithmetic_of(buffer, reduction.op)
         assert how is not None
         memory, total = bytes_of(buffer), bytes_of(out)
         bounds = share_of(len(memory), how.itemsize, self.size)
@@ -94,12 +98,11 @@ class MpiCommunicator(Communicator):
         with _elements_of(how.itemsize) as element:
             mine = lengths[self.rank]
             self.comm.Alltoallv([memory, lengths, element], [pieces, mine, element])
-            how.combine([how.view(piece) for piece in pieces], how.view(total[first:end]), scale)
+            slice_ = how.view(total[first:end])
+            how.combine([how.view(piece) for piece in pieces], slice_, reduction.scale)
             self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, element])
 
-    def all_reduce_by_tree(
-        self, sums: Array, tree: ReductionTree, *, label: str = "", scale: float | None = None
-    ) -> None:
+    def _all_reduce_by_tree(self, sums: Array, tree: ReductionTree, scale: float | None) -> None:
         """Every rank adds up one slice of all sums, and the slices are handed round; small sums each adds up whole."""
         how = tree_sum_of(sums, tree)
         mine = bytes_of(sums).reshape(len(tree.held[self.rank]), -1)
@@ -137,34 +140,32 @@ class MpiCommunicator(Communicator):
             how.combine(in_order, how.view(mine[0][first:end]), scale)
             self.comm.Allgatherv(MPI.IN_PLACE, [mine[0], lengths, starts, element])
 
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
+    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
+        op = _OPS[reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
             total = copy(buffer)
-            self.all_reduce(total, op)
+            self.all_reduce(total, reduction)
             if self.rank == root:
                 buffer[...] = total
         elif self.rank == root:
-            self.comm.Reduce(MPI.IN_PLACE, view_of(buffer), _OPS[op], root)
+            self.comm.Reduce(MPI.IN_PLACE, view_of(buffer), op, root)
         else:
-            self.comm.Reduce(view_of(buffer), None, _OPS[op], root)
+            self.comm.Reduce(view_of(buffer), None, op, root)
 
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
             total = copy(buffer)
-            self.all_reduce(total, op)
+            self.all_reduce(total, reduction)
             length = out.shape[0]
             out[...] = total[self.rank * length : (self.rank + 1) * length]
         else:
-            self.comm.Reduce_scatter_block(view_of(buffer), view_of(out), _OPS[op])
+            self.comm.Reduce_scatter_block(view_of(buffer), view_of(out), _OPS[reduction.op])
 
-    def start_all_reduce(self, buffer: Array, op: str = "sum") -> Callable[[], bool]:
-        if dtype_name(buffer) not in KNOWN_TO_MPI:
-            return super().start_all_reduce(buffer, op)
-        return self.comm.Iallreduce(MPI.IN_PLACE, view_of(buffer), _OPS[op]).Test
+    def start_all_reduce(self, buffer: np.ndarray, op: str = "sum") -> Callable[[], bool]:
+        """Begin to combine `buffer` in place; what is returned says, and must be asked, whether it is done."""
+        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, _OPS[op]).Test
 
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+    def broadcast(self, buffer: Array, root: int) -> None:
         self.comm.Bcast([view_of(buffer), MPI.BYTE], root)
 
     def shapes_of(self, buffer: Array) -> np.ndarray:
@@ -173,9 +174,7 @@ class MpiCommunicator(Communicator):
         self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
         return shapes
 
-    def all_gather(
-        self, buffer: Array, *, label: str = "", shapes: np.ndarray | None = None
-    ) -> list[Array]:
+    def all_gather(self, buffer: Array, shapes: np.ndarray | None = None) -> list[Array]:
         """`shapes`: as of `shapes_of`, where they are known."""
         if shapes is None:
             shapes = self.shapes_of(buffer)
@@ -190,32 +189,25 @@ class MpiCommunicator(Communicator):
             parts.append(as_buffer_of(buffer, part))
         return parts
 
-    def by(self, implementation: CommunicationImplementation) -> Communicator:
-        ring = implementation is CommunicationImplementation.RING
-        return RingCommunicator(self) if ring else self
-
     @property
     def library(self) -> str:
         """MPI's name and version."""
         return library_name(MPI.Get_library_version())
 
-    def explain(self) -> str:
+    def explain(self, rest: str = "") -> str:
         return f"{self.size} ranks, through MPI: {self.library}"
 
-    def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
         return self.comm.bcast(value, root)
 
-    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)
 
-    def barrier(self, *, label: str = "") -> None:
+    def barrier(self) -> None:
         self.comm.Barrier()
 
-    def split(self, color: int, key: int = 0) -> MpiCommunicator:
-        return MpiCommunicator(cast("MPI.Intracomm", self.comm.Split(color, key)))
-
-    def abort(self, code: int) -> NoReturn:
-        job_end.abort(code)
+    def split(self, color: int, key: int = 0) -> MpiTransport:
+        return MpiTransport(cast("MPI.Intracomm", self.comm.Split(color, key)))
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from mpistrat.arrays import Array, dtype_name, is_torch, num_elements
 from mpistrat.communicators.alarm import Alarm
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.device_buffers import DeviceCommunicator
+from mpistrat.communicators.device_buffers import DeviceTransport
 from mpistrat.communicators.device_library import DeviceLibrary
+from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import wait_until
 from mpistrat.errors import StallError
@@ -73,7 +74,7 @@ def version() -> int:
     return _Cupy.version()
 
 
-class NcclCommunicator(DeviceCommunicator):
+class NcclTransport(DeviceTransport):
     """One GPU per rank. NCCL works on a stream of its own, after what the caller's current stream was given so far.
 
     16-bit floats are summed as float32, as everywhere; what NCCL does not know (complex numbers, booleans, integers of
@@ -83,13 +84,13 @@ class NcclCommunicator(DeviceCommunicator):
     buffer on a GPU can be combined any more.
 
     Args:
-        alarm: between the ranks of `inner`.
+        alarm: between the ranks of `host`.
     """
 
     def __init__(
-        self, inner: Communicator, index: int, station: Station, why: str, alarm: Alarm
+        self, host: Communicator, index: int, station: Station, why: str, alarm: Alarm
     ) -> None:
-        super().__init__(inner, index, station, why)
+        super().__init__(host, index, station, why)
         self._alarm = alarm
         self._nccl: _Cupy | None = None
         self._failed = ""
@@ -103,39 +104,39 @@ class NcclCommunicator(DeviceCommunicator):
                 unique_id = _Cupy.unique_id()
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-        unique_id, why = self.inner.broadcast_object((unique_id, why))
+        unique_id, why = self.host.broadcast_object((unique_id, why))
         if not why:
             try:
                 with library.device():
                     self._nccl = _Cupy(self.size, unique_id, self.rank)
                     ones = library.empty((1,), "float32")
                     ones[...] = 1
-                    self._combine(ones, "sum", None)
+                    self._combine(ones, SUM)
                 if float(ones[0]) != self.size:
                     why = f"its sum of {self.size} ones is {float(ones[0])}"
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self.inner.all_gather_object(why)):
+        for rank, text in enumerate(self.host.all_gather_object(why)):
             if text:
                 self._abort(text)
                 return f"NCCL does not start on rank {rank}: {text}"
         return ""
 
-    def _combine(self, buffer: Array, op: str, scale: float | None) -> None:
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype("float32")
-            self._combine(wide, op, scale)
+            self._combine(wide, reduction)
             buffer[...] = wide
             return
         if name not in DTYPES:
-            self.combine_on_host(buffer, op, scale)
+            self.combine_on_host(buffer, reduction)
             return
         library = self.library(buffer)
-        pointer, count = library.pointer(buffer), num_elements(buffer)
+        pointer, count, op = library.pointer(buffer), num_elements(buffer), reduction.op
         self._run(library, lambda nccl, stream: nccl.all_reduce(pointer, count, name, op, stream))
-        if scale is not None:
-            buffer *= scale
+        if reduction.scale is not None:
+            buffer *= reduction.scale
 
     def _spread(self, buffer: Array, root: int) -> None:
         library = self.library(buffer)
@@ -145,7 +146,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     def _gather(self, buffer: Array) -> list[Array]:
         library = self.library(buffer)
-        shapes = self.inner.all_gather_object(tuple(buffer.shape))
+        shapes = self.host.all_gather_object(tuple(buffer.shape))
         parts = [library.empty(shape, buffer.dtype) for shape in shapes]
         parts[self.rank][...] = buffer
         pointers, counts = [library.pointer(p) for p in parts], [int(p.nbytes) for p in parts]

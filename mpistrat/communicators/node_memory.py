@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrat.communicators.arithmetic import Arithmetic
+from mpistrat.arrays import Array
+from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
+from mpistrat.communicators.host_views import bytes_of
+from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.shared_memory import before_others_see
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.transport import Mover
+from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.communicators.waiting import wait_until
 from mpistrat.recycled_buffers import RecycledBuffers
 
@@ -30,7 +36,7 @@ _TICK, _PLACE = 0, 8
 NOWHERE = -1
 
 
-class Scratch:
+class Blocks(Mover):
     """Where ranks meet, and hand each other blocks of what does not lie in the window.
 
     The block of tick t is written before it, combined after it, and read after tick t + 1: so its slot may be written
@@ -84,119 +90,128 @@ class Scratch:
         return [words[_PLACE] for words in self._words]
 
     def all_reduce(
-        self, how: Arithmetic, source: np.ndarray, target: np.ndarray | None, scale: float | None
+        self,
+        buffer: Array,
+        reduction: Reduction,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+        root: int | None = None,
     ) -> None:
-        """Combine all ranks' `source` in `target`, which may be `source`; None where nothing is wanted."""
-        width = _width(self._size)
+        """Block after block: when one has been brought, the one before is combined, then taken.
 
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            for peer in self._others:
-                _copy(source, first + peer * width, slot[self._rank], peer * width, width)
+        Args: root: who alone takes the result; None: all ranks.
+        """
+        how = how_to_add(buffer, reduction, tree)
+        source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
+        takes = root is None or root == self._rank
+        rank, width = self._rank, _width(self._size)
+        step = width * self._size
+        blocks = -(-len(source) // step)
+        with self:
+            for i in range(blocks + 1):
+                if i < blocks:
+                    slot = self._slots[self._ticks % _SLOTS][rank]
+                    for peer in self._others:
+                        start = i * step + peer * width
+                        brought = source[start : start + width]
+                        slot[peer * width : peer * width + len(brought)] = brought
+                start = (i - 1) * step + rank * width
+                if i > 0 and start < len(source):
+                    own = source[start : start + width]
+                    here = slice(rank * width, rank * width + len(own))
+                    slots = self._slots[(self._ticks - 1) % _SLOTS]
+                    pieces = [how.view(memory[here]) for memory in slots]
+                    pieces[rank] = how.view(own)
+                    result = slots[rank][here]
+                    how.combine(pieces, how.view(result), reduction.scale)
+                    if takes:
+                        target[start : start + len(own)] = result
+                self.tick()
+                if i > 0 and takes:
+                    slots = self._slots[(self._ticks - 2) % _SLOTS]
+                    for peer in self._others:
+                        start = (i - 1) * step + peer * width
+                        taken = target[start : start + width]
+                        taken[:] = slots[peer][peer * width : peer * width + len(taken)]
 
-        def combine(first: int, slot: list[np.ndarray]) -> None:
-            start = first + self._rank * width
-            length = max(0, min(width, len(source) - start))
-            if not length:
-                return
-            here = slice(self._rank * width, self._rank * width + length)
-            pieces = [how.view(memory[here]) for memory in slot]
-            pieces[self._rank] = how.view(source[start : start + length])
-            result = slot[self._rank][here]
-            how.combine(pieces, how.view(result), scale)
-            if target is not None:
-                target[start : start + length] = result
+    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
+        self.all_reduce(buffer, reduction, root=root)
 
-        def take(first: int, slot: list[np.ndarray]) -> None:
-            if target is not None:
-                for peer in self._others:
-                    _copy(slot[peer], peer * width, target, first + peer * width, width)
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
+        how = how_to_add(buffer, reduction)
+        nbytes = int(buffer.nbytes)
+        bounds = share_of(nbytes, nbytes // self._size, self._size)
+        self.combine_slice(how, bytes_of(buffer), bounds, how.view(bytes_of(out)))
 
-        self._flow(len(source), width * self._size, bring, combine, take)
-
-    def reduce_scatter(
+    def combine_slice(
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
     ) -> None:
         """`out`, elements as `how` has them, gets what all ranks have between this rank's `bounds`, in bytes."""
-        width = _width(self._size)
-        mine, end = bounds[self._rank]
-
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            for peer in self._others:
-                start, stop = bounds[peer]
-                length = min(width, stop - start - first)
-                _copy(source, start + first, slot[self._rank], peer * width, length)
-
-        def combine(first: int, slot: list[np.ndarray]) -> None:
-            length = min(width, end - mine - first)
-            if length <= 0:
-                return
-            here = slice(self._rank * width, self._rank * width + length)
-            pieces = [how.view(memory[here]) for memory in slot]
-            start = mine + first
-            pieces[self._rank] = how.view(source[start : start + length])
-            begin = first // how.itemsize
-            how.combine(pieces, out[..., begin : begin + length // how.itemsize], None)
-
+        rank, width = self._rank, _width(self._size)
+        mine, end = bounds[rank]
         longest = max(stop - start for start, stop in bounds)
-        self._flow(longest, width, bring, combine, None)
+        blocks = -(-longest // width)
+        with self:
+            for i in range(blocks + 1):
+                if i < blocks:
+                    slot = self._slots[self._ticks % _SLOTS][rank]
+                    for peer in self._others:
+                        start, stop = bounds[peer]
+                        start += i * width
+                        brought = source[start : min(start + width, max(start, stop))]
+                        slot[peer * width : peer * width + len(brought)] = brought
+                start = mine + (i - 1) * width
+                if i > 0 and start < end:
+                    own = source[start : min(start + width, end)]
+                    here = slice(rank * width, rank * width + len(own))
+                    slots = self._slots[(self._ticks - 1) % _SLOTS]
+                    pieces = [how.view(memory[here]) for memory in slots]
+                    pieces[rank] = how.view(own)
+                    begin = (i - 1) * width // how.itemsize
+                    how.combine(pieces, out[..., begin : begin + len(own) // how.itemsize], None)
+                self.tick()
 
-    def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            if self._rank == root:
-                _copy(buffer, first, slot[root], 0, _BLOCK)
+    def broadcast(self, buffer: Array, root: int) -> None:
+        memory = bytes_of(buffer)
+        with self:
+            for start in range(0, len(memory), _BLOCK):
+                slot = self._slots[self._ticks % _SLOTS][root]
+                part = memory[start : start + _BLOCK]
+                if self._rank == root:
+                    slot[: len(part)] = part
+                self.tick()
+                if self._rank != root:
+                    part[:] = slot[: len(part)]
 
-        def take(first: int, slot: list[np.ndarray]) -> None:
-            if self._rank != root:
-                _copy(slot[root], 0, buffer, first, min(_BLOCK, len(buffer) - first))
-
-        self._flow(len(buffer), _BLOCK, bring, None, take)
-
-    def all_gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Every rank's `mine`, in `parts` by rank. This rank's part may be where `mine` lies already."""
+    def gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+        """Every rank's `mine`, in `parts` by rank, all of them bytes. `mine` may lie in this rank's part already."""
         if mine.ctypes.data != parts[self._rank].ctypes.data:
             parts[self._rank][:] = mine
-
-        def bring(first: int, slot: list[np.ndarray]) -> None:
-            _copy(mine, first, slot[self._rank], 0, _BLOCK)
-
-        def take(first: int, slot: list[np.ndarray]) -> None:
-            for peer in self._others:
-                _copy(slot[peer], 0, parts[peer], first, min(_BLOCK, len(parts[peer]) - first))
-
-        self._flow(max(map(len, parts)), _BLOCK, bring, None, take)
-
-    def _flow(
-        self,
-        length: int,
-        step: int,
-        bring: Callable[[int, list[np.ndarray]], None],
-        combine: Callable[[int, list[np.ndarray]], None] | None,
-        take: Callable[[int, list[np.ndarray]], None] | None,
-    ) -> None:
-        """Block after block of `step` bytes: when one has been brought, the one before is combined, then taken."""
-        delay = 0 if combine is None else 1
-        blocks = -(-length // step)
-        for i in range(blocks + delay):
-            if i < blocks:
-                bring(i * step, self._slots[self._ticks % _SLOTS])
-            if combine is not None and i > 0:
-                combine((i - 1) * step, self._slots[(self._ticks - 1) % _SLOTS])
-            self.tick()
-            if take is not None and i >= delay:
-                take((i - delay) * step, self._slots[(self._ticks - 1 - delay) % _SLOTS])
+        with self:
+            for start in range(0, max(map(len, parts)), _BLOCK):
+                slots = self._slots[self._ticks % _SLOTS]
+                brought = mine[start : start + _BLOCK]
+                slots[self._rank][: len(brought)] = brought
+                self.tick()
+                for peer in self._others:
+                    taken = parts[peer][start : start + _BLOCK]
+                    taken[:] = slots[peer][: len(taken)]
 
 
-class Window:
+class Window(Mover):
     """Buffers that are combined where they lie. Each rank hands out its own; the places need not be the same.
 
     Args:
         segments: of `nbytes_for` the largest buffer.
+        blocks: where the same ranks meet.
 
     Attributes:
         capacity: bytes of the largest buffer.
     """
 
-    def __init__(self, segments: list[np.ndarray], rank: int) -> None:
+    def __init__(self, segments: list[np.ndarray], rank: int, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._places: list[int] = []
         capacity = (len(segments[rank]) - PAGE) // _BUFFERS
         self.capacity = capacity
         self._segments, self._rank, self._size = segments, rank, len(segments)
@@ -229,16 +244,35 @@ class Window:
         place = int(memory.ctypes.data) - self._address
         return place if 0 < place < len(self._segments[self._rank]) else NOWHERE
 
+    def find(self, buffer: Array, out: Array | None) -> list[int] | None:
+        """Where each rank's `buffer` begins in its segment; None unless all lie there. Collective.
+
+        What is found is what `all_reduce` combines next.
+        """
+        if buffer.nbytes > self.capacity:
+            return None
+        with self._blocks:
+            mine = NOWHERE if out is not None else self.place_of(bytes_of(buffer))
+            self._places = self._blocks.tell(mine)
+        return None if NOWHERE in self._places else self._places
+
     def all_reduce(
-        self, how: Arithmetic, places: Sequence[int], nbytes: int, scale: float | None
+        self,
+        buffer: Array,
+        reduction: Reduction,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
-        """Combine this rank's share of all buffers, into all of them. Ranks meet before and after."""
-        first, end = share_of(nbytes, how.itemsize, self._size)[self._rank]
-        for pieces in self._chunks(how, places, first, end):
-            mine = pieces[self._rank]
-            how.combine(pieces, mine, scale)
-            for peer in self._others:
-                pieces[peer][:] = mine
+        """Combine this rank's share of all buffers, into all of them."""
+        how = how_to_add(buffer, reduction, tree)
+        first, end = share_of(int(buffer.nbytes), how.itemsize, self._size)[self._rank]
+        with self._blocks:
+            for pieces in self._chunks(how, self._places, first, end):
+                mine = pieces[self._rank]
+                how.combine(pieces, mine, reduction.scale)
+                for peer in self._others:
+                    pieces[peer][:] = mine
+            self._blocks.tick()  # nobody goes on while others read or write its memory
 
     def combine(
         self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int], out: Any
@@ -273,6 +307,15 @@ class Window:
             yield [buffer[start : start + chunk] for buffer in buffers]
 
 
+def how_to_add(
+    buffer: Array, reduction: Reduction, tree: ReductionTree | None = None
+) -> Arithmetic:
+    """For buffers that memory takes."""
+    how = arithmetic_of(buffer, reduction.op) if tree is None else tree_sum_of(buffer, tree)
+    assert how is not None
+    return how
+
+
 def share_of(
     nbytes: int, itemsize: int, ranks: int, of: int | None = None
 ) -> list[tuple[int, int]]:
@@ -286,10 +329,3 @@ def share_of(
 def _width(size: int) -> int:
     """Bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements."""
     return max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
-
-
-def _copy(source: np.ndarray, start: int, target: np.ndarray, place: int, length: int) -> None:
-    """As many of `length` bytes as there are in both."""
-    length = min(length, len(source) - start, len(target) - place)
-    if length > 0:
-        target[place : place + length] = source[start : start + length]

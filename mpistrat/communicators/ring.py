@@ -10,52 +10,66 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.arrays import Array, copy, dtype_name, is_torch
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of
-from mpistrat.communicators.communicator import Wire
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.wrapping import WrappingCommunicator
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.transport import Transport
 
 _COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 _TAG = 1
 
 
-class RingCommunicator(WrappingCommunicator):
-    """Wraps the communicator of all ranks, which moves what is not a number, and broadcasts and reduces to one rank."""
+# What goes round; broadcasts, and reductions to one rank, are MPI's.
+_CALLS = frozenset(["all_reduce", "reduce_scatter", "all_gather"])
 
-    inner: MpiCommunicator
+
+class RingTransport(Transport):
+    """Numbers by way of all ranks in turn.
+
+    Args:
+        mpi: over the same ranks.
+    """
+
+    def __init__(self, mpi: MpiTransport) -> None:
+        self._mpi = mpi
+        self.rank, self.size = mpi.rank, mpi.size
+
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport | None:
+        if call not in _CALLS or tree is not None:
+            return None
+        return self if call == "all_gather" or arithmetic_of(buffer, reduction.op) else None
 
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
-        *,
+        reduction: Reduction,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
-        if arithmetic_of(buffer, op) is None or wire is not None:  # which has a way of its own
-            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
-            return
         target = buffer if out is None else out
         bytes_of(target)  # is contiguous
+        scale = reduction.scale
         if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
             wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
-            self.all_reduce(wide, op)
+            self._around(view_of(wide), reduction.op)
             target[...] = wide if scale is None else wide * scale  # rounded once
             return
         if out is not None:
             out[...] = buffer
-        self._around(view_of(target), op)
+        self._around(view_of(target), reduction.op)
         if scale is not None:
             target *= scale
 
@@ -90,37 +104,27 @@ class RingCommunicator(WrappingCommunicator):
 
     def _exchange(self, sent: np.ndarray, after: int, received: np.ndarray, before: int) -> None:
         """Both at once: that all ranks send first cannot keep them from receiving."""
-        self.inner.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
+        self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
-        if arithmetic_of(buffer, op) is None:
-            self.inner.reduce_scatter(buffer, out, op)
-        elif dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
+        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
             total = copy(buffer)
-            self.all_reduce(total, op)
+            self.all_reduce(total, reduction)
             length = out.shape[0]
             out[...] = total[self.rank * length : (self.rank + 1) * length]
         else:
             parts = self._parts(view_of(buffer).reshape(-1).copy())
-            self._combine(parts, op)
+            self._combine(parts, reduction.op)
             bytes_of(out)[:] = parts[self.rank].view(np.uint8)
 
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        shapes = self.inner.shapes_of(buffer)
+    def all_gather(self, buffer: Array) -> list[Array]:
+        shapes = self._mpi.shapes_of(buffer)
         view = view_of(buffer)
         parts = [np.empty(tuple(shape) if buffer.ndim else (), view.dtype) for shape in shapes]
         parts[self.rank][...] = view
         self._hand_round([bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
 
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        self.inner.reduce(buffer, root, op)
-
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self.inner.broadcast(buffer, root)
-
-    def explain(self) -> str:
+    def explain(self, rest: str) -> str:
         but_for = "broadcasts and what is reduced to one rank"
-        return f"{self.size} ranks in a ring, but for {but_for}\n{self.inner.explain()}"
+        return f"{self.size} ranks in a ring, but for {but_for}\n{rest}"

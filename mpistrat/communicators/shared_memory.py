@@ -135,17 +135,25 @@ def _error() -> OSError:
     return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-if platform.machine() in ("x86_64", "AMD64"):
+_lock = threading.Lock()
 
-    def before_others_see() -> None:
-        """Nothing: stores become visible in their order."""
 
-else:
-    _fence = threading.Lock()
+def _full_barrier() -> None:
+    """Taking a lock twice: what a release has let go, the acquire after it of the same lock cannot overtake."""
+    with _lock:
+        pass
+    with _lock:
+        pass
 
-    def before_others_see() -> None:
-        """Stores before this become visible before those after it: taking a lock twice is a full barrier."""
-        with _fence:
-            pass
-        with _fence:
-            pass
+
+# Loads and stores before it are seen before those after it, by all ranks that share memory. Processors of the x86
+# family keep loads in their order, and stores in theirs, by themselves.
+FENCE: Callable[[], None] | None = (
+    None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
+)
+
+
+def before_others_see() -> None:
+    """The fence, where one is needed."""
+    if FENCE is not None:
+        FENCE()

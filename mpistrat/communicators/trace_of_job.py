@@ -13,9 +13,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.communicators import job_end
-from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.station import Station
-from mpistrat.communicators.traced import TracedCommunicator
 from mpistrat.errors import TopologyError
 from mpistrat.private_files import create
 from mpistrat.trace import clocks, of_process
@@ -26,15 +23,8 @@ _BYTES_PER_MESSAGE = 1 << 22
 _comms: list[MPI.Intracomm] = []
 
 
-def traced(
-    comm: MPI.Intracomm,
-    folder: str,
-    inner: Communicator,
-    name: str,
-    station: Station,
-    check: str,
-) -> TracedCommunicator:
-    """A communicator over the ranks of `comm`, which is ours, whose calls are on the timelines in `folder`.
+def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
+    """The timeline in `folder` for a communicator over the ranks of `comm`, which is ours.
 
     Collective over `comm`. A process has one timeline: the first folder is that of all its communicators.
     Raises: TopologyError on all ranks when one cannot write there.
@@ -54,7 +44,7 @@ def traced(
         job_end.also(timeline, _complete)
     compare_clocks(comm, timeline)
     _comms.append(comm)
-    return TracedCommunicator(inner, name, station, check, timeline)
+    return timeline
 
 
 def _complete() -> None:

@@ -28,6 +28,9 @@ class TreeSum(Arithmetic):
     def view(self, memory: np.ndarray) -> Any:
         return self._pairwise.view(memory)
 
+    def elements(self, buffer: Array) -> Any:
+        return self._pairwise.elements(buffer)
+
     def totals(self, elements: int) -> Any:
         left = len(self._tree.left)
         totals = self._pairwise.totals(left * elements)

@@ -6,94 +6,92 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
-from mpistrat.communicators.checked import CheckedCommunicator
-from mpistrat.communicators.communicator import Communicator, Wire
-from mpistrat.communicators.wrapping import BesideHost
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.router import Router
+from mpistrat.communicators.transport import Transport
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
 
 
-class XlaCommunicator(BesideHost):
+class XlaTransport(Transport):
     """Sums, and the like, of tensors on XLA devices are recorded, as all that is done with them.
 
     What has no collective of XLA's here (broadcasts, gathered parts, slices in a wire format) goes through host memory.
+
+    Args:
+        host: over the same ranks, for buffers on the host.
     """
 
-    def __init__(self, inner: Communicator, runtime: Runtime) -> None:
-        super().__init__(inner)
-        self._runtime = runtime
+    takes_device_buffers = True
+
+    def __init__(self, host: Communicator, runtime: Runtime) -> None:
+        self._host, self._runtime = host, runtime
+        self.rank, self.size = host.rank, host.size
+
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport | None:
+        return self if is_on_xla(buffer) and tree is None else None
 
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
-        *,
+        reduction: Reduction,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
-        if not is_on_xla(buffer):
-            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=wire)
-            return
-        target = buffer if out is None else out
-        if wire is not None:
+        target, scale = buffer if out is None else out, reduction.scale
+        if reduction.compressor is not None:
             host = to_host(buffer)
-            self.inner.all_reduce(host, op, scale=scale, wire=wire)
+            self._host.all_reduce(host, reduction)
             target.copy_(to_device_of(host, buffer))
             return
         operand = buffer.float() if dtype_name(buffer) in ("bfloat16", "float16") else buffer
-        (total,) = self._runtime.all_reduce(op, [operand])
+        (total,) = self._runtime.all_reduce(reduction.op, [operand])
         target.copy_(total if scale is None else total * scale)
 
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        if not is_on_xla(buffer):
-            self.inner.reduce(buffer, root, op)
-            return
-        (total,) = self._runtime.all_reduce(op, [buffer])
+    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
+        (total,) = self._runtime.all_reduce(reduction.op, [buffer])
         if self.rank == root:
             buffer.copy_(total)
 
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
-        if not is_on_xla(buffer):
-            self.inner.reduce_scatter(buffer, out, op)
-            return
-        (total,) = self._runtime.all_reduce(op, [buffer])
+    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
+        (total,) = self._runtime.all_reduce(reduction.op, [buffer])
         length = out.shape[0]
         out.copy_(total[self.rank * length : (self.rank + 1) * length])
 
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        if not is_on_xla(buffer):
-            self.inner.broadcast(buffer, root)
-            return
+    def broadcast(self, buffer: Array, root: int) -> None:
         host = to_host(buffer)
-        self.inner.broadcast(host, root)
+        self._host.broadcast(host, root)
         buffer.copy_(to_device_of(host, buffer))
 
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        if not is_on_xla(buffer):
-            return self.inner.all_gather(buffer)
-        return [to_device_of(part, buffer) for part in self.inner.all_gather(to_host(buffer))]
+    def all_gather(self, buffer: Array) -> list[Array]:
+        return [to_device_of(part, buffer) for part in self._host.all_gather(to_host(buffer))]
 
-    def explain(self) -> str:
+    def explain(self, rest: str) -> str:
         return (
             "tensors on XLA devices: by XLA's collectives, inside the graph; a first sum was right\n"
-            f"buffers on the host: {self.inner.explain()}"
+            f"buffers on the host: {rest}"
         )
 
 
-def use_xla(communicator: CheckedCommunicator, runtime: Runtime) -> str:
+def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     """Have tensors on XLA devices go by XLA's collectives, if they are seen to work. Called by: every rank.
 
     Returns: why they go through host memory instead; "" where they do not.
     """
+    assert isinstance(communicator, Router), "one rank alone moves nothing"
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
-        communicator.move_by(XlaCommunicator(communicator.inner, runtime))
+        communicator.move_by(XlaTransport(Router(communicator.transports), runtime))
     return wrong
 
 

@@ -35,6 +35,26 @@ def check_summable(values: Sequence[Array]) -> None:
             )
 
 
+def sum_of(components: Sequence[Any]) -> Any:
+    """What a rank contributes of a value: the sum of its components, cut off from autograd.
+
+    Args: components: arrays, numbers, variables, or IndexedSlices.
+    """
+    values = operands(components)
+    if are_slices(values):
+        return add_slices(values)
+    check_summable(values)
+    return add_n(values)
+
+
+def operands(components: Sequence[Any]) -> list[Any]:
+    """Numbers and variables as arrays, cut off from autograd; IndexedSlices as they are."""
+    return [
+        c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
+        for c in components
+    ]
+
+
 def add_n(values: Sequence[Array]) -> Array:
     """The sum of `values`, in order; a new array when there is more than one."""
     total = values[0]

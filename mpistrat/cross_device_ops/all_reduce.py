@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.cross_device_ops import accumulation, packing
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.options import CommunicationOptions, implementation_of
-from mpistrat.recycled_buffers import RecycledBuffers
+from mpistrat.options import CommunicationOptions, check_options, implementation_of
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
 
@@ -117,16 +116,21 @@ class MpiAllReduce(CrossDeviceOps):
     `CommunicationOptions.bytes_per_pack`, all-reduced over MPI, and unpacked.
 
     Called by: every rank of `communicator`, in the same order, with as many components each.
+    Args:
+        options: defaults of every call.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(
+        self, communicator: Communicator, options: CommunicationOptions | None = None
+    ) -> None:
         if not isinstance(communicator, Communicator):
             raise TypeError(
                 "MpiAllReduce takes a Communicator, such as strategy.extended.communicator, got "
                 f"{communicator!r:.60}"
             )
         self.communicator = communicator
-        self._results = RecycledBuffers()
+        self.options = check_options(options)
+        self._packer = packing.Packer()
 
     def reduce_implementation(
         self,
@@ -155,62 +159,94 @@ class MpiAllReduce(CrossDeviceOps):
         self,
         reduce_op: ReduceOp,
         values: Sequence[Sequence[Any]],
-        options: CommunicationOptions,
+        options: CommunicationOptions | None = None,
         label: str = "",
     ) -> list[Any]:
         """Sum or average each of `values` over its components on all ranks; results are fresh arrays.
 
         Args:
-            values: for each value its components on this rank, arrays or IndexedSlices.
+            values: for each value its components on this rank: arrays, numbers, variables or IndexedSlices. Python
+                numbers give Python numbers.
+            options: override the defaults.
             label: what the values are, e.g. their structure; must be equal on all ranks.
         """
         try:
-            sums = [_add_up(components) for components in values]
+            merged = self.options if options is None else self.options.merge(options)
+            sums = [accumulation.sum_of(components) for components in values]
         except Exception as error:
             self.communicator.raise_together(error)
-        communicator = self.communicator.by(implementation_of(options))
-        label = f"{reduce_op.name} of {label}" if label else reduce_op.name
-        results: list[Any] = [None] * len(sums)
-        dense = [i for i, total in enumerate(sums) if not isinstance(total, IndexedSlices)]
+        communicator = self.communicator.by(implementation_of(merged))
+        name = name_of(reduce_op, label)
+        results = list(sums)
+        for group in packing.groups(sums, merged.bytes_per_pack):
+            like = [sums[i] for i in group]
+            given, out = self._pack(communicator, like)
+            communicator.all_reduce(given, reducing(label=packing.name_of(name, like)), out=out)
+            if out is not None:
+                results[group[0]] = arrays.to_device_of(out, like[0])
+                continue
+            total = arrays.to_device_of(given, like[0])
+            for i, value in zip(group, packing.unpack(total, like), strict=True):
+                results[i] = value
         for i, total in enumerate(sums):
             if isinstance(total, IndexedSlices):
-                results[i] = self._all_gather_slices(communicator, total, label)
-        groups = packing.group_by_size([sums[i] for i in dense], options.bytes_per_pack)
-        position = len(dense)
-        for group in reversed(groups):
-            position -= len(group)
-            for offset, total in enumerate(self._reduce_pack(communicator, group, label)):
-                results[dense[position + offset]] = total
-        if reduce_op is ReduceOp.MEAN:
-            size = self.communicator.size
-            return [
-                accumulation.divide(total, len(components) * size)
-                for total, components in zip(results, values, strict=True)
-            ]
-        return results
+                results[i] = self._all_gather_slices(communicator, total, name)
+        counts = [len(components) * communicator.size for components in values]
+        return finished(reduce_op, results, values, counts)
 
-    def _reduce_pack(
-        self, communicator: Communicator, group: list[Array], label: str
-    ) -> list[Array]:
-        as_it_is = self._goes_as_it_is(communicator, group[0])
-        if communicator.size == 1 and arrays.is_on_accelerator(group[0]):
-            return [arrays.copy(value) for value in group]
-        if len(group) == 1 and not as_it_is:
-            host = arrays.to_host(group[0])
-            total = self._results.like(host)
-            communicator.all_reduce(host, out=total, label=label)
-            return [arrays.to_device_of(total, group[0])]
-        flat = arrays.detach(arrays.concatenate([value.reshape(-1) for value in group]))
-        if not as_it_is:
-            flat = arrays.to_host(flat)
-        shapes = ",".join(str(list(value.shape)) for value in group)
-        communicator.all_reduce(flat, label=f"{label} {shapes}")
-        return packing.unpack(arrays.to_device_of(flat, group[0]), group)
+    def _pack(
+        self, communicator: Communicator, like: Sequence[Array]
+    ) -> tuple[Array, Array | None]:
+        """What is given to `communicator`, and where it puts the result; None: in place.
 
-    @staticmethod
-    def _goes_as_it_is(communicator: Communicator, value: Array) -> bool:
-        """Whether `communicator` takes it from the device that it is on."""
-        return communicator.takes_device_buffers and arrays.is_on_accelerator(value)
+        One array on the host is not copied.
+        """
+        stays = communicator.takes_device_buffers or communicator.size == 1
+        if stays and arrays.is_on_accelerator(like[0]):
+            return self._packer.join(like), None
+        if len(like) > 1:
+            return arrays.to_host(self._packer.join(like)), None
+        host = arrays.to_host(like[0])
+        return host, self._packer.like(host)
+
+    def all_reduce_packs(
+        self,
+        packer: packing.Packer,
+        like: Sequence[Any],
+        indices: Sequence[int],
+        contributions: Sequence[Sequence[Array | None]],
+        reduction_of: Callable[[Sequence[int]], Reduction],
+    ) -> dict[int, Array]:
+        """Sum the gradients of parameters over all replicas of all ranks; the sums lie in packs.
+
+        Args:
+            packer: whose memory they lie in.
+            like: the parameters.
+            indices: of those whose gradients are summed; the same on all ranks.
+            contributions: for each replica of this rank its gradients, one for each of `like`; None counts as zero.
+            reduction_of: the sum of some of them.
+        Returns: the sums, by index.
+        """
+        sums: dict[int, Array] = {}
+        communicator = self.communicator
+        for pack in packer.packs(like, indices, communicator):
+            first, *others = ([own[i] for i in pack.indices] for own in contributions)
+            packing.fill(pack.pieces, first)
+            for values in others:
+                packing.add(pack.pieces, values)
+            host = self._host_of(pack.flat)
+            communicator.all_reduce(host, reduction_of(pack.indices))
+            if host is not pack.flat:
+                pack.flat.copy_(host)
+            sums.update(zip(pack.indices, pack.pieces, strict=True))
+        return sums
+
+    def _host_of(self, flat: Array) -> Array:
+        """What of `flat` the communicator takes: itself, or a copy on the host."""
+        communicator = self.communicator
+        if communicator.takes_device_buffers or communicator.size == 1 or flat.device.type == "cpu":
+            return flat
+        return arrays.to_host(flat)
 
     @staticmethod
     def _all_gather_slices(
@@ -253,7 +289,7 @@ class MpiAllReduce(CrossDeviceOps):
             communicator = self.communicator.by(implementation_of(options))
         operand = (
             arrays.copy(local)
-            if self._goes_as_it_is(communicator, local)
+            if communicator.takes_device_buffers and arrays.is_on_accelerator(local)
             else arrays.to_host(local)
         )
         parts = communicator.all_gather(operand, label=f"{label} along axis {front}".lstrip())
@@ -264,8 +300,22 @@ class MpiAllReduce(CrossDeviceOps):
         return self.communicator.raising_together()
 
 
-def _add_up(components: Sequence[Any]) -> Any:
-    if accumulation.are_slices(components):
-        return accumulation.add_slices(components)
-    accumulation.check_summable(components)
-    return accumulation.add_n(components)
+def name_of(reduce_op: ReduceOp, label: str) -> str:
+    """What the label of a reduction begins with."""
+    name = "SUM" if reduce_op is ReduceOp.SUM else "MEAN"
+    return f"{name} of {label}" if label else name
+
+
+def finished(
+    reduce_op: ReduceOp,
+    sums: list[Any],
+    values: Sequence[Sequence[Any]],
+    counts: Sequence[int],
+) -> list[Any]:
+    """The `sums` of `values`, or their means over `counts` components; of Python numbers Python numbers."""
+    if reduce_op is ReduceOp.MEAN:
+        sums = [accumulation.divide(t, count) for t, count in zip(sums, counts, strict=True)]
+    return [
+        total.item() if arrays.is_number(components[0]) else total
+        for total, components in zip(sums, values, strict=True)
+    ]

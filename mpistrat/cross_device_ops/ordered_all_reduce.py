@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
 from mpistrat.cross_device_ops import accumulation, packing
-from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, finished, name_of
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 
@@ -24,42 +24,64 @@ class OrderedAllReduce(MpiAllReduce):
         components_of_ranks: how many components of a value each rank has, in rank order.
     """
 
-    def __init__(self, communicator: Communicator, components_of_ranks: tuple[int, ...]) -> None:
-        super().__init__(communicator)
+    def __init__(
+        self,
+        communicator: Communicator,
+        components_of_ranks: tuple[int, ...],
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__(communicator, options)
         self._components_of_ranks = components_of_ranks
 
     def all_reduce(
         self,
         reduce_op: ReduceOp,
         values: Sequence[Sequence[Any]],
-        options: CommunicationOptions,
+        options: CommunicationOptions | None = None,
         label: str = "",
     ) -> list[Any]:
         with self.communicator.raising_together():
+            merged = self.options if options is None else self.options.merge(options)
             for components in values:
                 self._check_number(components)
-            rounded = [_is_rounded(components) for components in values]
-        label = f"{reduce_op.name} of {label}" if label else reduce_op.name
+            operands = [accumulation.operands(components) for components in values]
+            rounded = [_is_rounded(components) for components in operands]
         results: list[Any] = [None] * len(values)
         others = [i for i in range(len(values)) if not rounded[i]]
         if others:
             # A mean is divided below: the ranks may have different numbers of components.
-            sums = super().all_reduce(ReduceOp.SUM, [values[i] for i in others], options, label)
+            exact = [operands[i] for i in others]
+            sums = super().all_reduce(ReduceOp.SUM, exact, options, name_of(reduce_op, label))
             for i, total in zip(others, sums, strict=True):
                 results[i] = total
-        alike = [i for i in range(len(values)) if rounded[i]]
-        position = 0
-        for pack in packing.group_by_size([values[i][0] for i in alike], options.bytes_per_pack):
-            group = alike[position : position + len(pack)]
-            position += len(pack)
-            for i, total in zip(
-                group, self._add_up([values[i] for i in group], label), strict=True
-            ):
+        firsts = [operands[i][0] if rounded[i] else None for i in range(len(values))]
+        for group in packing.groups(firsts, merged.bytes_per_pack)[::-1]:
+            like = [firsts[i] for i in group]
+            replicas = range(len(operands[group[0]]))
+            own = [[operands[i][replica] for i in group] for replica in replicas]
+            name = packing.name_of(name_of(reduce_op, label), like)
+            sums = self._sum(self._packer, None, like, own, reducing(label=name))
+            for i, total in zip(group, sums, strict=True):
                 results[i] = total
-        if reduce_op is ReduceOp.MEAN:
-            count = sum(self._components_of_ranks)
-            results = [accumulation.divide(total, count) for total in results]
-        return results
+        count = sum(self._components_of_ranks)
+        return finished(reduce_op, results, values, [count] * len(values))
+
+    def all_reduce_packs(
+        self,
+        packer: packing.Packer,
+        like: Sequence[Any],
+        indices: Sequence[int],
+        contributions: Sequence[Sequence[Array | None]],
+        reduction_of: Callable[[Sequence[int]], Reduction],
+    ) -> dict[int, Array]:
+        sums: dict[int, Array] = {}
+        for group in packing.alike(like, indices):
+            parameters = [like[i] for i in group]
+            own = [[gradients[i] for i in group] for gradients in contributions]
+            reduction = reduction_of(group)
+            total = self._sum(packer, self.communicator, parameters, own, reduction)
+            sums.update(zip(group, total, strict=True))
+        return sums
 
     def _check_number(self, components: Sequence[Any]) -> None:
         expected = self._components_of_ranks[self.communicator.rank]
@@ -69,30 +91,62 @@ class OrderedAllReduce(MpiAllReduce):
                 f"got {len(components)}"
             )
 
-    def _add_up(self, pack: Sequence[Sequence[Array]], label: str) -> list[Array]:
-        """The sums of several values of one dtype, in one message."""
-        like = [components[0] for components in pack]
+    def _sum(
+        self,
+        packer: packing.Packer,
+        window: Communicator | None,
+        like: Sequence[Any],
+        values: Sequence[Sequence[Array | None]],
+        reduction: Reduction,
+    ) -> list[Array]:
+        """The sums over all replicas of arrays of one dtype and device, in one message.
+
+        Args:
+            window: in whose window the sums are, where there is room.
+            values: for each replica of this rank one for each of `like`; None counts as zero.
+        """
         counted = self._components_of_ranks
-        replicas = counted[self.communicator.rank]
         first = sum(counted[: self.communicator.rank])
-        tree = tree_of_replicas(sum(counted), first, first + replicas)
-        sums = [_joined([components[i] for components in pack]) for i in range(replicas)]
-        if max(counted) > 1 and arrays.is_floating(like[0]) and arrays.itemsize(like[0]) < 4:
-            sums = [arrays.cast(flat, "float32") for flat in sums]  # rounded once, at the end
-        for to, added in tree.additions:
-            sums[to] = sums[to] + sums[added]
-        host = [arrays.to_host(sums[position])[None] for position in tree.left]
-        given = host[0] if len(host) == 1 else arrays.concatenate(host)
-        total = self._results.like(given)
-        total[...] = given
-        shapes = ",".join(str(list(value.shape)) for value in like)
-        self.communicator.all_reduce_by_tree(
-            total, tree_of_ranks(counted), label=f"{label} {shapes}"
+        mine = tree_of_replicas(sum(counted), first, first + len(values))
+        tree = tree_of_ranks(counted)
+        length = sum(map(arrays.num_elements, like))
+        # Of several replicas of a rank, 16-bit floats are summed as float32, and rounded once, at the end.
+        short = arrays.is_floating(like[0]) and arrays.itemsize(like[0]) < 4
+        summed = (
+            arrays.dtype_like("float32", like[0]) if short and max(counted) > 1 else like[0].dtype
         )
-        flat = arrays.to_device_of(total[0], like[0])
-        if flat.dtype != like[0].dtype:
-            flat = arrays.cast(flat, like[0].dtype)
-        return packing.unpack(flat, like)
+        within = window if tree.one_each else None
+        sums = packer.memory(len(mine.left) * length, like[0], summed, within)
+        sums = sums.reshape(len(mine.left), length)
+        places = dict(zip(mine.left, sums, strict=True))
+        flats: dict[int, Array] = {}  # by replica: its values, and what was added to them
+
+        def flat_of(replica: int) -> Array:
+            if replica not in flats:
+                flat = places.get(replica)
+                if flat is None:
+                    flat = packer.memory(length, like[0], summed)
+                packing.fill(packing.pieces_of(flat, like), values[replica])
+                flats[replica] = flat
+            return flats[replica]
+
+        for to, added in mine.additions:
+            total = flat_of(to)
+            if added in flats:
+                total += flats.pop(added)
+            else:
+                # Minus zero must not survive on some splits of replicas only.
+                packing.add(packing.pieces_of(total, like), values[added], absent="zero")
+        for position in mine.left:
+            flat_of(position)
+        host = arrays.to_host(sums) if arrays.is_on_accelerator(sums) else sums
+        self.communicator.all_reduce_by_tree(host, tree, reduction)
+        total = arrays.to_device_of(host[0], like[0])
+        if summed != like[0].dtype:
+            rounded = packer.memory(length, like[0])
+            rounded[...] = total
+            total = rounded
+        return packing.pieces_of(total, like)
 
 
 def _is_rounded(components: Sequence[Any]) -> bool:
@@ -103,8 +157,3 @@ def _is_rounded(components: Sequence[Any]) -> bool:
     return arrays.is_floating(components[0]) or arrays.dtype_name(components[0]).startswith(
         "complex"
     )
-
-
-def _joined(values: Sequence[Array]) -> Array:
-    flats = [value.reshape(-1) for value in values]
-    return flats[0] if len(flats) == 1 else arrays.concatenate(flats)

@@ -1,11 +1,135 @@
-"""Fusing many small arrays into few large messages: pack, all-reduce, unpack."""
+"""Fusing many arrays into few messages: pack, reduce, unpack.
+
+A pack is a flat buffer of one dtype and device, and a piece of it for each array that is in it. Values of structures,
+gradients, buffers of modules and what is mirrored go in packs; nothing else in this package joins arrays for a message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.recycled_buffers import RecycledBuffers
+
+if TYPE_CHECKING:
+    from mpistrat.communicators import Communicator
+
+
+@dataclasses.dataclass
+class Pack:
+    """Some of a list of arrays, side by side in their order.
+
+    Attributes:
+        flat: of shape [elements].
+        indices: of the arrays in their list.
+        pieces: views of `flat`, in the shapes of the arrays.
+    """
+
+    flat: Array
+    indices: list[int]
+    pieces: list[Array]
+
+
+class Packer:
+    """Makes packs, whose memory on the host is used again once nothing refers to it, nor to anything made of it."""
+
+    def __init__(self) -> None:
+        self._recycled = RecycledBuffers()
+
+    def packs(
+        self,
+        like: Sequence[Any],
+        indices: Sequence[int],
+        communicator: Communicator | None = None,
+        *,
+        asks: bool = True,
+    ) -> Iterator[Pack]:
+        """One for each dtype and device, with the arrays in the order of `indices`; uninitialized.
+
+        Args:
+            like: the arrays, of which only dtype, device, shape and strides count.
+            communicator: whose window the packs are in, where there is room: then the call is collective.
+            asks: False: for no larger window than there has been, and the call is not collective.
+        """
+        for group in alike(like, indices):
+            own = [like[i] for i in group]
+            length = sum(map(arrays.num_elements, own))
+            window = communicator
+            if window is not None and not asks:
+                fits = length * arrays.itemsize(own[0]) <= window.window_capacity
+                window = window if fits else None
+            flat = self.memory(length, own[0], communicator=window)
+            yield Pack(flat, group, pieces_of(flat, own))
+
+    def memory(
+        self,
+        length: int,
+        like: Array,
+        dtype: Any = None,
+        communicator: Communicator | None = None,
+    ) -> Array:
+        """Uninitialized, of shape [length], where `like` is; of its dtype, or `dtype`, one of the same library.
+
+        Args: communicator: as of `packs`.
+        """
+        dtype = like.dtype if dtype is None else dtype
+        if arrays.is_cupy(like):
+            import cupy
+
+            return cupy.empty(length, dtype)
+        torch_like = arrays.is_torch(like)
+        if torch_like and not (like.is_cpu or like.is_meta):
+            import torch
+
+            return torch.empty(length, dtype=dtype, device=like.device)  # its allocator recycles
+        memory = None
+        if communicator is not None:
+            memory = communicator.window_buffer(length * dtype.itemsize)
+        if memory is None:
+            return self._recycled.empty((length,), dtype)
+        if not torch_like:
+            return memory.view(dtype)
+        import torch
+
+        return torch.from_numpy(memory).view(dtype)
+
+    def like(self, host: Array) -> Array:
+        """Uninitialized, of the shape and dtype of an array on the host."""
+        return self._recycled.like(host)
+
+    def join(self, values: Sequence[Array]) -> Array:
+        """A flat copy of `values`, all of one dtype and device, side by side."""
+        if arrays.is_on_accelerator(values[0]):  # whose allocator recycles
+            return concatenated(values)
+        flat = self._recycled.empty((sum(map(arrays.num_elements, values)),), values[0].dtype)
+        flats = [value.reshape(-1) for value in values]
+        if not arrays.is_torch(flat):
+            return np.concatenate(flats, out=flat)
+        import torch
+
+        with torch.no_grad():
+            return torch.cat(flats, out=flat)
+
+
+def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
+    """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
+    found: dict[tuple[Any, Any], list[int]] = {}
+    for i in indices:
+        found.setdefault((like[i].dtype, _device_of(like[i])), []).append(i)
+    return list(found.values())
+
+
+def _device_of(array: Array) -> Any:
+    if not arrays.is_torch(array):
+        return None
+    return "cpu" if array.is_meta or array.is_cpu else array.device
 
 
 def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Array]]:
@@ -27,18 +151,102 @@ def group_by_size(values: Sequence[Array], bytes_per_pack: int) -> list[list[Arr
 
 def concat_and_split(values: Sequence[Array], num_packs: int) -> list[Array]:
     """All elements of `values` as `num_packs` flat arrays of equal length; the last takes the rest."""
-    flat = arrays.concatenate([value.reshape(-1) for value in values])
+    flat = concatenated(values)
     length = arrays.num_elements(flat) // num_packs
     cuts = [*range(0, length * num_packs, length)] if length else [0] * num_packs
     return [flat[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
 
 
+def concatenated(values: Sequence[Array]) -> Array:
+    """A flat array of `values`, side by side, in memory that the library allocates."""
+    return arrays.concatenate([value.reshape(-1) for value in values])
+
+
 def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
     """`flat` cut into arrays of the shapes of `like`: views, not copies."""
+    if arrays.is_torch(flat):
+        parts = flat.split([value.numel() for value in like])
+        return [part.view(value.shape) for part, value in zip(parts, like, strict=True)]
     unpacked = []
     start = 0
     for value in like:
-        end = start + arrays.num_elements(value)
-        unpacked.append(flat[start:end].reshape(tuple(value.shape)))
+        end = start + value.size
+        unpacked.append(flat[start:end].reshape(value.shape))
         start = end
     return unpacked
+
+
+def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
+    """As `unpack`, but tensors have the strides of `like`, too, so that optimizers need no copies."""
+    if not arrays.is_torch(flat):
+        return unpack(flat, like)
+    pieces = []
+    for piece, tensor in zip(flat.split([t.numel() for t in like]), like, strict=True):
+        if tensor.is_contiguous() or not is_dense(tensor):
+            pieces.append(piece.view(tensor.shape))
+        else:
+            pieces.append(piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset()))
+    return pieces
+
+
+def is_dense(tensor: Any) -> bool:
+    """Whether the elements of a tensor fill their memory without gaps or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def fill(pieces: Sequence[Array], values: Sequence[Any]) -> None:
+    """Copy `values` into `pieces`; None counts as zero."""
+    if not pieces or not arrays.is_torch(pieces[0]):
+        for piece, value in zip(pieces, values, strict=True):
+            piece[...] = 0 if value is None else value
+        return
+    import torch
+
+    absent = [piece for piece, value in zip(pieces, values, strict=True) if value is None]
+    if absent:
+        torch._foreach_zero_(absent)
+    targets = [p for p, v in zip(pieces, values, strict=True) if v is not None]
+    sources = [v.to_dense() if v.is_sparse else v for v in values if v is not None]
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped") -> None:
+    """Add `values` to `pieces`.
+
+    Args: absent: "skipped", or "zero": what is None is added as zero, which makes minus zero plus zero.
+    """
+    for piece, value in zip(pieces, values, strict=True):
+        if value is not None:
+            piece += value.to_dense() if arrays.is_torch(value) and value.is_sparse else value
+        elif absent == "zero":
+            piece += 0
+
+
+def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
+    """Which of `values` share a pack: by dtype, device and size, the last first. IndexedSlices and None have none."""
+    dense = [i for i, v in enumerate(values) if v is not None and not isinstance(v, IndexedSlices)]
+    if len(dense) == 1:
+        return [dense]
+    found = []
+    for group in alike(values, dense):
+        start = 0
+        for part in group_by_size([values[i] for i in group], bytes_per_pack):
+            found.append(group[start : start + len(part)])
+            start += len(part)
+    return found[::-1]
+
+
+def name_of(name: str, like: Sequence[Array]) -> str:
+    """The label of a pack; of several arrays it has their shapes."""
+    return name if len(like) == 1 else _with_shapes(name, tuple(value.shape for value in like))
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_shapes(name: str, shapes: tuple[tuple[int, ...], ...]) -> str:
+    return f"{name} {','.join(str(list(shape)) for shape in shapes)}"

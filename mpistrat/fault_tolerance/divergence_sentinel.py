@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpistrat.communicators import reducing
 from mpistrat.communicators.communicator import mark_raised_by_all
 from mpistrat.context import require_cross_replica
 from mpistrat.fault_tolerance.divergence_report import Digested, find_divergence
@@ -62,7 +63,7 @@ class DivergenceSentinel:
         communicator = self._strategy.extended.communicator
         with communicator.raising_together():
             words = self._words()
-        communicator.all_reduce(words, "max", label="digest of what is mirrored")
+        communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
         self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def board(self) -> np.ndarray:

@@ -16,6 +16,7 @@ from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.platform_device import detect_platform
 from mpistrat.cluster_resolver.slurm_job import SlurmError, slurm_job
+from mpistrat.communicators import reducing
 from mpistrat.fault_tolerance.announced_end import (
     NOTHING,
     SAVE,
@@ -147,7 +148,7 @@ class PreemptionCheckpointHandler:
 
     def _greatest_of_all(self) -> int:
         word = np.array([self._end.word()], np.int64)
-        self._communicator.all_reduce(word, "max", label="end announced")
+        self._communicator.all_reduce(word, reducing("max", "end announced"))
         return int(word[0])
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:

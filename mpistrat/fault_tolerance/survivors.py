@@ -12,7 +12,7 @@ from typing import cast
 from mpi4py import MPI
 
 from mpistrat.cluster_resolver.start_deadline import start_deadline
-from mpistrat.communicators import CheckedCommunicator, Communicator, job_end
+from mpistrat.communicators import Communicator, job_end
 from mpistrat.communicators.construction import communicator_for, discard
 from mpistrat.communicators.fault_tolerant import Family, FaultTolerantComm, tells_of_loss
 from mpistrat.flight_recorder.record import text_of
@@ -111,11 +111,11 @@ class Survivors:
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
         """Those that do not come are reported as if they did not come to a collective."""
-        communicator = getattr(self, "communicator", None)
-        if not isinstance(communicator, CheckedCommunicator):
+        communicator: Communicator | None = getattr(self, "communicator", None)
+        station = None if communicator is None else communicator.station
+        if station is None:
             yield
             return
-        station = communicator.station
         text, length = text_of("going on without the ranks that were lost", "run_elastic")
         station.record.enter(station.board, _LAST_CALL, text, length)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import arrays, nest
-from mpistrat.communicators import Communicator
+from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
 from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
 
@@ -111,8 +111,8 @@ class AgreedSteps(Iterator[Step]):
         mine = [steps, -(count if fails else _NEVER)]
         if self._has_asked:
             verdict = np.array(mine, np.int32)
-            label = "end of the distributed dataset"
-            communicator.all_reduce(verdict, "max", label=label, error=error)
+            agreement = reducing("max", "end of the distributed dataset")
+            communicator.all_reduce(verdict, agreement, cause=error)
             largest, failure = verdict.tolist()
         else:
             self._has_asked = True

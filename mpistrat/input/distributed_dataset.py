@@ -24,6 +24,7 @@ from mpistrat.input.readers import (
 )
 from mpistrat.input.splitting import Share
 from mpistrat.options import AutoShardPolicy, InputOptions
+from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -116,8 +117,9 @@ class DistributedDataset(Iterable[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""
-        progress = self._peeked.progress if self._peeked else self._progress
-        return self.state_at(progress or Progress(self._epoch, self._start))
+        with spans.current.range("dataset.state_dict"):
+            progress = self._peeked.progress if self._peeked else self._progress
+            return self.state_at(progress or Progress(self._epoch, self._start))
 
     def state_at(self, progress: Progress) -> dict[str, Any]:
         """The state of an iterator that has come so far. Called by: every rank."""

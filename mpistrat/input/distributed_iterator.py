@@ -15,6 +15,7 @@ from mpistrat.input.batches import without_examples
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.input.prefetch import Prefetcher
 from mpistrat.input.readers import knowing_what_follows
+from mpistrat.trace import spans
 from mpistrat.values import regroup
 
 if TYPE_CHECKING:
@@ -99,18 +100,19 @@ class DistributedIterator(Iterator[Any]):
 
         ValueError inside `run`; RuntimeError in another strategy's scope.
         """
-        require_iteration(self._extended.strategy)
-        self._read_ahead(self._dataset.read_ahead(self._copies))
-        if not self._ahead:
-            if self._failure is not None:
-                raise self._failure
-            self.progress.ended = True
-            raise StopIteration
-        batches, self.progress.position = self._ahead.popleft()
-        self.progress.steps += 1
-        self.progress.unread = None
-        batches = self._copies.arrived(batches)
-        return batches[0] if len(batches) == 1 else regroup(batches)
+        with spans.current.range("next(iterator)"):
+            require_iteration(self._extended.strategy)
+            self._read_ahead(self._dataset.read_ahead(self._copies))
+            if not self._ahead:
+                if self._failure is not None:
+                    raise self._failure
+                self.progress.ended = True
+                raise StopIteration
+            batches, self.progress.position = self._ahead.popleft()
+            self.progress.steps += 1
+            self.progress.unread = None
+            batches = self._copies.arrived(batches)
+            return batches[0] if len(batches) == 1 else regroup(batches)
 
     def peek(self) -> None:
         """Read the first step, if none was read, for what it tells of all."""

@@ -12,12 +12,15 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import FrameType
+from typing import Any
 
 import torch
 
+from mpistrat.communicators import Reduction
 from mpistrat.communicators.call_site import outside
 from mpistrat.communicators.communication_thread import CommunicationThread
-from mpistrat.pytorch.flat_buffers import FlatBuffers, Group
+from mpistrat.cross_device_ops.packing import Pack, Packer
+from mpistrat.pytorch.wires import Wires
 
 # Of float32 over 1 Gbit/s 32 ms: long beside what a message costs, short beside a backward that takes longer.
 DEFAULT_BYTES = 1 << 22
@@ -28,7 +31,8 @@ class Buckets:
 
     Args:
         thread: carries them.
-        flat: whose memory they use.
+        packer: whose memory they use.
+        wires: how they cross a network.
         parameters: by slot.
         slots: which of them are expected to get dense gradients, the same on all ranks.
         scale: multiplied to the sums, or None.
@@ -38,13 +42,14 @@ class Buckets:
     def __init__(
         self,
         thread: CommunicationThread,
-        flat: FlatBuffers,
+        packer: Packer,
+        wires: Wires,
         parameters: Sequence[torch.Tensor | None],
         slots: Sequence[int],
         scale: float | None,
         nbytes: int,
     ) -> None:
-        self._thread, self._scale, self._wires = thread, scale, flat.wires
+        self._thread, self._scale, self._wires = thread, scale, wires
         self._frame: FrameType = outside(sys._getframe())
         self._bucket_of: dict[int, _Bucket] = {}  # by the id of a parameter
         self._slots: dict[int, int] = {}
@@ -52,13 +57,13 @@ class Buckets:
         self._buckets: list[_Bucket] = []
         self._sent: list[Future[None]] = []
         self._shown: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        for group in flat.groups(thread.communicator, slots[::-1], parameters, asks=False):
-            for bucket in _cut(group, nbytes or DEFAULT_BYTES):
+        for pack in packer.packs(parameters, slots[::-1], thread.communicator, asks=False):
+            for bucket in _cut(pack, parameters, nbytes or DEFAULT_BYTES):
                 self._buckets.append(bucket)
                 for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
                     self._bucket_of[id(parameter)] = bucket
                     self._slots[id(parameter)] = slot
-            self._pieces.update(zip(group.slots, group.pieces, strict=True))
+            self._pieces.update(zip(pack.indices, pack.pieces, strict=True))
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Called when the gradient of any parameter has been accumulated; it is taken if there is a place for it.
@@ -122,13 +127,9 @@ class Buckets:
 
     def _send(self, bucket: _Bucket) -> None:
         number = len(self._sent)
-        work = functools.partial(
-            self._thread.communicator.all_reduce,
-            bucket.flat,
-            label=f"gradients, bucket {number + 1} of {len(self._buckets)}{self._wires}",
-            scale=self._scale,
-            wire=self._wires.of(bucket.slots),
-        )
+        label = f"gradients, bucket {number + 1} of {len(self._buckets)}{self._wires}"
+        reduction = Reduction("sum", label, self._scale, self._wires.of(bucket.slots))
+        work = functools.partial(self._thread.communicator.all_reduce, bucket.flat, reduction)
         self._sent.append(self._thread.submit(work, self._frame))
 
 
@@ -142,19 +143,18 @@ class _Bucket:
         self.missing = set(slots)
 
 
-def _cut(group: Group, nbytes: int) -> list[_Bucket]:
+def _cut(pack: Pack, like: Sequence[Any], nbytes: int) -> list[_Bucket]:
     """A bucket is closed once it has `nbytes`."""
     buckets = []
     first = start = end = 0
-    for i, parameter in enumerate(group.parameters):
+    parameters = [like[slot] for slot in pack.indices]
+    for i, parameter in enumerate(parameters):
         end += parameter.numel()
-        last = i + 1 == len(group.parameters)
+        last = i + 1 == len(parameters)
         if last or (end - start) * parameter.element_size() >= nbytes:
             buckets.append(
                 _Bucket(
-                    group.flat[start:end],
-                    group.slots[first : i + 1],
-                    group.parameters[first : i + 1],
+                    pack.flat[start:end], pack.indices[first : i + 1], parameters[first : i + 1]
                 )
             )
             first, start = i + 1, end

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat import arrays
 from mpistrat.context import get_replica_context, has_strategy
+from mpistrat.cross_device_ops import packing
 from mpistrat.pytorch.registry import BufferSlot, Registry
 from mpistrat.reduce_op import ReduceOp
 
@@ -82,51 +83,35 @@ def average(
     label: str = "buffers",
 ) -> None:
     """Average the flagged buffers over all replicas of all ranks, in place. Collective."""
-    communicator = extended.communicator
-    groups: dict[torch.dtype, list[int]] = {}
     flagged: list[int] = np.flatnonzero(flags).tolist()
+    floats: list[int] = []
+    others: list[int] = []
     for i in flagged:
         tensor = snapshots[0][i][0]
         if tensor is not None:
-            groups.setdefault(tensor.dtype, []).append(i)
-    for dtype, group in groups.items():
-        copies = [[taken[i][0] for i in group] for taken in snapshots]
-        averaged = dtype.is_floating_point or dtype.is_complex
-        if averaged:
-            flats = [_flat(extended, own) for own in copies]
-            if extended.deterministic:
-                (flat,) = extended.cross_replica_ops.reduce_leaves(
-                    ReduceOp.SUM, [flats], None, label
-                )
-            else:
-                flat = torch.stack(flats).sum(0) if len(flats) > 1 else flats[0]
-                communicator.all_reduce(flat, label=label)
-            flat = flat / extended.num_replicas_in_sync
-        else:
-            flat = _flat(extended, copies[0], sums=False)
-            communicator.broadcast(flat, label=label)
+            averaged = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            (floats if averaged else others).append(i)
+    own: list[list[Any]] = [[taken[i][0] for taken in snapshots] for i in floats]
+    if extended.records_steps:  # of all replicas that share a name
+        own = [[extended.sum_of_rank(tensor.detach())] for (tensor,) in own]
+    sums = extended.cross_replica_ops.over_ranks.all_reduce(ReduceOp.SUM, own, label=label)
+    for i, total in zip(floats, sums, strict=True):
+        mean = total / extended.num_replicas_in_sync
+        for taken in snapshots:
+            _write(slots[i], taken[i][0], mean)
+    firsts: list[Any] = [tensor for tensor, _ in snapshots[0]]
+    for group in packing.alike(firsts, others):
+        like = [firsts[i].detach() for i in group]
+        flat = arrays.to_host(packing.concatenated(like))
+        extended.communicator.broadcast(flat, label=label)
         if extended.device_of_modules is not None:
             # All at once: XLA takes a scalar that a host tensor sets for a part of the graph, if it is 0 or 1.
             flat = arrays.to_device(flat, extended.device_of_modules)
-        for own in copies:
-            pieces = flat.split([t.numel() for t in own])  # type: ignore[union-attr]
-            for index, tensor, piece in zip(group, own, pieces, strict=True):
-                _write(slots[index], tensor, piece)
+        for i, value in zip(group, packing.unpack(flat, like), strict=True):
+            for taken in snapshots:
+                _write(slots[i], taken[i][0], value)
     for i in flagged:
         slots[i].settle([taken[i][0] for taken in snapshots])
-
-
-def _flat(
-    extended: StrategyExtended, tensors: Sequence[torch.Tensor | None], *, sums: bool = True
-) -> torch.Tensor:
-    """One replica's `tensors` in a row, for the communicator; with `sums`, of all replicas that share a name."""
-    if extended.records_steps:
-        sum_of_rank = extended.sum_of_rank if sums else lambda tensor: tensor
-        flat = torch.cat([sum_of_rank(t.detach()).reshape(-1) for t in tensors if t is not None])
-        if extended.communicator.size == 1 or extended.communicator.takes_device_buffers:
-            return flat
-        return arrays.to_host(flat)
-    return torch.cat([arrays.to_host(t.detach()).reshape(-1) for t in tensors if t is not None])
 
 
 def _write(slot: BufferSlot, tensor: Any, value: torch.Tensor) -> None:

@@ -1,9 +1,14 @@
 """What `backward()` reduces: each adds the reduction of its own contribution to `.grad`, once.
 
+`torch.autograd.backward` is wrapped, once per process. Its end, unlike the callbacks of the autograd engine, is a place
+where a replica may wait for another: it is outside the engine, on the thread of the replica, and after reentrant
+checkpointing, too.
+
 Before the backward, every `.grad` that is already reduced is set aside; so what is in `.grad` afterwards
 is this replica's contribution. The ranks agree on which parameters were used anywhere, the
-contributions of those are packed into one flat buffer per dtype, all-reduced, and added to what was set
-aside. `.grad` then is a view of the flat buffer: nothing is copied out. With overlap, contributions leave in buckets
+contributions of those are packed by dtype (`cross_device_ops.packing`), all-reduced, and added to what was set
+aside. `.grad` then is a view of the pack: nothing is copied out. A `cross_device_ops` of the program's own adds up the
+contributions of this rank's replicas first. With overlap, contributions leave in buckets
 while the backward runs; what the ranks agree on afterwards says what of it counts.
 """
 
@@ -11,29 +16,36 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from mpistrat.context import get_replica_context
+from mpistrat.communicators import Reduction, reducing
+from mpistrat.context import current_mode, get_replica_context
+from mpistrat.cross_device_ops import MpiAllReduce
+from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.pytorch import buffers
 from mpistrat.pytorch.buckets import Buckets
-from mpistrat.pytorch.flat_buffers import FlatBuffers
-from mpistrat.pytorch.lazy_buffers import LazyBuffers
-from mpistrat.pytorch.ordered_flat_buffers import OrderedFlatBuffers
+from mpistrat.pytorch.lazy_all_reduce import LazyAllReduce
 from mpistrat.pytorch.overlap import Overlap
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.unsynchronized import Unsynchronized
+from mpistrat.pytorch.wires import Wires
+from mpistrat.trace import spans
+from mpistrat.values import PerReplica
 from mpistrat.wire_formats import ShortFloats
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.shared_parameters import SharedParameters
     from mpistrat.pytorch.slice_steps import SliceSteps
+    from mpistrat.riders import Rider
     from mpistrat.strategy import Strategy
 
 # How a gradient is laid out; the greatest of all replicas wins: what is dense anywhere is dense.
@@ -46,6 +58,54 @@ _HEADER = 4
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "not_synchronizing", default=frozenset()
 )
+
+
+_original = torch.autograd.backward
+
+
+def install() -> None:
+    """Wrap `torch.autograd.backward`, which `Tensor.backward` calls, if it is not yet."""
+    if torch.autograd.backward is _original:
+        torch.autograd.backward = _reducing_backward
+
+
+def reducer_here() -> GradientReducer | None:
+    """The reducer of the strategy whose replica runs here; None outside run or with one replica."""
+    mode = current_mode()
+    if mode.replica_context is None or mode.strategy.num_replicas_in_sync == 1:
+        return None
+    mirroring = mode.strategy._mirroring
+    return None if mirroring is None else mirroring.reducer
+
+
+def inside_backward() -> bool:
+    """Whether this thread is in a hook or a function that the autograd engine calls."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@functools.wraps(_original)
+def _reducing_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    arguments = (tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    reducer = reducer_here()
+    # A backward inside a backward (reentrant checkpointing) is part of the outer one.
+    if reducer is None or inside_backward():
+        _original(*arguments)
+        return
+    if create_graph:
+        raise RuntimeError(
+            "backward(create_graph=True) inside run is not supported: the graph of a reduction over "
+            "replicas cannot be built into .grad. Use torch.autograd.grad(..., create_graph=True) for "
+            "the inner derivative, and call backward() on the loss that contains it"
+        )
+    with spans.current.range("backward"):
+        reducer.backward(functools.partial(_original, *arguments))
 
 
 class GradientReducer:
@@ -66,17 +126,15 @@ class GradientReducer:
         self._rule = rule
         options = strategy.extended.cross_replica_ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
-        self.overlap = Overlap(strategy.extended)
-        self._flat: FlatBuffers
-        if strategy.extended.deterministic:
-            self._flat = OrderedFlatBuffers(registry, strategy.extended.replicas_of_ranks)
-        elif strategy.extended.records_steps:
-            self._flat = LazyBuffers(
-                registry, options.wire_format or short, strategy.extended.sum_of_rank
+        self.wires = Wires(options.wire_format or short, registry)
+        self._packer = Packer()
+        self.overlap = Overlap(strategy.extended, self._packer, self.wires)
+        self._sums: MpiAllReduce = strategy.extended.cross_replica_ops.over_ranks
+        if strategy.extended.records_steps:
+            self._sums = LazyAllReduce(
+                strategy.extended.communicator, strategy.extended.sum_of_rank
             )
             self.overlap.decline("a step is recorded first, and then computed")
-        else:
-            self._flat = FlatBuffers(registry, options.wire_format or short)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [
             Unsynchronized(registry) for _ in range(strategy.extended.replicas.count)
@@ -107,9 +165,11 @@ class GradientReducer:
         finally:
             _not_synchronizing.reset(token)
 
-    @contextlib.contextmanager
-    def contribution(self) -> Iterator[None]:
-        """Around the engine's backward. Called by: every replica, equally often."""
+    def backward(self, engine: Callable[[], None]) -> None:
+        """Call the autograd engine, and reduce what it has added to `.grad`.
+
+        Called by: every replica, equally often.
+        """
         context = get_replica_context()
         assert context is not None
         replica = context.local_index
@@ -123,12 +183,12 @@ class GradientReducer:
         alone = self._extended.replicas.count == 1
         buckets = None
         if rule is not None and alone:
-            buckets = self.overlap.begin(self._flat, parameters, self._scale(rule))
+            buckets = self.overlap.begin(parameters, self._scale(rule))
         try:
             self._active.add(replica)
             self._buckets = buckets
             try:
-                yield
+                engine()
             finally:
                 self._buckets = None
                 self._active.discard(replica)
@@ -174,7 +234,7 @@ class GradientReducer:
         return {
             "ranks": self._extended.communicator.size,
             "parameters": [slot.name for slot in self.registry.slots],
-            **self._flat.wires.state(),
+            **self.wires.state(),
             "overlap": self.overlap.state(),
         }
 
@@ -193,12 +253,12 @@ class GradientReducer:
                     stacklevel=2,
                 )
             return
-        self._flat.wires.load(mine, whole=some["ranks"] != communicator.size)
-        self.overlap.load(some["overlap"], self._flat, self.registry.parameters())
+        self.wires.load(mine, whole=some["ranks"] != communicator.size)
+        self.overlap.load(some["overlap"], self.registry.parameters())
 
     def explain(self) -> str:
         """How gradients are reduced, for people."""
-        return "\n".join(filter(None, [self.overlap.explain(), self._flat.wires.explain()]))
+        return "\n".join(filter(None, [self.overlap.explain(), self.wires.explain()]))
 
     def guard(self, parameter: torch.Tensor) -> None:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
@@ -235,6 +295,63 @@ class GradientReducer:
         """
         contributions = [operands[0] for operands in everyone]
         snapshots = [operands[1] for operands in everyone]
+        with spans.current.range("reduce gradients"):
+            parameters, scale = self.registry.parameters(), self._scale(rule)
+            if self._extended.cross_replica_ops.has_custom_ops:
+                with self._extended.communicator.raising_together():
+                    contributions = [self._sums_of_program(parameters, contributions)]
+            used, written, arrivals = self._agree(contributions, snapshots, sent)
+            reduced: list[Any] = [None] * len(used)
+            dense = [int(slot) for slot in np.flatnonzero(used >= _DENSE)]
+            if self.shared is not None:
+                (aside,) = (operands[2] for operands in everyone)  # it is for one replica per rank
+                in_shared = self.shared.reduce(dense, parameters, contributions[0], aside, scale)
+                for slot, view in in_shared.items():
+                    reduced[slot] = view
+                dense = [slot for slot in dense if slot not in in_shared]
+            in_buckets = {} if buckets is None else buckets.wait()
+            rest = [slot for slot in dense if slot not in in_buckets or used[slot] == _AGAIN]
+
+            def reduction_of(some: Sequence[int]) -> Reduction:
+                label = f"gradients of {len(some)} parameters{self.wires}"
+                return Reduction("sum", label, scale, self.wires.of(some))
+
+            views = self._sums.all_reduce_packs(
+                self._packer, parameters, rest, contributions, reduction_of
+            )
+            for slot, view in views.items():
+                reduced[slot] = view
+            for slot in dense:
+                if slot in in_buckets:
+                    early, late = in_buckets[slot], reduced[slot]
+                    reduced[slot] = early if late is None else early.add_(late)
+            if len(everyone) == 1:
+                self.overlap.end(dense, parameters, buckets)
+            for slot in map(int, np.flatnonzero(used == _SPARSE)):
+                reduced[slot] = self._reduce_sparse(
+                    parameters[slot], [gradients[slot] for gradients in contributions], scale
+                )
+            self.wires.end_backward()
+            buffers.average(self._extended, self.registry.buffers, snapshots, written)
+            for rider, words in arrivals:
+                rider.arrive(words)
+            return [
+                reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
+                for i in range(len(everyone))
+            ]
+
+    def _agree(
+        self,
+        contributions: Sequence[Sequence[Any]],
+        snapshots: Sequence[buffers.Snapshot],
+        sent: frozenset[int],
+    ) -> tuple[np.ndarray, np.ndarray, list[tuple[Rider, np.ndarray]]]:
+        """What all ranks together have used, by slot; which buffers they have written; what has come for each rider.
+
+        Collective.
+
+        Raises: CollectiveMismatchError when the ranks are not in the same step.
+        """
         communicator = self._extended.communicator
         slots = len(contributions[0])
         riders = list(self._extended.riders)
@@ -251,7 +368,7 @@ class GradientReducer:
         for slot in sent:
             flags[_HEADER + slot] = _AGAIN if flags[_HEADER + slot] else _DENSE
         buffers.flag_written(snapshots, flags[_HEADER + slots : end])
-        communicator.all_reduce(flags, "max", label="gradients of mirrored parameters")
+        communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         if flags[0] != -flags[1] or flags[2] != -flags[3]:
             counts = communicator.all_gather_object((self._strategy.runs, self.steps))
             described = ", ".join(
@@ -263,42 +380,36 @@ class GradientReducer:
                 "rank must call run and backward() as often as the others; a loss of zero contributes "
                 "nothing"
             )
-        used = flags[_HEADER : _HEADER + slots]
-        scale = self._scale(rule)
-        reduced: list[Any] = [None] * slots
-        dense = [int(slot) for slot in np.flatnonzero(used >= _DENSE)]
-        parameters = self.registry.parameters()
-        if self.shared is not None:
-            (aside,) = (operands[2] for operands in everyone)  # it is for one replica per rank
-            in_shared = self.shared.reduce(dense, parameters, contributions[0], aside, scale)
-            for slot, view in in_shared.items():
-                reduced[slot] = view
-            dense = [slot for slot in dense if slot not in in_shared]
-        in_buckets = {} if buckets is None else buckets.wait()
-        rest = [slot for slot in dense if slot not in in_buckets or used[slot] == _AGAIN]
-        views = self._flat.reduce(communicator, rest, parameters, contributions, scale)
-        for slot, view in zip(rest, views, strict=True):
-            reduced[slot] = view
-        for slot in dense:
-            if slot in in_buckets:
-                early, late = in_buckets[slot], reduced[slot]
-                reduced[slot] = early if late is None else early.add_(late)
-        if len(everyone) == 1:
-            self.overlap.end(dense, self._flat, parameters, buckets)
-        for slot in map(int, np.flatnonzero(used == _SPARSE)):
-            reduced[slot] = self._reduce_sparse(
-                parameters[slot], [gradients[slot] for gradients in contributions], scale
-            )
-        self._flat.wires.end_backward()
+        cuts = np.cumsum([end, *map(len, boarded)])
+        arrivals = [flags[cuts[i] : cuts[i + 1]] for i in range(len(riders))]
         written = buffers.to_average(flags[_HEADER + slots : end])
-        buffers.average(self._extended, self.registry.buffers, snapshots, written)
-        for rider, words in zip(riders, boarded, strict=True):
-            rider.arrive(flags[end : end + len(words)])
-            end += len(words)
-        return [
-            reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
-            for i in range(len(everyone))
-        ]
+        used = flags[_HEADER : _HEADER + slots]
+        return used, written, list(zip(riders, arrivals, strict=True))
+
+    def _sums_of_program(
+        self, parameters: Sequence[torch.Tensor | None], contributions: Sequence[Sequence[Any]]
+    ) -> list[Any]:
+        """What this rank's replicas contribute together, added up by the program's own `cross_device_ops`.
+
+        It gets the gradients of all parameters that a replica has used in one call, as it gets values of `reduce`.
+        """
+        sums: list[Any] = [None] * len(parameters)
+        slots, pairs = [], []
+        for slot, (parameter, *gradients) in enumerate(
+            zip(parameters, *contributions, strict=True)
+        ):
+            if parameter is not None and any(g is not None for g in gradients):
+                slots.append(slot)
+                pairs.append((PerReplica(_components(parameter, gradients)), parameter.detach()))
+        totals = self._extended.cross_replica_ops.sum_by_custom_ops(pairs)
+        for slot, total in zip(slots, totals, strict=True):
+            parameter = parameters[slot]
+            sums[slot] = (
+                torch.sparse_coo_tensor(total.indices[None], total.values, parameter.shape)
+                if isinstance(total, IndexedSlices) and parameter is not None
+                else total
+            )
+        return sums
 
     def _reduce_sparse(
         self, parameter: torch.Tensor | None, gradients: list[Any], scale: float | None
@@ -328,6 +439,18 @@ class GradientReducer:
             gradient = gradient.to_dense().to_sparse(1)
         gradient = gradient.coalesce()
         return gradient.indices(), gradient.values()
+
+
+def _components(
+    parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | IndexedSlices]:
+    """Gradients of one parameter as the components of a value: a replica that has not used it contributes zeros."""
+    if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
+        rows = [g.coalesce() for g in gradients if g is not None]
+        return [IndexedSlices(g.values(), g.indices()[0], tuple(parameter.shape)) for g in rows]
+    zeros = None if None not in gradients else torch.zeros_like(parameter)
+    dense = [zeros if g is None else g.to_dense() if g.is_sparse else g for g in gradients]
+    return [g for g in dense if g is not None]
 
 
 def _install(

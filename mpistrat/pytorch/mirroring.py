@@ -12,20 +12,22 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpistrat.communicators import reducing
 from mpistrat.context import require_cross_replica
+from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.pytorch import backward, buffers, optimizers, virtual_replicas
-from mpistrat.pytorch.gradients import GradientReducer
+from mpistrat.pytorch import buffers, gradients, optimizers, virtual_replicas
 from mpistrat.pytorch.placing import place
 from mpistrat.pytorch.recording import Recorder
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.shared_parameters import SharedParameters
 from mpistrat.pytorch.slice_steps import SliceSteps
+from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_BYTES_PER_BROADCAST = 1 << 28
+_BYTES_PER_BROADCAST = 1 << 27
 
 _all: weakref.WeakSet[Mirroring] = weakref.WeakSet()
 
@@ -41,10 +43,10 @@ class Mirroring:
 
     serves = False
 
-    def __init__(self, strategy: Strategy, gradients: str | None) -> None:
+    def __init__(self, strategy: Strategy, rule: str | None) -> None:
         self._extended = strategy.extended
         self.registry = Registry()
-        self.reducer = GradientReducer(strategy, self.registry, gradients)
+        self.reducer = gradients.GradientReducer(strategy, self.registry, rule)
         self._recorder = Recorder(strategy)
         self._shared: SharedParameters | None = None
         if strategy._shared_parameters and self._extended.num_replicas_in_sync > 1:
@@ -52,7 +54,7 @@ class Mirroring:
             self.reducer.slice_steps = SliceSteps(self._shared)
             self.reducer.overlap.decline("parameters are shared")
         if self._extended.num_replicas_in_sync > 1:
-            backward.install()
+            gradients.install()
             optimizers.install()
         if self._extended.replicas.count > 1:
             virtual_replicas.install(self._extended, self.registry)
@@ -140,28 +142,29 @@ class Mirroring:
 
     def _mirror_tensors(self, parameters: list[_Parameter], slots: list[_Buffer]) -> None:
         """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
-        tensors: list[_Parameter] = [*parameters]
-        for name, module, key in slots:
-            buffer = module._buffers[key]
-            assert buffer is not None
-            tensors.append((name, buffer))
-        self._agree([f"{name}: {t.dtype}{list(t.shape)}" for name, t in tensors])
-        self._broadcast([t.detach() for _, t in tensors])
-        self._drop_dead()
-        for name, parameter in parameters:
-            if parameter not in self.registry:
-                self.registry.add_parameter(name, parameter)
-                if self._extended.num_replicas_in_sync > 1:
-                    self.reducer.guard(parameter)
-        for name, module, key in slots:
-            if self.registry.buffer(module, key) is None:
-                self.registry.add_buffer(name, module, key)
-                buffers.average_before_state_dict(module, self._extended.strategy)
-            slot = self.registry.buffer(module, key)
-            assert slot is not None
-            slot.settle([slot.tensor()])
-        if self._shared is not None:
-            self._shared.share([parameter for _, parameter in parameters], self.registry)
+        with spans.current.range("mirror"):
+            tensors: list[_Parameter] = [*parameters]
+            for name, module, key in slots:
+                buffer = module._buffers[key]
+                assert buffer is not None
+                tensors.append((name, buffer))
+            self._agree([f"{name}: {t.dtype}{list(t.shape)}" for name, t in tensors])
+            self._broadcast([t.detach() for _, t in tensors])
+            self._drop_dead()
+            for name, parameter in parameters:
+                if parameter not in self.registry:
+                    self.registry.add_parameter(name, parameter)
+                    if self._extended.num_replicas_in_sync > 1:
+                        self.reducer.guard(parameter)
+            for name, module, key in slots:
+                if self.registry.buffer(module, key) is None:
+                    self.registry.add_buffer(name, module, key)
+                    buffers.average_before_state_dict(module, self._extended.strategy)
+                slot = self.registry.buffer(module, key)
+                assert slot is not None
+                slot.settle([slot.tensor()])
+            if self._shared is not None:
+                self._shared.share([parameter for _, parameter in parameters], self.registry)
 
     def _agree(self, described: list[str]) -> None:
         communicator = self._extended.communicator
@@ -178,27 +181,26 @@ class Mirroring:
         communicator = self._extended.communicator
         if communicator.size == 1:
             return
-        pending = list(tensors)
-        while pending:
-            pack: list[torch.Tensor] = []
-            length = 0
-            while pending and (not pack or length + pending[0].nbytes <= _BYTES_PER_BROADCAST):
-                length += pending[0].nbytes
-                pack.append(pending.pop(0))
-            message = torch.empty(length, dtype=torch.uint8)
+        as_bytes = [torch.empty(t.nbytes, dtype=torch.uint8, device="meta") for t in tensors]
+        start = 0
+        for group in packing.group_by_size(as_bytes, _BYTES_PER_BROADCAST):
+            own = tensors[start : start + len(group)]
+            start += len(group)
             if communicator.rank == 0:
-                torch.cat([_bytes_of(t) for t in pack], out=message)
+                message = packing.concatenated([_bytes_of(tensor) for tensor in own])
+            else:
+                message = torch.empty(sum(t.nbytes for t in own), dtype=torch.uint8)
             communicator.broadcast(message, label="mirrored parameters")
             if communicator.rank != 0:
-                pieces = message.split([t.nbytes for t in pack])
                 with torch.no_grad():
-                    for tensor, piece in zip(pack, pieces, strict=True):
+                    for tensor, piece in zip(own, packing.unpack(message, group), strict=True):
                         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def _drop_dead(self) -> None:
         alive = np.array(self.registry.alive(), np.uint8)
         if alive.size:
-            self._extended.communicator.all_reduce(alive, "max", label="parameters still in use")
+            in_use = reducing("max", "parameters still in use")
+            self._extended.communicator.all_reduce(alive, in_use)
             if not alive.all():
                 self.registry.keep([bool(a) for a in alive])
                 self.reducer.overlap.forget()

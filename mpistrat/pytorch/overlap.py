@@ -18,9 +18,11 @@ import numpy as np
 import torch
 
 from mpistrat.cluster_resolver.cpu_share import cpu_share
+from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.pytorch.buckets import Buckets
-from mpistrat.pytorch.flat_buffers import FlatBuffers
+from mpistrat.pytorch.wires import Wires
 
 if TYPE_CHECKING:
     from mpistrat.strategy_extended import StrategyExtended
@@ -51,8 +53,8 @@ class Overlap:
     Called by: one replica per rank, equally often on all.
     """
 
-    def __init__(self, extended: StrategyExtended) -> None:
-        self._extended = extended
+    def __init__(self, extended: StrategyExtended, packer: Packer, wires: Wires) -> None:
+        self._extended, self._packer, self._wires = extended, packer, wires
         options = extended.cross_replica_ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
         self._thread: CommunicationThread | None = None
@@ -69,13 +71,15 @@ class Overlap:
         elif extended.deterministic:
             # What is accumulated once more after its bucket has left would be added in another order.
             self.decline("deterministic=True")
+        elif extended.cross_replica_ops.has_custom_ops:
+            self.decline("a cross_device_ops of the program's own sees all gradients first")
 
     def forget(self) -> None:
         """Slots have got other numbers. Called by: all ranks."""
         self._expected, self._last, self._like = None, (), {}
 
     def begin(
-        self, flat: FlatBuffers, parameters: Sequence[torch.Tensor | None], scale: float | None
+        self, parameters: Sequence[torch.Tensor | None], scale: float | None
     ) -> Buckets | None:
         """The buckets of the backward that begins; None if its gradients are reduced afterwards.
 
@@ -90,14 +94,15 @@ class Overlap:
             like = [self._like.get(s) if p is None else p for s, p in enumerate(parameters)]
             if any(not (like[s].is_cpu or like[s].is_meta) for s in self._expected):  # type: ignore[union-attr]
                 return None  # they were moved to a device
-            buckets = Buckets(self._thread, flat, like, self._expected, scale, self._nbytes)
+            buckets = Buckets(
+                self._thread, self._packer, self._wires, like, self._expected, scale, self._nbytes
+            )
         self._started = time.perf_counter()
         return buckets
 
     def end(
         self,
         slots: Sequence[int],
-        flat: FlatBuffers,
         parameters: Sequence[torch.Tensor | None],
         buckets: Buckets | None,
     ) -> None:
@@ -110,12 +115,11 @@ class Overlap:
         self._started = 0.0
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
-        self._expect(last if last == self._last else None, flat, parameters)
+        self._expect(last if last == self._last else None, parameters)
 
     def _expect(
         self,
         last: tuple[int, ...] | None,
-        flat: FlatBuffers,
         parameters: Sequence[torch.Tensor | None],
     ) -> None:
         """Collective."""
@@ -129,7 +133,7 @@ class Overlap:
                 assert self._thread is not None
                 # Has the ranks share the window, which is collective, now that all of them are here.
                 like = [self._like.get(s) for s in range(len(parameters))]
-                for _ in flat.groups(self._thread.communicator, last, like):
+                for _ in self._packer.packs(like, last, self._thread.communicator):
                     pass
 
     def state(self) -> dict[str, Any]:
@@ -139,13 +143,12 @@ class Overlap:
     def load(
         self,
         state: Mapping[str, Any],
-        flat: FlatBuffers,
         parameters: Sequence[torch.Tensor | None],
     ) -> None:
         """Collective."""
         if self._overlaps is not False:
             self._last = state["last"]
-            self._expect(state["expected"], flat, parameters)
+            self._expect(state["expected"], parameters)
 
     def explain(self) -> str:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
@@ -192,7 +195,7 @@ class Overlap:
         if len(overlapped) < _UNTIMED + _TIMED:
             return
         medians = np.array([statistics.median(one[_UNTIMED:]) for one in (sequential, overlapped)])
-        self._extended.communicator.all_reduce(medians, "max", label="times of backward()")
+        self._extended.communicator.all_reduce(medians, reducing("max", "times of backward()"))
         self._overlaps = bool(medians[1] < _GAIN * medians[0])
         self._why = (
             f"measured {medians[1] * 1e3:.3g} ms with overlap, {medians[0] * 1e3:.3g} ms without"

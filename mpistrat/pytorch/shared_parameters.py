@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from mpistrat.communicators import Communicator
+from mpistrat.communicators import Communicator, reducing
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.common_memory import PAGE, Part
-from mpistrat.pytorch.flat_buffers import is_dense
+from mpistrat.cross_device_ops.packing import is_dense
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.shared_blocks import Block, Place, Settling
 
@@ -93,7 +93,7 @@ class SharedParameters:
         in_storage = collections.Counter(storages)
         flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
         if flags.size:  # a rank may have freed a parameter that others still have
-            self.communicator.all_reduce(flags, "min", label="storages of parameters")
+            self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
         return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
 
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
@@ -231,8 +231,8 @@ class SharedParameters:
                 flat = places[slot].flat(view.memory)
                 flat.copy_(places[slot].in_order(tensor.detach()))
         parts = _parts([(place, slot in before) for slot, place in places.items()])
-        label = f"gradients of {len(places)} parameters"
-        self.communicator.sum_into(block.gradients, parts, view, scale, label=label)
+        reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
+        self.communicator.sum_into(block.gradients, parts, view, reduction)
         written = view.written()
         if written.any():
             used = np.zeros_like(written)

@@ -58,7 +58,7 @@ class Wires:
         self._used: set[tuple[ParameterSlot, ...]] = set()  # in this backward
         self._most = 0
 
-    def of(self, slots: list[int]) -> Wire | None:
+    def of(self, slots: Sequence[int]) -> Wire | None:
         """That of the buffer of the gradients of `slots`, whose residual it keeps."""
         if self._format is None:
             return None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.devices import check_devices
@@ -15,6 +14,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
+from mpistrat.strategies.tracing import trace_ranges
 from mpistrat.strategy import Strategy
 from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.topology import Topology
@@ -171,12 +171,7 @@ def setup(
         label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options} {wire}".rstrip()
     )
     threads = share_cores(communicator, topology, deterministic)
-    # One rank has nobody to agree with on a folder.
-    folder = trace_folder() if communicator.size == 1 else None
-    if folder is not None or communicator.timeline is not None:
-        from mpistrat.traced_ranges import trace_ranges
-
-        trace_ranges(communicator.timeline, folder)
+    trace_ranges(communicator)
     replicas_of_ranks = tuple(communicator.all_gather_object(replicas, label="replicas"))
     if len(set(replicas_of_ranks)) > 1 and not deterministic:
         told = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))

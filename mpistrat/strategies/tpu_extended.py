@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
-from mpistrat.communicators import CheckedCommunicator, Communicator
+from mpistrat.communicators import Communicator
 from mpistrat.context import entered
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.cross_replica_ops import CrossReplicaOps
@@ -66,7 +66,7 @@ class TPUExtended(MultiWorkerExtended):
         self._seed: int | None = None
         self._seeded_state = b""
         self._why_through_the_host = ""
-        if isinstance(communicator, CheckedCommunicator) and not communicator.takes_device_buffers:
+        if communicator.size > 1 and not communicator.takes_device_buffers:
             from mpistrat.communicators.xla import use_xla
 
             self._why_through_the_host = use_xla(communicator, system.runtime)
@@ -236,7 +236,8 @@ class TPUExtended(MultiWorkerExtended):
             (self.cores.sum(leaf),) if arrays.is_on_xla(leaf) else ops.components(leaf)
             for leaf in leaves
         ]
-        reduced = ops.reduce_leaves(ReduceOp.SUM, sums, options, f"{op.name} of {label or '*'}")
+        name = f"{op.name} of {label or '*'}"
+        reduced = ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
         if op is ReduceOp.SUM:
             return reduced
         count = self.num_replicas_in_sync

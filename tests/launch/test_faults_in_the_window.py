@@ -14,6 +14,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 import mpistrat as ms
+from mpistrat.communicators import reducing
 
 fault, victim, seconds = getattr(signal, sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 strategy = ms.MultiWorkerMirroredStrategy()
@@ -28,7 +29,7 @@ def strike():
 if communicator.rank == victim:
     threading.Timer(seconds, strike).start()
 while True:
-    communicator.all_reduce(ordinary, scale=1 / communicator.size)
+    communicator.all_reduce(ordinary, reducing(scale=1 / communicator.size))
     window[:] = 1
     communicator.all_reduce(window)
 """

@@ -13,25 +13,26 @@ PROGRAM = """
 import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
-from mpistrat.communicators.hierarchical import HierarchicalCommunicator
+from mpistrat.communicators import Reduction, reducing
+from mpistrat.communicators.hierarchical import HierarchicalTransport
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
-inner, rank, size = communicator.inner, communicator.rank, communicator.size
-assert isinstance(inner, HierarchicalCommunicator)
-assert inner.carriers == size // 2
+hierarchy, rank, size = communicator.transports[0], communicator.rank, communicator.size
+assert isinstance(hierarchy, HierarchicalTransport)
+assert hierarchy.carriers == size // 2
 communicator.all_reduce(np.zeros(1 << 18))  # measures, once
-assert set(inner.costs.ways) == {"by node", "memory", "slices between nodes", "MPI"}
-if inner.across is not None:
-    assert set(inner.across.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
-    inner.across.smallest = 0
-inner.smallest = 0
+assert set(hierarchy.costs.ways) == {"by node", "memory", "slices between nodes", "MPI"}
+if hierarchy.pipelined is not None:
+    assert set(hierarchy.pipelined.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
+    hierarchy.pipelined.smallest = 0
+hierarchy.smallest = 0
 
 taken = []
-by_node = inner.node.all_reduce_across
-inner.node.all_reduce_across = lambda *args: (taken.append(1), by_node(*args))
+by_node = hierarchy.all_reduce
+hierarchy.all_reduce = lambda *args, **how: (taken.append(1), by_node(*args, **how))
 
 def everyone(dtype, length):
     return [(torch.arange(length) % 7 + r).to(dtype) for r in range(size)]
@@ -49,7 +50,7 @@ for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.f
         assert torch.equal(out, operands[-1])
         memory = communicator.window_buffer(mine.nbytes)
         buffer = torch.from_numpy(memory).view(dtype).copy_(mine)
-        communicator.all_reduce(buffer, scale=0.5 if dtype.is_floating_point else None)
+        communicator.all_reduce(buffer, reducing(scale=0.5 if dtype.is_floating_point else None))
         assert torch.equal(buffer, total * 0.5 if dtype.is_floating_point else total)
         buffer = mine.clone() if rank else torch.from_numpy(memory).view(dtype).copy_(mine)
         communicator.all_reduce(buffer)  # in the window on one rank only
@@ -75,12 +76,12 @@ for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1
     wire = Wire(wire_format)
     everyone_has = [torch.randn(100_001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     buffer = everyone_has[rank].clone()
-    communicator.all_reduce(buffer, wire=wire, scale=0.5)
+    communicator.all_reduce(buffer, Reduction(scale=0.5, compressor=wire))
     error = (buffer - 0.5 * sum(everyone_has)).abs().max()
     assert error < most, (wire_format, error)
     assert len(set(MPI.COMM_WORLD.allgather(buffer.numpy().tobytes()))) == 1
-    carries = inner.node.rank < inner.carriers
-    assert abs(wire.size - (100_001 / inner.carriers if carries else 0)) <= 1
+    carries = hierarchy.node.rank < hierarchy.carriers
+    assert abs(wire.size - (100_001 / hierarchy.carriers if carries else 0)) <= 1
 
 with strategy.scope():
     torch.manual_seed(0)

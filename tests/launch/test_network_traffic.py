@@ -14,6 +14,7 @@ PROGRAM = """
 import sys
 import numpy as np
 from mpi4py import MPI
+from mpistrat.communicators import Reduction
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats
@@ -28,7 +29,8 @@ def sent():
         return int(next(line for line in devices if "wire:" in line).split()[9])
 
 communicator.all_reduce(np.zeros(1 << 18))  # measures, once
-communicator.inner.smallest = 0
+hierarchy = communicator.transports[0]
+hierarchy.smallest = 0
 nbytes = 16 << 20
 ordinary, out = np.ones((2, nbytes // 4), np.float32)
 window = communicator.window_buffer(nbytes).view(np.float32)
@@ -37,10 +39,10 @@ ways = (
     ("ordinary", ordinary, {"out": out}),
     ("window", window, {}),
     ("MPI", window, {}),  # between the nodes
-    ("bfloat16", window, {"wire": wire}),
+    ("bfloat16", window, {"reduction": Reduction(compressor=wire)}),
 )
 for name, buffer, how in ways:
-    communicator.inner.across.smallest = float("inf") if name == "MPI" else 0
+    hierarchy.pipelined.smallest = float("inf") if name == "MPI" else 0
     for turn in range(6):
         buffer[:] = 1
         world.Barrier()

@@ -14,14 +14,16 @@ import time
 import numpy as np
 from mpi4py import MPI
 from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.pipelined import PipelinedTransport
 
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)
+(in_pieces,) = (one for one in communicator.transports if isinstance(one, PipelinedTransport))
 buffer = np.ones(1 << 18, np.float32)
 communicator.all_reduce(buffer)  # measures, once
 
 def cpu_share(smallest):
-    communicator.inner.smallest = smallest
+    in_pieces.smallest = smallest
     world.Barrier()
     began, ran = time.perf_counter(), time.thread_time()
     communicator.all_reduce(buffer)
@@ -35,38 +37,39 @@ WAYS = """
 import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
-from mpistrat.communicators import patient
-from mpistrat.communicators.patient import PatientCommunicator
+from mpistrat.communicators import Reduction, pipelined, reducing
+from mpistrat.communicators.pipelined import PipelinedTransport
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
-inner, rank, size = communicator.inner, communicator.rank, communicator.size
-assert isinstance(inner, PatientCommunicator)
+rank, size = communicator.rank, communicator.size
+*_, in_pieces, mpi = communicator.transports
+assert isinstance(in_pieces, PipelinedTransport)
 assert "once something large has been combined" in strategy.extended.explain()
 communicator.all_reduce(np.zeros(1 << 18))
-assert set(inner.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
+assert set(in_pieces.costs.ways) == {"in pieces, asleep meanwhile", "MPI"}
 assert "sums in pieces, asleep meanwhile, " in strategy.extended.explain()
-inner.smallest = 0
+in_pieces.smallest = 0
 
 waits = []
-wait_until = patient.wait_until
-patient.wait_until = lambda *args, **how: (waits.append(1), wait_until(*args, **how))
+wait_until = pipelined.wait_until
+pipelined.wait_until = lambda *args, **how: (waits.append(1), wait_until(*args, **how))
 
 def waits_of(nbytes):
-    pieces = -(-nbytes // (patient.TO_EACH * size))
+    pieces = -(-nbytes // (pipelined.TO_EACH * size))
     return 2 * pieces  # until one has come, and until it has gone
 
 everyone = [torch.randn(1_000_003, generator=torch.Generator().manual_seed(r)) for r in range(size)]
 buffer = everyone[rank].clone()
-communicator.all_reduce(buffer, scale=0.5)
+communicator.all_reduce(buffer, reducing(scale=0.5))
 torch.testing.assert_close(buffer, 0.5 * sum(everyone))
 assert len(waits) == waits_of(4 * 1_000_003)
 for wire_format, most in ((ShortFloats("bfloat16"), 2.0**-7 * 7 * size), (TopK(1.0), 1e-4)):
     wire = Wire(wire_format)
     buffer = everyone[rank].clone()
-    communicator.all_reduce(buffer, wire=wire)
+    communicator.all_reduce(buffer, Reduction(compressor=wire))
     assert (buffer - sum(everyone)).abs().max() < most
     assert len(set(MPI.COMM_WORLD.allgather(buffer.numpy().tobytes()))) == 1
     assert wire.size == 1_000_003
@@ -75,7 +78,7 @@ assert len(waits) == waits_of(4 * 1_000_003) + waits_of(2 * 1_000_003)  # the sh
 wire = Wire(ShortFloats("bfloat16"))
 for dtype, length in ((torch.float64, 100_000), (torch.float32, 1000)):  # a wire is for neither
     buffer = torch.full((length,), 1.001, dtype=dtype)
-    communicator.all_reduce(buffer, wire=wire)
+    communicator.all_reduce(buffer, Reduction(compressor=wire))
     assert torch.equal(buffer, sum(torch.full((length,), 1.001, dtype=dtype) for _ in range(size)))
 assert len(waits) == waits_of(4 * 1_000_003) + waits_of(2 * 1_000_003) + waits_of(8 * 100_000)
 assert wire.size == 0

@@ -21,8 +21,8 @@ communicator.barrier()
 started = time.perf_counter()
 communicator.all_reduce(np.ones(1 << 18, np.float32))
 seconds = max(communicator.all_gather_object(time.perf_counter() - started))
-inner = communicator.inner
-decided = communicator.all_gather_object((inner.smallest, str(inner.costs)))
+measured = next(one for one in communicator.transports if hasattr(one, "costs"))
+decided = communicator.all_gather_object((measured.smallest, str(measured.costs)))
 assert len(set(decided)) == 1, decided
 if communicator.rank == 0:
     print(f"SECONDS {seconds:.3f}", flush=True)

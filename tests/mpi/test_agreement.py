@@ -10,9 +10,10 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import waiting
 from mpistrat.communicators.agreement import BoardAgreement, MessageAgreement
-from mpistrat.communicators.checked import CheckedCommunicator
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.contract import Contract
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.router import Router
 from mpistrat.errors import StallError
 from mpistrat.flight_recorder.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
@@ -26,21 +27,22 @@ one_node = WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == SIZE
 
 def by_message():
     """A communicator whose ranks do not share a node, as far as it knows."""
-    return CheckedCommunicator(MpiCommunicator(WORLD.Dup()), "tests")
+    mpi = MpiTransport(WORLD.Dup())
+    return Router([mpi], Contract(mpi, "tests"))
 
 
 @several
 def test_ranks_of_one_node_agree_on_a_board():
     assert one_node
-    assert isinstance(communicator_for(WORLD).agreement, BoardAgreement)
-    assert isinstance(by_message().agreement, MessageAgreement)
+    assert isinstance(communicator_for(WORLD).contract.agreement, BoardAgreement)
+    assert isinstance(by_message().contract.agreement, MessageAgreement)
 
 
 @several
 @pytest.mark.parametrize("strategy", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
 def test_check_never_gives_the_same_results(strategy):
     never = strategy(check="never")
-    assert never.extended.communicator.agreement is None
+    assert never.extended.communicator.contract.agreement is None
     for made in (never, strategy()):
         total = made.reduce("sum", np.arange(3.0) + RANK, axis=None)
         np.testing.assert_array_equal(total, SIZE * np.arange(3.0) + SIZE * LAST / 2)
@@ -83,13 +85,13 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
         with pytest.raises(StallError):
             communicator.barrier()
         record.words[ABORT] = 0
-        assert communicator.waiting_in is None
+        assert communicator.contract.waiting_in is None
         assert not any(board.since for board in record.boards())
         with pytest.raises(RuntimeError, match=r"rank 0: barrier\(\) cannot be called any more"):
             communicator.barrier()
     WORLD.Barrier()
     if RANK != 0:
-        communicator.agreement.agree(1, 1)  # so that the other's request is not left open
+        communicator.contract.agreement.agree(1, 1)  # so that the other's request is not left open
 
 
 @several
@@ -100,13 +102,13 @@ def test_an_error_inside_a_collective_ends_it():
     def fails(*_):
         raise TypeError("on all ranks")
 
-    communicator.inner.barrier = fails
+    communicator.mpi.barrier = fails
     try:
         with pytest.raises(TypeError, match="on all ranks"):
             communicator.barrier()
     finally:
-        del communicator.inner.barrier
-    assert communicator.waiting_in is None
+        del communicator.mpi.barrier
+    assert communicator.contract.waiting_in is None
     assert not any(board.since for board in communicator.station.record.boards())
     communicator.barrier()
 

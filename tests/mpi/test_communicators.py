@@ -5,9 +5,11 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from mpistrat.communicators import CheckedCommunicator, LocalCommunicator
+from mpistrat.communicators import LocalCommunicator, reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.contract import Contract
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.router import Router
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
 
@@ -28,12 +30,13 @@ every_library = pytest.mark.parametrize("library", DTYPES)
 @pytest.fixture(scope="module")
 def checked():
     """What strategies use, over MPI even where the rank is alone."""
-    return CheckedCommunicator(MpiCommunicator(WORLD.Dup()), "tests")
+    mpi = MpiTransport(WORLD.Dup())
+    return Router([mpi], Contract(mpi, "tests"))
 
 
 @pytest.fixture(scope="module", params=["mpi", "for the world"])
 def comm(request, checked):
-    return checked.inner if request.param == "mpi" else communicator_for(WORLD)
+    return Router([checked.mpi]) if request.param == "mpi" else communicator_for(WORLD)
 
 
 def make(library, dtype, values):
@@ -163,7 +166,7 @@ def test_split(checked):
     total = np.array([RANK])
     halves.all_reduce(total)
     assert total.tolist() == [sum(mine)]
-    assert {part.name for part in checked.splits} == {halves.name}
+    assert {part.contract.name for part in checked.splits} == {halves.contract.name}
     checked.splits.clear()
 
 
@@ -194,8 +197,8 @@ DIFFERENT_CALLS = {
     "dtype": (lambda c: c.all_reduce(ones(3)), lambda c: c.all_reduce(ones(3, dtype="int32"))),
     "op": (lambda c: c.all_reduce(ones(3)), lambda c: c.all_reduce(ones(3), "max")),
     "label": (
-        lambda c: c.all_reduce(ones(3), label="{'a': *}"),
-        lambda c: c.all_reduce(ones(3), label="{'b': *}"),
+        lambda c: c.all_reduce(ones(3), reducing(label="{'a': *}")),
+        lambda c: c.all_reduce(ones(3), reducing(label="{'b': *}")),
     ),
     "root": (lambda c: c.broadcast(ones(3), 0), lambda c: c.broadcast(ones(3), c.size - 1)),
     "collective": (lambda c: c.all_reduce(ones(3)), lambda c: c.broadcast(ones(3))),
@@ -226,7 +229,7 @@ def test_different_calls_are_the_same_error_on_every_rank(checked, difference):
 def test_a_missing_call_is_found_at_the_next_one(checked):
     def calls():
         if RANK != 1:
-            checked.all_reduce(ones(3), label="only on some ranks")
+            checked.all_reduce(ones(3), reducing(label="only on some ranks"))
         checked.broadcast(ones(2))
 
     assert {name for name, _, _ in errors_of_ranks(calls)} == {"CollectiveMismatchError"}

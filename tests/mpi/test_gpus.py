@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import cuda_aware, device_staging, gpu_ways
+from mpistrat.communicators import Reduction, cuda_aware, device_staging, gpu_ways, reducing
 from support import stand_in_cupy
 from support.rank_errors import errors_of_ranks
 
@@ -92,7 +92,7 @@ def test_16_bits_are_rounded_once(strategy):
 def test_scale_and_out(strategy):
     communicator = strategy.extended.communicator
     buffer, out = on_gpu(of(RANK, 100, "float32")), on_gpu(np.zeros(100, "float32"))
-    communicator.all_reduce(buffer, out=out, scale=1 / SIZE)
+    communicator.all_reduce(buffer, reducing(scale=1 / SIZE), out=out)
     np.testing.assert_allclose(out, combined("mean", 100, "float32"), rtol=1e-6)
     np.testing.assert_array_equal(buffer, of(RANK, 100, "float32"))
 
@@ -107,7 +107,7 @@ def test_a_wire_format_works_on_the_host(strategy):
         between.all_reduce(values)
 
     buffer = on_gpu(of(RANK, 1 << 15, "float32"))
-    strategy.extended.communicator.all_reduce(buffer, scale=0.5, wire=wire)
+    strategy.extended.communicator.all_reduce(buffer, Reduction(scale=0.5, compressor=wire))
     np.testing.assert_array_equal(buffer, combined("sum", 1 << 15, "float32") / 2)
     assert lengths in ([], [1 << 15])
 
@@ -191,9 +191,10 @@ def test_nccl_is_used(own_gpus, comm):
 
 @needs_ranks
 def test_a_second_strategy_uses_what_the_first_has_started(own_gpus, comm):
-    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.inner
+    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.transports[0]
     stand_in_cupy.CALLS.clear()
-    assert ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.inner is first
+    again = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.transports[0]
+    assert again is first
     assert stand_in_cupy.CALLS == []
 
 

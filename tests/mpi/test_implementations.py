@@ -6,11 +6,12 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import patient, shared_memory
+from mpistrat.communicators import pipelined, reducing, shared_memory
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiCommunicator
-from mpistrat.communicators.patient import PatientCommunicator
-from mpistrat.communicators.ring import RingCommunicator
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.ring import RingTransport
+from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import Costs
 from mpistrat.communicators.station import Station
 from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
@@ -34,16 +35,16 @@ SHAPES = [(0,), (), (1,), (2,), (7,), (3, 5), (100_003,)]
 
 @pytest.fixture(scope="module", params=["ring", "in pieces"])
 def own_way(request):
-    inner = MpiCommunicator(WORLD.Dup())
+    mpi = MpiTransport(WORLD.Dup())
     if request.param == "ring":
-        yield RingCommunicator(inner)
+        yield Router([RingTransport(mpi), mpi])
         return
-    communicator = PatientCommunicator(inner, Station())
-    communicator.costs, communicator.smallest = Costs(), 0.0  # always, and in many pieces
+    in_pieces = PipelinedTransport(mpi, Station())
+    in_pieces.costs, in_pieces.smallest = Costs(), 0.0  # always, and in many pieces
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patient, "SMALLEST", 8)
-        patch.setattr(patient, "TO_EACH", 1 << 14)
-        yield communicator
+        patch.setattr(pipelined, "SMALLEST", 8)
+        patch.setattr(pipelined, "TO_EACH", 1 << 14)
+        yield Router([in_pieces, mpi])
 
 
 def operands(library, dtype, shape):
@@ -76,7 +77,8 @@ def test_a_way_of_our_own(own_way, library, dtype, shape):
     assert buffer.dtype == mine.dtype
     assert (as_numbers(buffer) == total).all()
     out = copy(mine)
-    own_way.all_reduce(mine, out=out, scale=0.5 if "float" in dtype or "complex" in dtype else None)
+    half = reducing(scale=0.5 if "float" in dtype or "complex" in dtype else None)
+    own_way.all_reduce(mine, half, out=out)
     expected = total * 0.5 if "float" in dtype or "complex" in dtype else total
     assert (as_numbers(out) == expected).all()
     assert (as_numbers(mine) == as_numbers(everyone[RANK])).all()
@@ -109,7 +111,7 @@ def test_parts_by_a_way_of_our_own(own_way, library, dtype, rows):
 def test_short_floats_are_rounded_once(own_way):
     """After they are scaled: the sum alone would be infinite. And all ranks have the same bits."""
     for given in (np.full(10, 60000, np.float16), torch.full((10,), 60000.0).half()):
-        own_way.all_reduce(given, scale=1 / SIZE)
+        own_way.all_reduce(given, reducing(scale=1 / SIZE))
         assert (as_numbers(given) == float(np.float16(60000))).all()
     values = np.random.default_rng(RANK).standard_normal(1001).astype(np.float32)
     own_way.all_reduce(values)
@@ -126,14 +128,16 @@ def test_the_programs_floating_point_settings_are_left_alone(own_way):
 @pytest.mark.mpi(min_size=2)
 def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
     """By Ctrl-C, say: what is still on its way must not be taken for a part of the next sum."""
-    communicator = PatientCommunicator(MpiCommunicator(WORLD.Dup()), Station())
-    communicator.costs, communicator.smallest = Costs(), 0.0
+    mpi = MpiTransport(WORLD.Dup())
+    in_pieces = PipelinedTransport(mpi, Station())
+    in_pieces.costs, in_pieces.smallest = Costs(), 0.0
+    communicator = Router([in_pieces, mpi])
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(patient, "wait_until", interrupted)
+        patch.setattr(pipelined, "wait_until", interrupted)
         with pytest.raises(KeyboardInterrupt):
             communicator.all_reduce(np.ones(1 << 16))
     with pytest.raises(RuntimeError, match=r"left a sum in its middle, for KeyboardInterrupt"):
@@ -141,7 +145,7 @@ def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
     small = np.ones(1, np.float32)
     communicator.all_reduce(small)  # MPI's own messages do not mix with them
     assert small[0] == SIZE
-    MPI.Request.Waitall(communicator.left)
+    MPI.Request.Waitall(in_pieces.left)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -199,11 +203,13 @@ def test_of_a_strategy():
 @pytest.mark.parametrize("way", [RING, MPI_WAY])
 def test_what_is_not_used_is_not_allocated(way):
     """No window for gradients, nothing measured, where the way was given."""
+    comm = WORLD.Dup()
+    communicator_for(comm)  # any has slots for small sums
     before = shared_memory.own_bytes()
-    strategy, _ = gradients(way, comm=WORLD.Dup())
+    strategy, _ = gradients(way, comm=comm)
     shared = strategy.extended.communicator
     assert shared_memory.own_bytes() == before
-    assert not shared.inner.has_window
+    assert shared.window_capacity == 0
     assert shared.window_buffer(1 << 20) is None
     told = strategy.extended.explain()
     assert f"implementation={way.name} was asked for" in told
@@ -219,12 +225,12 @@ def test_calls_are_those_of_one_communicator():
     assert checked.by(RING) is ring
     assert ring.by(ms.CommunicationImplementation.AUTO) is ring
     assert ring.by(MPI_WAY) is checked.by(MPI_WAY)
-    calls = checked.calls
+    calls = checked.contract.calls
     ring.barrier()
     buffer = np.ones(3)
     checked.by(MPI_WAY).all_reduce(buffer)
     assert (buffer == SIZE).all()
-    assert checked.calls == calls + 2
+    assert checked.contract.calls == calls + 2
     part = ring.split(0, key=-RANK)
     assert part.rank == SIZE - 1 - RANK
     buffer = np.ones(3)

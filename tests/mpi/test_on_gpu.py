@@ -6,12 +6,13 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import cuda_aware, gpu_ways
+from mpistrat.communicators import cuda_aware, gpu_ways, reducing
 from mpistrat.communicators.alarm import Alarm
 from mpistrat.communicators.device_library import CupyLibrary, TorchLibrary
-from mpistrat.communicators.device_staging import CHUNK, StagedCommunicator
-from mpistrat.communicators.mpi import MpiCommunicator
-from mpistrat.communicators.nccl import NcclCommunicator
+from mpistrat.communicators.device_staging import CHUNK, StagedTransport
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.nccl import NcclTransport
+from mpistrat.communicators.router import Router
 from mpistrat.communicators.station import Station
 from mpistrat.devices import seen_gpus
 
@@ -36,15 +37,16 @@ def to_numpy(array):
 
 
 def staged():
-    return StagedCommunicator(MpiCommunicator(WORLD.Dup()), 0, Station())
+    mpi = MpiTransport(WORLD.Dup())
+    return Router([StagedTransport(Router([mpi]), 0, Station()), mpi])
 
 
 def nccl_of_one_rank(library):
-    inner = MpiCommunicator(MPI.COMM_SELF.Dup())
-    communicator = NcclCommunicator(inner, 0, Station(), "through NCCL", Alarm(inner.comm))
-    why_not = communicator.start(TorchLibrary(0) if library == "torch" else CupyLibrary(0))
+    mpi = MpiTransport(MPI.COMM_SELF.Dup())
+    nccl = NcclTransport(Router([mpi]), 0, Station(), "through NCCL", Alarm(mpi.comm))
+    why_not = nccl.start(TorchLibrary(0) if library == "torch" else CupyLibrary(0))
     assert why_not == ""
-    return communicator
+    return Router([nccl, mpi])
 
 
 def test_gpus_are_seen_by_name():
@@ -121,7 +123,7 @@ def test_nccl_of_one_rank(library):
         (part,) = communicator.all_gather(buffer)
         np.testing.assert_array_equal(to_numpy(part), values)
     total = on_gpu(library, np.ones(1000, np.float32))
-    communicator.all_reduce(total, scale=0.5)
+    communicator.all_reduce(total, reducing(scale=0.5))
     assert (to_numpy(total) == 0.5).all()
 
 

@@ -147,7 +147,7 @@ def test_two_threads_at_once():
     if RANK == 0:
         first = threading.Thread(target=communicator.all_reduce, args=(total,))
         first.start()
-        while communicator.waiting_in is None:
+        while communicator.contract.waiting_in is None:
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match="second thread"):
             communicator.barrier()

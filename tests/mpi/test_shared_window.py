@@ -1,6 +1,7 @@
 """Collectives through memory that the ranks of a node share: results as over MPI, and nobody's memory is spoilt."""
 
 import gc
+import math
 import os
 import time
 import warnings
@@ -12,11 +13,12 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import shared_memory
+from mpistrat.communicators import reducing, shared_memory
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiCommunicator
-from mpistrat.communicators.node_memory import Scratch, Window
-from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.node_memory import Blocks, Window
+from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.shared_window import WindowTransport
 from mpistrat.flight_recorder.record import RankRecord
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
@@ -35,14 +37,21 @@ LENGTHS = (40_000, 1_000_003)
 def window():
     """That of the world, which takes everything that is large."""
     checked = communicator_for(WORLD)
-    shared = checked.inner
-    assert isinstance(shared, SharedWindowCommunicator)
+    shared = checked.transports[0]
+    assert isinstance(shared, WindowTransport)
     checked.all_reduce(np.zeros(1 << 18))  # measures, once
     assert not shared.why_not
     measured = shared.smallest
     shared.smallest = 0
     yield checked
     shared.smallest = measured
+
+
+def of_its_own(limit=math.inf):
+    """Such a communicator, unchecked, whose ranks have nothing in common yet; and what it takes large buffers by."""
+    mpi = MpiTransport(WORLD.Dup())
+    shared = WindowTransport(mpi, communicator_for(WORLD).station, limit)
+    return Router(Ways([shared, mpi], shared)), shared
 
 
 def operands(library, dtype, length):
@@ -103,7 +112,7 @@ def test_every_collective(window, library, dtype, length):
     assert equal(out, total[RANK * each : (RANK + 1) * each])
     if "float" in dtype:
         buffer = copy(mine)
-        window.all_reduce(buffer, scale=0.5)
+        window.all_reduce(buffer, reducing(scale=0.5))
         assert equal(buffer, total * 0.5)
 
 
@@ -128,7 +137,7 @@ def test_what_lies_in_the_window(window, library, dtype, length):
     assert equal(buffer, added(everyone))
     if "float" in dtype:
         buffer = in_window(window, everyone[RANK])
-        window.all_reduce(buffer, scale=0.5)
+        window.all_reduce(buffer, reducing(scale=0.5))
         assert equal(buffer, added(everyone) * 0.5)
 
 
@@ -182,7 +191,7 @@ def test_the_programs_floating_point_settings_are_its_own(window, in_the_window)
     buffer = in_window(window, given) if in_the_window else given
     with np.errstate(all="raise"):
         window.all_reduce(buffer)
-        window.all_reduce(buffer, scale=2.0)
+        window.all_reduce(buffer, reducing(scale=2.0))
     assert np.isinf(buffer).all()
 
 
@@ -193,7 +202,7 @@ def test_what_is_no_operand(window):
         for wrong in (
             lambda square=square: window.all_reduce(square, out=np.empty(square.shape)),
             lambda square=square: window.all_reduce(square, out=np.empty(3, np.float32)),
-            lambda square=square: window.all_reduce(square.astype(np.int64), scale=0.5),
+            lambda square=square: window.all_reduce(square.astype(np.int64), reducing(scale=0.5)),
         ):
             with pytest.raises(
                 ValueError, match=r"out must be float32|scale is for floating point"
@@ -212,11 +221,11 @@ def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
     """Also once there is a window."""
     window.window_buffer(1 << 20)
     taken = []
-    through_mpi = window.inner.inner.all_reduce
+    through_mpi = window.mpi.all_reduce
     monkeypatch.setattr(
-        window.inner.inner, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
+        window.mpi, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
     )
-    monkeypatch.setattr(window.inner, "smallest", 1 << 22)
+    monkeypatch.setattr(window.transports[0], "smallest", 1 << 22)
     buffer = np.full(100_000, RANK, np.float32)
     window.all_reduce(buffer)
     assert taken
@@ -225,32 +234,31 @@ def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
 
 def test_what_is_left_in_its_middle_is_not_followed_by_another(monkeypatch):
     """Results would be wrong from then on."""
-    inner = MpiCommunicator(WORLD.Dup())
-    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
+    communicator, shared = of_its_own()
     buffer = np.ones(1 << 18)
-    shared.all_reduce(buffer)
+    communicator.all_reduce(buffer)
     shared.smallest = 0
-    all_reduce = Scratch.all_reduce
+    tick = Blocks.tick
 
     def interrupted(*args):
-        all_reduce(*args)
+        tick(*args)
         raise TimeoutError("the alarm")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scratch, "all_reduce", interrupted)
+        patch.setattr(Blocks, "tick", interrupted)
         with pytest.raises(TimeoutError):
-            shared.all_reduce(buffer)
+            communicator.all_reduce(buffer)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="left a collective in its middle, for TimeoutError"):
-            shared.all_reduce(buffer)
-    inner.comm.Free()
+            communicator.all_reduce(buffer)
+    shared.mpi.comm.Free()
 
 
 def test_parts_of_a_communicator_share_memory(window):
     """Each part with its own ranks."""
     part = window.split(RANK % 2)
     if part.size > 1:
-        assert isinstance(part.inner, SharedWindowCommunicator)
+        assert isinstance(part.transports[0], WindowTransport)
     buffer = np.full(1 << 18, RANK)
     part.all_reduce(buffer)
     assert equal(buffer, sum(range(RANK % 2, SIZE, 2)))
@@ -284,69 +292,66 @@ def test_without_shared_memory_everything_goes_through_mpi(monkeypatch, what):
 
     if RANK == SIZE - 1:
         monkeypatch.setattr(shared_memory.os, what, fails)
-    inner = MpiCommunicator(WORLD.Dup())
-    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
+    communicator, shared = of_its_own()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         buffer = np.full(1 << 17, RANK + 1.0)
-        shared.all_reduce(buffer)
-        assert shared.window_buffer(1 << 20) is None
-        shared.broadcast(buffer)
+        communicator.all_reduce(buffer)
+        assert communicator.window_buffer(1 << 20) is None
+        communicator.broadcast(buffer)
     assert buffer[0] == SIZE * (SIZE + 1) / 2
     assert f"rank {SIZE - 1} could not" in shared.why_not
     assert "No space left" in shared.why_not
     told = [str(one.message) for one in caught if "no shared memory" in str(one.message)]
     assert len(told) == (RANK == 0)
-    inner.comm.Free()
+    shared.mpi.comm.Free()
 
 
 def test_a_python_without_memfd_create(monkeypatch):
     """conda's; the C library has it."""
     monkeypatch.delattr(os, "memfd_create")
-    inner = MpiCommunicator(WORLD.Dup())
-    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
-    assert shared.window_buffer(1 << 20) is not None
+    communicator, shared = of_its_own()
+    assert communicator.window_buffer(1 << 20) is not None
     assert not shared.why_not
-    inner.comm.Free()
+    shared.mpi.comm.Free()
 
 
 def test_memory_can_be_bounded():
     """In all, by the rank that allows least."""
     gc.collect()  # what tests before have left may go at any time, and is counted until then
-    inner = MpiCommunicator(WORLD.Dup())
-    station = communicator_for(WORLD).station
     limit = shared_memory.own_bytes() + (10e6 if RANK == SIZE - 1 else 1e9)
-    shared = SharedWindowCommunicator(inner, station, limit)
-    assert shared.window_buffer(4 << 20) is None
-    buffer = shared.window_buffer(1 << 20)
+    communicator, shared = of_its_own(limit)
+    assert communicator.window_buffer(4 << 20) is None
+    buffer = communicator.window_buffer(1 << 20)
     assert buffer is not None
-    assert shared.window_buffer(4 << 20) is None
-    told = shared.explain()
+    assert communicator.window_buffer(4 << 20) is None
+    told = communicator.explain()
     assert "3.1 MB for blocks in flight" in told
     assert "window: up to 3.1 MB" in told
-    another = SharedWindowCommunicator(inner, station, limit)  # of what is left
+    another, second = of_its_own(limit)  # of what is left
     assert another.window_buffer(1 << 20) is None
-    none = SharedWindowCommunicator(inner, station, 0)
+    none, third = of_its_own(0)
     buffer = np.full(1 << 17, RANK)
     none.all_reduce(buffer)
     assert buffer[0] == sum(range(SIZE))
     assert "MPISTRAT_SHARED_MB allows no 3.1 MB more" in none.explain()
     assert "through MPI" in none.explain()
-    inner.comm.Free()
+    for one in (shared, second, third):
+        one.mpi.comm.Free()
 
 
 @pytest.fixture
 def limit():
     """Of a process that may share a window of 1 MB, or one of 2 MB, but not both."""
-    return shared_memory.own_bytes() + Scratch.NBYTES + Window.nbytes_for(2 << 20)
+    return shared_memory.own_bytes() + Blocks.NBYTES + Window.nbytes_for(2 << 20)
 
 
 @pytest.fixture
 def bounded(limit):
     """A communicator with this limit."""
-    inner = MpiCommunicator(WORLD.Dup())
-    yield SharedWindowCommunicator(inner, communicator_for(WORLD).station, limit)
-    inner.comm.Free()
+    communicator, shared = of_its_own(limit)
+    yield communicator
+    shared.mpi.comm.Free()
 
 
 def test_a_larger_window_may_take_the_place_of_one_that_nobody_uses(bounded, limit):
@@ -379,16 +384,16 @@ def test_a_larger_window_that_cannot_be_had_leaves_the_one_there_is(bounded, mon
 
 
 def test_memory_is_given_back():
-    inner = MpiCommunicator(WORLD.Dup())
     before = shared_memory.own_bytes()
-    shared = SharedWindowCommunicator(inner, communicator_for(WORLD).station)
-    buffer = shared.window_buffer(1 << 20)
+    communicator, shared = of_its_own()
+    comm = shared.mpi.comm
+    buffer = communicator.window_buffer(1 << 20)
     assert shared_memory.own_bytes() > before + (3 << 20)
-    del shared
+    del communicator, shared
     assert shared_memory.own_bytes() > before  # the buffer's
     del buffer
     assert shared_memory.own_bytes() == before
-    inner.comm.Free()
+    comm.Free()
 
 
 def test_more_communicators_than_a_record_has_room_for(monkeypatch):
@@ -401,8 +406,8 @@ def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     monkeypatch.setattr(RankRecord, "new_board", full)
     comm = WORLD.Dup()
     checked = communicator_for(comm)
-    assert isinstance(checked.inner, MpiCommunicator)
     buffer = np.full(1 << 17, RANK)
+    assert [one for one in checked.transports if one.choose("all_reduce", buffer)] == [checked.mpi]
     checked.all_reduce(buffer)
     assert equal(buffer, sum(range(SIZE)))
 
@@ -411,7 +416,7 @@ def test_more_communicators_than_a_record_has_room_for(monkeypatch):
 def test_short_floats_are_rounded_once(window, elements):
     """After they are scaled: the sum alone would be infinite."""
     for given in (np.full(elements, 60000, np.float16), torch.full((elements,), 60000.0).half()):
-        window.all_reduce(given, scale=1 / SIZE)
+        window.all_reduce(given, reducing(scale=1 / SIZE))
         assert equal(given, np.float16(60000) if isinstance(given, np.ndarray) else 60000)
 
 
@@ -455,8 +460,8 @@ def test_gradients_lie_in_the_window(monkeypatch, accumulate, clip):
     strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
     through_window, lay_there = trained(strategy, 6, accumulate, clip)
     assert lay_there
-    monkeypatch.setattr(SharedWindowCommunicator, "window_buffer", lambda self, nbytes: None)
-    monkeypatch.setattr(strategy.extended.communicator.inner, "smallest", 1 << 40)
+    monkeypatch.setattr(WindowTransport, "window_buffer", lambda self, nbytes: None)
+    monkeypatch.setattr(strategy.extended.communicator.transports[0], "smallest", 1 << 40)
     through_mpi, lay_there = trained(strategy, 6, accumulate, clip)
     assert not lay_there
     for one, other in zip(through_window, through_mpi, strict=True):

@@ -8,9 +8,11 @@ import torch
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
+from mpistrat.communicators.router import Router
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SHORT = ("float16", "bfloat16")
@@ -69,7 +71,7 @@ def test_every_way_gives_the_bits_of_the_definition(
     if way == "over MPI" and SIZE > 1:
         communicator = flat_communicator()
     sums = held_by(RANK, each, length, dtype)
-    communicator.all_reduce_by_tree(sums, tree_of_ranks((each,) * SIZE), scale=0.3)
+    communicator.all_reduce_by_tree(sums, tree_of_ranks((each,) * SIZE), reducing(scale=0.3))
     total = by_definition([value_of(i, length, dtype) for i in range(SIZE * each)])
     expected = total * 0.3 if is_torch(total) else total * total.dtype.type(0.3)
     if each == 1 and dtype in SHORT:
@@ -80,14 +82,14 @@ def test_every_way_gives_the_bits_of_the_definition(
         assert np.asarray(sums[0]).tobytes() == np.asarray(expected).tobytes()
 
 
-def flat_communicator() -> MpiCommunicator:
+def flat_communicator() -> Router:
     global _flat
     if _flat is None:
-        _flat = MpiCommunicator(MPI.COMM_WORLD.Dup())
+        _flat = Router([MpiTransport(MPI.COMM_WORLD.Dup())])
     return _flat
 
 
-_flat: MpiCommunicator | None = None
+_flat: Router | None = None
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -9,13 +9,12 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import trace_of_job
-from mpistrat.communicators.checked import CheckedCommunicator
+from mpistrat.communicators import reducing, trace_of_job
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.mpi import MpiCommunicator
-from mpistrat.communicators.traced import TracedCommunicator
+from mpistrat.communicators.contract import Contract
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.router import Router
 from mpistrat.errors import CollectiveMismatchError, TopologyError
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, part_of
@@ -38,8 +37,9 @@ class Traced:
         self.comm = WORLD.Dup()
         self.folder = folder / f"of rank {RANK}"
         self.timeline = Timeline(str(self.folder), RANK, SIZE, "node", clock)
-        inner = MpiCommunicator(self.comm)
-        self.communicator = TracedCommunicator(inner, "tests", None, check, self.timeline)
+        mpi = MpiTransport(self.comm)
+        contract = Contract(mpi, "tests", check=check, timeline=self.timeline)
+        self.communicator = Router([mpi], contract)
         trace_of_job.compare_clocks(self.comm, self.timeline)
 
     def events(self) -> list[dict]:
@@ -73,7 +73,7 @@ def test_shifted_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     traced = Traced(tmp_path, clock=f"clock of rank {RANK}")
     value = np.ones(4, np.float32)
     for _ in range(CALLS):
-        traced.communicator.all_reduce(value, label="lined up")
+        traced.communicator.all_reduce(value, reducing(label="lined up"))
     events = traced.events()
     wrong = WORLD.bcast(errors_told(traced.folder) if RANK == 0 else None)
     assert wrong < 1_000_000  # a rank may wait for a core, but not for an hour
@@ -96,7 +96,7 @@ def test_a_late_rank_is_named(tmp_path: Path) -> None:
     traced.communicator.barrier()
     if RANK == LAST:
         time.sleep(SECONDS_LATE)
-    traced.communicator.all_reduce(np.ones((3, 5), np.float64), "max", label="late")
+    traced.communicator.all_reduce(np.ones((3, 5), np.float64), reducing("max", "late"))
     events = traced.events()
     calls = slices_of(events, "all_reduce")
     (last,) = [event["ts"] for event in calls if event["pid"] == LAST]
@@ -121,7 +121,7 @@ def test_every_collective_is_traced(tmp_path: Path) -> None:
     traced = Traced(tmp_path, clock="of all")
     use_all(traced.communicator)
     part = traced.communicator.split(RANK % 2)
-    assert isinstance(part, TracedCommunicator)
+    assert part.timeline is traced.timeline
     part.barrier(label="of a part")
     events = traced.events()
     names = {e["name"] for e in events if e.get("cat") == "collective"}
@@ -181,13 +181,7 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(
     comm = WORLD.Dup()
     folder = str(tmp_path / f"of rank {RANK}")
 
-    def construct() -> None:
-        inner = MpiCommunicator(comm)
-        trace_of_job.traced(
-            comm, folder, inner, "tests", CheckedCommunicator(inner, "t").station, "always"
-        )
-
-    for name, message, _ in errors_of_ranks(construct):
+    for name, message, _ in errors_of_ranks(lambda: trace_of_job.begin(comm, folder)):
         assert name == TopologyError.__name__
         assert f"1 of {SIZE} ranks cannot write" in message
         assert f"rank {LAST} on " in message
@@ -195,6 +189,6 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(
 
 def test_nothing_is_traced_without_the_setting() -> None:
     strategy = ms.MultiWorkerMirroredStrategy()
-    assert type(communicator_for(WORLD)) in (CheckedCommunicator, LocalCommunicator)
+    assert communicator_for(WORLD).timeline is None
     assert strategy.extended.communicator.timeline is None
     assert not hasattr(ms.Strategy.run, "__wrapped__")

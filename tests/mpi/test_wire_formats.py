@@ -1,5 +1,7 @@
 """Sums that cross a network in fewer bytes: what is lost now comes later, and ranks stay equal."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,12 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
-from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators import Reduction, construction
+from mpistrat.communicators.compressed import CompressedTransport
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.node import station_of
+from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.station import Station
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.pytorch.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
@@ -21,8 +28,13 @@ LENGTH = 50_001
 @pytest.fixture(scope="module")
 def flat():
     comm = MPI.COMM_WORLD.Dup()
-    yield MpiCommunicator(comm)
+    yield Router(between_nodes(MpiTransport(comm)))
     comm.Free()
+
+
+def between_nodes(mpi: MpiTransport) -> Ways:
+    """Of ranks each of which is on a node of its own, as far as messages go."""
+    return Ways([CompressedTransport(Router([mpi])), mpi])
 
 
 def values_of(rank: int) -> torch.Tensor:
@@ -46,7 +58,7 @@ def test_short_floats_make_up_for_what_they_lost(flat, dtype, bits, library) -> 
     errors = []
     for _ in range(64):
         buffer = values_of(RANK) if library == "torch" else values_of(RANK).numpy()
-        flat.all_reduce(buffer, wire=wire)
+        flat.all_reduce(buffer, Reduction(compressor=wire))
         result = torch.as_tensor(buffer)
         assert result.dtype == torch.float32
         assert equal_everywhere(result)
@@ -67,7 +79,7 @@ def test_top_k_sends_everything_in_the_end(flat) -> None:
     crossed = torch.zeros(LENGTH, dtype=torch.float64)
     for _ in range(5):
         buffer = values_of(RANK)
-        flat.all_reduce(buffer, wire=wire)
+        flat.all_reduce(buffer, Reduction(compressor=wire))
         assert equal_everywhere(buffer)
         assert 0 < int((buffer != 0).sum()) <= SIZE * int(0.05 * LENGTH)
         crossed += buffer
@@ -78,7 +90,7 @@ def test_top_k_sends_everything_in_the_end(flat) -> None:
 
 def test_top_k_of_everything_is_exact(flat) -> None:
     buffer = values_of(RANK)
-    flat.all_reduce(buffer, wire=Wire(TopK(1.0)))
+    flat.all_reduce(buffer, Reduction(compressor=Wire(TopK(1.0))))
     torch.testing.assert_close(buffer.double(), total(), rtol=0, atol=1e-5)
 
 
@@ -89,11 +101,11 @@ def test_what_is_not_finite_stays_so_once(flat, wire_format) -> None:
     buffer = torch.ones(LENGTH)
     if RANK == 0:
         buffer[7] = float("inf")
-    flat.all_reduce(buffer, wire=wire)
+    flat.all_reduce(buffer, Reduction(compressor=wire))
     assert not buffer[7].isfinite()
     for _ in range(3):
         buffer = torch.ones(LENGTH)
-        flat.all_reduce(buffer, wire=wire)
+        flat.all_reduce(buffer, Reduction(compressor=wire))
     assert buffer.isfinite().all()
 
 
@@ -112,7 +124,7 @@ def test_short_buffers_travel_as_they_are(flat, dtype, op, length) -> None:
         expected = wide.amax(0)
     buffer = everyone[RANK].clone()
     out = torch.empty_like(buffer)
-    flat.all_reduce(buffer, op, out=out, scale=None if op == "max" else 0.5)
+    flat.all_reduce(buffer, Reduction(op, scale=None if op == "max" else 0.5), out=out)
     assert torch.equal(out, (expected * (1.0 if op == "max" else 0.5)).to(dtype))
     assert torch.equal(buffer, everyone[RANK])
     flat.all_reduce(buffer, op)
@@ -122,7 +134,7 @@ def test_short_buffers_travel_as_they_are(flat, dtype, op, length) -> None:
 def test_other_dtypes_are_left_alone(flat) -> None:
     for dtype in (torch.float64, torch.int32):
         buffer = torch.full((LENGTH,), RANK + 1, dtype=dtype)
-        flat.all_reduce(buffer, wire=Wire(TopK(0.01)))
+        flat.all_reduce(buffer, Reduction(compressor=Wire(TopK(0.01))))
         assert (buffer == SIZE * (SIZE + 1) // 2).all()
 
 
@@ -146,7 +158,7 @@ def test_memory_of_a_node_is_no_wire() -> None:
 @pytest.mark.parametrize("wire_format", [ShortFloats("bfloat16"), TopK(0.01)])
 def test_nothing_to_send(flat, wire_format) -> None:
     """Of parameters without elements, say."""
-    flat.all_reduce(torch.zeros(0), wire=Wire(wire_format))
+    flat.all_reduce(torch.zeros(0), Reduction(compressor=Wire(wire_format)))
 
 
 class Training:
@@ -154,20 +166,24 @@ class Training:
 
     def __init__(self, seed: int, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
         options = ms.CommunicationOptions(wire_format=TopK(0.1), overlap=False)
-        own = comm.Split(0, comm.rank)  # for its communicator is changed
-        self.strategy = ms.MultiWorkerMirroredStrategy(
-            comm=own, communication_options=options, gradients="sum"
-        )
+        own = comm.Split(0, comm.rank)  # for its communicator is another one
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(construction, "ways_of", self.ways_of)
+            self.strategy = ms.MultiWorkerMirroredStrategy(
+                comm=own, communication_options=options, gradients="sum"
+            )
         self.communicator = self.strategy.extended.communicator
-        while not isinstance(self.communicator.inner, MpiCommunicator):
-            self.communicator.inner = self.communicator.inner.inner
-        self.communicator.on_one_node = False
+        assert not self.communicator.on_one_node
         torch.manual_seed(seed)
         with self.strategy.scope():
             self.model = torch.nn.Linear(30, 20)
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.checkpoint = Checkpoint(model=self.model, optimizer=self.optimizer)
         self.residuals = self.checkpoint.objects["residuals"]
+
+    @staticmethod
+    def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, Station]:
+        return between_nodes(mpi), dataclasses.replace(station_of(mpi.comm, name), peers=None)
 
     def train(self, steps: int) -> None:
         def step() -> None:

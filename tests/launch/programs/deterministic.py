@@ -12,8 +12,8 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.hierarchical import HierarchicalCommunicator
-from mpistrat.communicators.patient import PatientCommunicator
+from mpistrat.communicators.hierarchical import HierarchicalTransport
+from mpistrat.communicators.pipelined import PipelinedTransport
 
 WORLD = MPI.COMM_WORLD
 EXAMPLES = 8  # of a replica, in a step
@@ -87,10 +87,11 @@ def way(strategy: ms.Strategy) -> str:
     communicator = strategy.extended.communicator
     if communicator.size == 1:
         return "alone"
-    if isinstance(communicator.inner, HierarchicalCommunicator):
-        first, *_ = communicator.inner.explain().split("\n")
+    if isinstance(communicator.transports[0], HierarchicalTransport):
+        first, *_ = communicator.explain().split("\n")
         return "by-node" if "an all-reduce takes" in first else "flat"
-    if isinstance(communicator.inner, PatientCommunicator):  # there is one rank per node
+    if any(isinstance(one, PipelinedTransport) for one in communicator.transports):
+        # There is one rank per node.
         return "flat"
     return "flat" if "without shared memory" in strategy.extended.explain() else "window"
 
@@ -105,9 +106,10 @@ def run(ranks: int, replicas: int) -> None:
             deterministic=True,
         )
         communicator = strategy.extended.communicator
-        if ranks > 1 and isinstance(communicator.inner, HierarchicalCommunicator):
+        first = communicator.transports[0] if ranks > 1 else None
+        if isinstance(first, HierarchicalTransport):
             communicator.all_reduce(torch.zeros(1 << 16))  # measures, once
-            communicator.inner.smallest = 0  # what is large goes by node, whatever that costs here
+            first.smallest = 0  # what is large goes by node, whatever that costs here
         hashes = [train(strategy, mlp, 20, replicas), train(strategy, Small, 8, replicas)]
         if WORLD.rank == 0:
             print("trained", replicas, ranks, way(strategy), *hashes, flush=True)

@@ -22,8 +22,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.communication_thread import CommunicationThread
-from mpistrat.communicators.mpi import MpiCommunicator
-from mpistrat.communicators.node_memory import Scratch
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.node_memory import Blocks
 from mpistrat.fault_tolerance import committed_states
 from mpistrat.fault_tolerance.survivors import Survivors
 
@@ -99,10 +99,9 @@ def prepare_to_die() -> None:
     if place in ("forward", "recovery"):
         die()
     elif place == "window":
-        die_at_call(Scratch, "tick", 2)
+        die_at_call(Blocks, "tick", 2)
     elif place == "MPI":
-        die_within(MpiCommunicator, "all_reduce", 1e-3)
-        die_within(MpiCommunicator, "all_reduce_by_tree", 1e-3)
+        die_within(MpiTransport, "all_reduce", 1e-3)
     elif place == "overlap":
         die_in_submitted_work()
     elif place == "commit":

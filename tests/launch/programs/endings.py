@@ -21,6 +21,7 @@ if name == "serialized":
 
 from mpi4py import MPI  # noqa: E402
 
+from mpistrat.communicators import reducing  # noqa: E402
 from mpistrat.communicators.construction import communicator_for  # noqa: E402
 
 world = MPI.COMM_WORLD
@@ -114,7 +115,7 @@ def end_of_script() -> None:
     if rank != last:
         time.sleep(2)
         event()
-        ours.all_reduce(np.ones(7), label="late")
+        ours.all_reduce(np.ones(7), reducing(label="late"))
 
 
 def leaves_a_split() -> None:

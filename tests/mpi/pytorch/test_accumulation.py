@@ -83,7 +83,7 @@ def test_no_sync_around_run(strategy: ms.Strategy) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_no_sync_communicates_nothing(strategy: ms.Strategy) -> None:
     model = build(strategy)
-    calls = strategy.extended.communicator.calls  # type: ignore[attr-defined]
+    calls = strategy.extended.communicator.contract.calls  # type: ignore[attr-defined]
 
     def step() -> Any:
         x, y = (own(t) for t in next(batches()))
@@ -92,7 +92,7 @@ def test_no_sync_communicates_nothing(strategy: ms.Strategy) -> None:
         return model[0].weight.grad
 
     strategy.run(step)
-    assert strategy.extended.communicator.calls == calls  # type: ignore[attr-defined]
+    assert strategy.extended.communicator.contract.calls == calls  # type: ignore[attr-defined]
 
 
 def test_no_sync_after_a_reduced_backward(strategy: ms.Strategy) -> None:

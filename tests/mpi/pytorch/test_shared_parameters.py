@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import shared_memory
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.shared_window import SharedWindowCommunicator
+from mpistrat.communicators.shared_window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
 
@@ -30,14 +30,14 @@ needs_peers = pytest.mark.mpi(min_size=2)
 @pytest.fixture(autouse=True, scope="module")
 def _large_is_what_memory_can_take() -> Iterator[None]:
     """Whatever was measured, nothing large is summed by MPI, in an order of its own."""
-    inner = getattr(communicator_for(WORLD), "inner", None)
-    if not isinstance(inner, SharedWindowCommunicator):
+    first, *_ = getattr(communicator_for(WORLD), "transports", [None])
+    if not isinstance(first, WindowTransport):
         yield
         return
-    assert inner.is_shared()
-    measured, inner.smallest = inner.smallest, 0
+    assert first.is_shared()
+    measured, first.smallest = first.smallest, 0
     yield
-    inner.smallest = measured
+    first.smallest = measured
 
 
 def net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:

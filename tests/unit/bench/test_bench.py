@@ -73,8 +73,8 @@ def test_one_rank(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 class Broken(LocalCommunicator):
     """One bit of each result is another."""
 
-    def all_reduce(self, buffer, op="sum", *, out=None, **rest):  # type: ignore[no-untyped-def]
-        super().all_reduce(buffer, op, out=out, **rest)
+    def all_reduce(self, buffer, reduction="sum", *, out=None, **rest):  # type: ignore[no-untyped-def]
+        super().all_reduce(buffer, reduction, out=out, **rest)
         if out is not None:
             out[3] += 1
 
@@ -101,7 +101,7 @@ def test_an_operand_is_what_it_was_before_each_call() -> None:
             self.window = np.empty(nbytes, np.uint8)
             return self.window
 
-        def all_reduce(self, buffer, op="sum", *, out=None, **rest):  # type: ignore[no-untyped-def]
+        def all_reduce(self, buffer, reduction="sum", *, out=None, **rest):  # type: ignore[no-untyped-def]
             buffer *= 1 if buffer.ndim == 0 else 2
 
     communicator = Doubling()

@@ -6,10 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from mpistrat.communicators import LocalCommunicator, device_buffers, device_staging
-from mpistrat.communicators.device_staging import StagedCommunicator
+from mpistrat.communicators import LocalCommunicator, device_buffers, device_staging, reducing
+from mpistrat.communicators.device_staging import StagedTransport
 from mpistrat.communicators.station import Station
 
+SUM = reducing()
 STREAM, EVENT = torch.cuda.Stream, torch.cuda.Event
 
 
@@ -19,11 +20,9 @@ class Doubling(LocalCommunicator):
     def __init__(self):
         self.came = []
 
-    def all_reduce(
-        self, buffer, op="sum", *, out=None, label="", error=None, scale=None, wire=None
-    ):
+    def all_reduce(self, buffer, reduction=SUM, *, out=None, cause=None):
         self.came.append((buffer.dtype, buffer.numel()))
-        buffer *= 2 if scale is None else 2 * scale
+        buffer *= 2 if reduction.scale is None else 2 * reduction.scale
 
 
 @pytest.fixture
@@ -55,19 +54,19 @@ def streams(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 @pytest.mark.parametrize("length", [0, 1, 100])
 def test_chunks_of_tensors(streams, dtype, length):
-    inner = Doubling()
-    staged = StagedCommunicator(inner, 3, Station())
+    host = Doubling()
+    staged = StagedTransport(host, 3, Station())
     buffer = torch.arange(length).remainder(2).to(dtype).view(-1, 1)
     expected = (buffer * 2).to(dtype)
-    staged.all_reduce(buffer)
+    staged.all_reduce(buffer, SUM)
     assert torch.equal(buffer, expected)
-    assert all(d == dtype and n * dtype.itemsize <= 64 for d, n in inner.came)
-    assert sum(n for _, n in inner.came) == length
+    assert all(d == dtype and n * dtype.itemsize <= 64 for d, n in host.came)
+    assert sum(n for _, n in host.came) == length
 
 
 def test_copies_wait_for_the_caller_s_stream_and_it_for_them(streams):
-    staged = StagedCommunicator(Doubling(), 3, Station())
-    staged.all_reduce(torch.ones(100))
+    staged = StagedTransport(Doubling(), 3, Station())
+    staged.all_reduce(torch.ones(100), SUM)
     current, down, _ = streams
     assert down.wait_event.call_args_list[0].args[0] is not None
     assert len(down.wait_event.mock_calls) == 1 + (100 * 4 // 64 + 1) - device_staging.BUFFERS
@@ -75,7 +74,7 @@ def test_copies_wait_for_the_caller_s_stream_and_it_for_them(streams):
 
 
 def test_what_requires_a_gradient(streams):
-    staged = StagedCommunicator(Doubling(), 3, Station())
+    staged = StagedTransport(Doubling(), 3, Station())
     parameter = torch.ones(3, requires_grad=True)
-    staged.all_reduce(parameter.detach())
+    staged.all_reduce(parameter.detach(), SUM)
     assert parameter.tolist() == [2, 2, 2]

@@ -15,16 +15,18 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, dtype_name
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, Arithmetic, arithmetic_of
-from mpistrat.communicators.communicator import Communicator, Wire
+from mpistrat.arrays import Array
+from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.mpi import MpiCommunicator
+from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, costs_of, from_bytes
 from mpistrat.communicators.station import Station
+from mpistrat.communicators.transport import Transport
 from mpistrat.communicators.waiting import wait_until
-from mpistrat.communicators.wrapping import WrappingCommunicator
 
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16
@@ -40,10 +42,11 @@ _TAG = 2
 _Requests = Sequence[MPI.Request]
 
 
-class PatientCommunicator(WrappingCommunicator):
-    """Wraps the communicator of ranks on as many nodes, which moves all but large sums.
+class PipelinedTransport(Transport):
+    """Large sums of ranks on as many nodes.
 
     Args:
+        mpi: over the same ranks.
         station: where a stall is told.
 
     Attributes:
@@ -52,37 +55,41 @@ class PatientCommunicator(WrappingCommunicator):
         left: messages of a sum that this rank left in its middle, into memory that MPI may still write to.
     """
 
-    inner: MpiCommunicator
-
-    def __init__(self, inner: MpiCommunicator, station: Station) -> None:
-        super().__init__(inner)
+    def __init__(self, mpi: MpiTransport, station: Station) -> None:
+        self._mpi = mpi
+        self.rank, self.size = mpi.rank, mpi.size
         self._station = station
         self._torn: BaseException | None = None  # what this rank left a sum for
         self.left: list[MPI.Request] = []
         self.costs: Costs | None = None
         self.smallest = float(SMALLEST)
 
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport | None:
+        if call != "all_reduce" or tree is not None or buffer.nbytes < SMALLEST:
+            return None
+        if arithmetic_of(buffer, reduction.op) is None:
+            return None
+        self.settle()
+        return self if buffer.nbytes >= self.smallest else None
+
     def all_reduce(
         self,
         buffer: Array,
-        op: str = "sum",
-        *,
+        reduction: Reduction,
         out: Array | None = None,
-        label: str = "",
-        error: Exception | None = None,
-        scale: float | None = None,
-        wire: Wire | None = None,
+        tree: ReductionTree | None = None,
     ) -> None:
-        how = arithmetic_of(buffer, op) if buffer.nbytes >= SMALLEST else None
-        short = dtype_name(buffer).startswith(("float32", *SUMMED_AS_FLOAT32))
-        if how is not None and wire is not None and short:
-            through = functools.partial(_over, self, wire)
-            self.inner.all_reduce(buffer, op, out=out, scale=scale, wire=through)
-        elif how is not None and self._in_pieces(int(buffer.nbytes)):
-            target = buffer if out is None else out
-            self._all_reduce(how, bytes_of(buffer), bytes_of(target), scale)
-        else:
-            self.inner.all_reduce(buffer, op, out=out, scale=scale)
+        how = arithmetic_of(buffer, reduction.op)
+        assert how is not None
+        target = bytes_of(buffer if out is None else out)
+        self._all_reduce(how, bytes_of(buffer), target, reduction.scale)
 
     def settle(self, abreast: int = 1) -> None:
         """Measure which way is the cheaper, unless that is known. Collective.
@@ -99,22 +106,17 @@ class PatientCommunicator(WrappingCommunicator):
                 self._all_reduce(how, memory, memory, None)
 
             in_pieces(np.zeros(SMALLEST // 4, np.float32))  # else it alone pays for connections
-            ways = {IN_PIECES: in_pieces, MPI_ALONE: self.inner.all_reduce}
+            mpi = Router([self._mpi])
             self.costs = costs_of(
-                ways,
-                self.inner,
-                self.inner.library,
+                {IN_PIECES: in_pieces, MPI_ALONE: mpi.all_reduce},
+                mpi,
+                self._mpi.library,
                 [1] * self.size,
                 abreast=abreast,
                 asleep=[IN_PIECES],
                 seconds=SECONDS_BETWEEN_NODES,
             )
             self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
-
-    def _in_pieces(self, nbytes: int) -> bool:
-        """Collective."""
-        self.settle()
-        return nbytes >= self.smallest
 
     def _all_reduce(
         self, how: Arithmetic, source: np.ndarray, target: np.ndarray, scale: float | None
@@ -177,7 +179,7 @@ class PatientCommunicator(WrappingCommunicator):
 
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> _Requests:
         """By rank. The next rank comes first, so that not all send to the same one."""
-        comm = self.inner.comm
+        comm = self._mpi.comm
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         requests = [comm.Irecv([received[peer], MPI.BYTE], peer, _TAG) for peer in others]
         return requests + [comm.Isend([sent[peer], MPI.BYTE], peer, _TAG) for peer in others]
@@ -185,28 +187,10 @@ class PatientCommunicator(WrappingCommunicator):
     def _wait(self, requests: _Requests) -> None:
         wait_until(functools.partial(MPI.Request.Testall, requests), self._station, yields=False)
 
-    def reduce(self, buffer: Array, root: int = 0, op: str = "sum", *, label: str = "") -> None:
-        self.inner.reduce(buffer, root, op)
-
-    def reduce_scatter(
-        self, buffer: Array, out: Array, op: str = "sum", *, label: str = ""
-    ) -> None:
-        self.inner.reduce_scatter(buffer, out, op)
-
-    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        self.inner.broadcast(buffer, root)
-
-    def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        return self.inner.all_gather(buffer)
-
-    def explain(self) -> str:
+    def explain(self, rest: str) -> str:
         told = f"{self.size} ranks on as many nodes, sums {IN_PIECES}, "
         if self.costs is None:
             told += "once something large has been combined"
         else:
             told += f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}"
-        return f"{told}\n{self.inner.explain()}"
-
-
-def _over(communicator: Communicator, wire: Wire, _: Communicator, values: Array) -> None:
-    wire(communicator, values)
+        return f"{told}\n{rest}"

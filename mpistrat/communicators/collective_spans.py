@@ -1,0 +1,84 @@
+"""Collectives on the timeline, and as ranges of torch's profiler."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from types import CodeType
+from typing import Any
+
+from mpistrat.communicators.call_signature import CallSignature
+from mpistrat.trace import profiler
+from mpistrat.trace.timeline import Timeline
+
+# Distinct calls, by call site, that are told once each; what is forgotten is told again.
+_DISTINCT_CALLS = 4096
+
+
+class NoSpans:
+    """Nothing is traced."""
+
+    def begin(self, signature: CallSignature, code: CodeType, line: int) -> None:
+        """This rank enters a collective, called at `line` of `code`."""
+
+    def together(self) -> None:
+        """All ranks have entered it."""
+
+    def end(self, number: int) -> None:
+        """This rank leaves it: the `number`-th of its communicator."""
+
+
+NO_SPANS = NoSpans()
+
+
+class CollectiveSpans(NoSpans):
+    """Each call of a communicator is an event on `timeline`.
+
+    Args:
+        name, size: of the communicator. By its name and the number of the call, `merging` finds what belongs together.
+    """
+
+    def __init__(self, timeline: Timeline, name: str, size: int) -> None:
+        self._timeline, self._name, self._size = timeline, name, size
+        self._kind = functools.lru_cache(_DISTINCT_CALLS)(self._new_kind)
+        self._shown: Any = None
+        self._call: tuple[CallSignature, str, str, int] | None = None
+        self._entered = self._together = 0
+
+    def begin(self, signature: CallSignature, code: CodeType, line: int) -> None:
+        self._shown = profiler.begin(signature.words[0])
+        self._call = signature, code.co_filename, code.co_name, line
+        self._together = 0
+        self._entered = self._timeline.now()
+
+    def together(self) -> None:
+        self._together = self._timeline.now()
+
+    def end(self, number: int) -> None:
+        shown, self._shown = self._shown, None
+        profiler.end(shown)
+        call, self._call = self._call, None
+        if call is not None:
+            kind, left = self._kind(*call), self._timeline.now()
+            self._timeline.add_collective(kind, self._entered, self._together, left, number)
+
+    def _new_kind(self, signature: CallSignature, file: str, function: str, line: int) -> int:
+        told: dict[str, Any] = {"call": str(signature), "at": f"{file}:{line} in {function}"}
+        nbytes = _bytes_of(signature.words)
+        if nbytes is not None:
+            told["bytes"] = nbytes
+        told |= {"communicator": self._name, "ranks": self._size}
+        return self._timeline.kind(signature.words[0], "collective", **told)
+
+
+def _bytes_of(words: tuple[Any, ...]) -> int | None:
+    """Of this rank's buffer; None where the signature does not tell."""
+    for dtype, shape in itertools.pairwise(words):
+        if isinstance(dtype, str) and isinstance(shape, tuple):
+            bits = re.search(r"\d+", dtype)
+            elements = 1
+            for length in shape:
+                elements *= length
+            return elements * (int(bits[0]) // 8 if bits else 1)  # bool has no number
+    return None

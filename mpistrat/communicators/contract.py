@@ -1,0 +1,225 @@
+"""What the ranks of a communicator do before bytes move: agree on the call, and record it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mpistrat.communicators.agreement import Agreement, BoardAgreement, MessageAgreement
+from mpistrat.communicators.call_signature import CallSignature, explain_difference, signature_of
+from mpistrat.communicators.call_site import call_site, outside
+from mpistrat.communicators.collective_spans import NO_SPANS, CollectiveSpans
+from mpistrat.communicators.communicator import mark_raised_by_all
+from mpistrat.communicators.station import Station
+from mpistrat.communicators.waiting import raise_if_stalled
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.flight_recorder.record import ABORT
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.mpi import MpiTransport
+    from mpistrat.communicators.shared_slots import Slot
+    from mpistrat.trace.timeline import Timeline
+
+
+class Unchecked:
+    """No contract: of a group inside another one, whose calls are checked and recorded there."""
+
+    name = ""
+    check = "never"
+    station: Station | None = None
+    timeline: Timeline | None = None
+    agreement: Agreement | None = None
+    calls = 0
+    waiting_in: CallSignature | None = None
+    called_at = "an unknown place"
+
+    def enter(
+        self,
+        signature: CallSignature,
+        cause: Exception | None = None,
+        slot: Slot | None = None,
+        payload: Any = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        return _NOTHING
+
+    def raise_together(self, error: Exception) -> NoReturn:
+        raise error
+
+
+_NOTHING = contextlib.nullcontext()
+UNCHECKED = Unchecked()
+
+
+class Contract(Unchecked):
+    """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when they differ.
+
+    Each call is described by a signature (operation, dtype, shape, label), whose digest the ranks
+    compare: on a board in shared memory if all of them are on one node, else by a message. Only if they
+    differ are the signatures themselves exchanged.
+
+    Args:
+        mpi: over the ranks.
+        name: the same on all ranks of the group, and different from all other groups' names.
+        station: where the calls are recorded; None is memory that nobody else sees.
+        check: "always", or "never": then ranks that differ are not noticed before the bytes move.
+        timeline: where the calls are shown; None where they are not.
+
+    Attributes:
+        agreement: how the ranks compare their calls; None with check="never".
+        calls: how many collectives this rank has entered.
+        waiting_in: the signature of the collective this rank is inside of, else None. Read by the
+            watcher of `job_end` on another thread, as is `called_at`: it must not look at frames that run on.
+    """
+
+    station: Station
+
+    def __init__(
+        self,
+        mpi: MpiTransport,
+        name: str,
+        station: Station | None = None,
+        check: str = "always",
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.rank, self.size = mpi.rank, mpi.size
+        self.name = name
+        self.station = station or Station()
+        self.check = check
+        self.timeline = timeline
+        self.calls = 0
+        self.waiting_in: CallSignature | None = None
+        self._mpi = mpi
+        self._record = self.station.record
+        self._board = self.station.board
+        self.agreement: Agreement | None = None
+        if check == "always":
+            self.agreement = (
+                MessageAgreement(mpi, self.station)
+                if self.station.peers is None
+                else BoardAgreement(self.station)
+            )
+        self._spans = NO_SPANS if timeline is None else CollectiveSpans(timeline, name, self.size)
+        self._inside = _Inside(self)
+        self._called_at: tuple[CodeType, int] | None = None
+        self._thread = 0  # the one that is, or was last, inside a collective
+        self._forked = False
+        self._abandoned: BaseException | None = None  # what this rank left its last call for
+        os.register_at_fork(after_in_child=_Forked(self))
+
+    @property
+    def called_at(self) -> str:  # type: ignore[override]
+        """Where the program called the last collective: "train.py:33 in main"."""
+        if self._called_at is None:
+            return "an unknown place"
+        code, line = self._called_at
+        return f"{code.co_filename}:{line} in {code.co_name}"
+
+    def raise_together(self, error: Exception) -> NoReturn:
+        """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.
+
+        If all ranks come here with errors of the same class, each raises its own.
+        """
+        with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
+            mark_raised_by_all(error)
+            raise error
+
+    def enter(
+        self,
+        signature: CallSignature,
+        cause: Exception | None = None,
+        slot: Slot | None = None,
+        payload: Any = None,
+    ) -> _Inside:
+        """Return once all ranks have entered the same call; it lasts until the result's block ends.
+
+        Args:
+            cause: what has kept this rank from what the others do; they are told, if they do something else.
+            slot: where `payload` is put for the other ranks, who may read it when this returns.
+        """
+        if self._forked:
+            raise RuntimeError(
+                f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "
+                "the parent: return what the child computed, and call it there"
+            )
+        if self._abandoned is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: {signature} cannot be called any more: this rank left its collective "
+                f"number {self.calls} while others may still be in it, for {type(self._abandoned).__name__}. Save what "
+                "you need and end the program"
+            ) from self._abandoned
+        thread = threading.get_ident()
+        if self.waiting_in is not None and self._thread != thread:
+            raise RuntimeError(
+                f"rank {self.rank}: {signature} was called on a second thread while another is in "
+                f"{self.waiting_in}; the ranks could not know which is which. Call collectives on "
+                "one thread, or make a strategy of its own (comm=) for each"
+            )
+        self._thread = thread
+        self.calls = calls = self.calls + 1
+        self.waiting_in = signature
+        frame = outside(sys._getframe(1))
+        code, line = frame.f_code, frame.f_lineno
+        self._called_at = code, line
+        text, call_bytes = signature.recorded_at(code.co_filename, code.co_name, line)
+        self._record.enter(self._board, calls, text, call_bytes)
+        self._spans.begin(signature, code, line)
+        try:
+            if slot is not None:
+                slot.own[calls & 1][...] = payload
+            agreement = self.agreement
+            agreed = agreement is None or agreement.agree(calls, signature.digest)
+            if self._record.words[ABORT]:
+                raise_if_stalled(self.station)  # the others may have left this call for it
+            if agreement is not None:
+                self._record.waited(self._board)
+                self._spans.together()
+            if not agreed:
+                words = signature.words if cause is None else (*signature.words, str(cause))
+                everyone = self._mpi.all_gather_object((words, call_site(frame)))
+                raise CollectiveMismatchError(explain_difference(everyone, self.rank)) from cause
+        except BaseException as error:
+            if not isinstance(error, CollectiveMismatchError):
+                self._abandoned = error
+            self._inside.leave()
+            raise
+        return self._inside
+
+
+class _Inside(contextlib.AbstractContextManager[None]):
+    """The time between a rank's entering and its leaving a call."""
+
+    __slots__ = ("_board", "_contract", "_record", "_spans")
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
+        self._record = contract.station.record
+        self._board = contract.station.board
+        self._spans = contract._spans
+
+    def __enter__(self) -> None:
+        pass
+
+    def leave(self, *_: object) -> None:
+        contract = self._contract
+        contract.waiting_in = None
+        self._spans.end(contract.calls)
+        self._record.leave(self._board)
+
+    __exit__ = leave
+
+
+class _Forked:
+    """Marks a contract in a forked child, without keeping it alive in the parent."""
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = weakref.ref(contract)
+
+    def __call__(self) -> None:
+        contract = self._contract()
+        if contract is not None:
+            contract._forked = True

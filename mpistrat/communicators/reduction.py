@@ -1,0 +1,59 @@
+"""What a reduction makes of the buffers of all ranks, as one value that is passed on whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.communicator import Communicator
+
+OPS = ("sum", "max", "min")
+
+# Adds up float32 values, 1-D, in place, over a communicator of the ranks between which messages go.
+Compressor: TypeAlias = "Callable[[Communicator, Any], None]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How buffers are combined, element by element; equal on all ranks.
+
+    Attributes:
+        op: "sum", "max" or "min"; what the latter make of NaN may be NaN or a number.
+        label: says what is reduced (a structure, parameter names). The ranks must agree on it.
+        scale: multiplied to the result; for floating point.
+        compressor: for sums of floats of 32 bits or fewer: adds up, in place, the slices that messages carry. Within a
+            node it is not used.
+    """
+
+    op: str = "sum"
+    label: str = ""
+    scale: float | None = None
+    compressor: Compressor | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.op, self.label, self.scale)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # a reduction is looked up at every call
+
+    @property
+    def plain(self) -> Reduction:
+        """The operation alone."""
+        return reducing(self.op)
+
+
+@functools.lru_cache(maxsize=4096)
+def reducing(op: str = "sum", label: str = "", scale: float | None = None) -> Reduction:
+    """The `Reduction` of these; made once, then looked up."""
+    return Reduction(op, label, scale)
+
+
+SUM = reducing()
+
+
+def as_reduction(given: Reduction | str) -> Reduction:
+    """`given`, or the plain reduction by the operation that a string names."""
+    return given if isinstance(given, Reduction) else reducing(given)

@@ -1,0 +1,64 @@
+"""Small sums of the ranks of a node: they travel with the agreement, in slots of memory that all ranks see.
+
+Before a rank says which call it enters, it puts its buffer into its slot; once all have said it, every rank combines
+all slots by itself, in rank order. So a small sum takes one meeting, and no message.
+
+A rank has two slots, and calls take turns: who enters call n + 2 has seen all ranks enter call n + 1, and so they have
+read the slots of call n. What orders these reads and writes on processors that reorder them is the agreement's fence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
+from mpistrat.communicators.reduction import Reduction
+
+# Of a buffer, in bytes: above, each rank would read more than a message brings.
+LARGEST = 1 << 12
+_SLOTS = 2
+
+
+class Slot(NamedTuple):
+    """Where buffers of one dtype and shape are put, and combined from; a pair, for even and odd calls.
+
+    Attributes:
+        how: what combines them.
+        own: this rank's.
+        pieces: those of all ranks, in rank order.
+    """
+
+    how: Arithmetic
+    own: tuple[Any, Any]
+    pieces: tuple[list[Any], list[Any]]
+
+
+class SharedSlots:
+    """Those of the ranks of one communicator.
+
+    Args:
+        segments: shared memory, `NBYTES` of each rank, in rank order.
+    """
+
+    NBYTES = _SLOTS * LARGEST
+
+    def __init__(self, segments: list[np.ndarray], rank: int) -> None:
+        self._segments, self._rank = segments, rank
+
+    def slot_for(self, buffer: Array, reduction: Reduction) -> Slot | None:
+        """None: `buffer` is too large, or nothing here combines its dtype. The same on all ranks."""
+        nbytes = int(buffer.nbytes)
+        how = arithmetic_of(buffer, reduction.op) if nbytes <= LARGEST else None
+        if how is None:
+            return None
+        shape = tuple(buffer.shape)
+
+        def pieces(start: int) -> list[Any]:
+            memories = [segment[start : start + nbytes] for segment in self._segments]
+            return [how.view(memory).reshape(shape) for memory in memories]
+
+        even, odd = pieces(0), pieces(LARGEST)
+        return Slot(how, (even[self._rank], odd[self._rank]), (even, odd))

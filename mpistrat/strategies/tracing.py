@@ -1,0 +1,38 @@
+"""MPISTRAT_TRACE: on which timeline a strategy's ranges are."""
+
+from __future__ import annotations
+
+import sys
+
+from mpistrat.cluster_resolver.mpi import start_mpi
+from mpistrat.cluster_resolver.trace_folder import trace_folder
+from mpistrat.communicators import Communicator
+from mpistrat.errors import TopologyError
+from mpistrat.trace import spans
+
+
+def trace_ranges(communicator: Communicator) -> None:
+    """Show ranges where the communicator's calls are shown; those of one rank, if MPISTRAT_TRACE names a folder.
+
+    Raises: TopologyError when that cannot be written to.
+    """
+    timeline = communicator.timeline
+    if timeline is None:
+        # One rank has nobody to agree with on a folder.
+        folder = trace_folder() if communicator.size == 1 else None
+        if folder is None:
+            return
+        from mpistrat.trace import of_process
+
+        mpi = start_mpi()
+        rank, size = (0, 1) if mpi is None else (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+        try:
+            timeline = of_process.begin(folder, rank, size)
+        except OSError as error:
+            raise TopologyError(
+                f"MPISTRAT_TRACE={folder!r}: rank {rank} cannot write its part of the trace there ({error}); name a "
+                "folder that it can make and write to, or unset it"
+            ) from None
+    spans.begin(timeline)
+    if "torch" in sys.modules:
+        spans.current.watch_optimizers()

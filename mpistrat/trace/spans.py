@@ -1,0 +1,106 @@
+"""What the program does besides collectives, as ranges on the timeline and in torch's profiler.
+
+The code says where a range is: `with spans.current.range("mirror"): …`. Where nothing is traced, `current` is an object
+that does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.trace import profiler
+
+if TYPE_CHECKING:
+    from mpistrat.trace.timeline import Timeline
+
+# Names of functions that are told once each; what is forgotten is told again.
+_MOST_FUNCTIONS = 1024
+
+NOTHING = contextlib.nullcontext()
+
+
+class NoSpans:
+    """Nothing is traced."""
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Around what is called `name`."""
+        return NOTHING
+
+    def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+        """Around a `Strategy.run` of `fn`."""
+        return NOTHING
+
+    def watch_optimizers(self) -> None:
+        """Show the steps of torch's optimizers from now on. Torch is loaded."""
+
+
+NO_SPANS = NoSpans()
+current = NO_SPANS  # of this process
+
+
+def begin(timeline: Timeline) -> None:
+    """From now on ranges are on `timeline`, which is the process's own; later calls change nothing."""
+    global current
+    if current is NO_SPANS:
+        current = Spans(timeline)
+
+
+class Spans(NoSpans):
+    """Ranges on `timeline`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._kind = functools.cache(lambda name: timeline.kind(name, "range"))
+        self._kind_of_run = functools.lru_cache(_MOST_FUNCTIONS)(
+            lambda function: timeline.kind("strategy.run", "range", function=function)
+        )
+        self._watches_optimizers = False
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return _Range(self._timeline, self._kind(name), name)
+
+    def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+        kind = self._kind_of_run(getattr(fn, "__qualname__", type(fn).__name__))
+        return _Range(self._timeline, kind, "strategy.run")
+
+    def watch_optimizers(self) -> None:
+        """By torch's hooks; its profiler shows the steps by itself."""
+        if self._watches_optimizers:
+            return
+        self._watches_optimizers = True
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        begun = threading.local()
+
+        def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+            begun.at = self._timeline.now()
+
+        def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+            kind = self._kind(f"{type(optimizer).__name__}.step")
+            self._timeline.add(kind, begun.at, self._timeline.now())
+
+        register_optimizer_step_pre_hook(begin)
+        register_optimizer_step_post_hook(end)
+
+
+class _Range(contextlib.AbstractContextManager[None]):
+    __slots__ = ("_kind", "_name", "_shown", "_started", "_timeline")
+
+    def __init__(self, timeline: Timeline, kind: int, name: str) -> None:
+        self._timeline, self._kind, self._name = timeline, kind, name
+
+    def __enter__(self) -> None:
+        self._shown = profiler.begin(self._name)
+        self._started = self._timeline.now()
+
+    def __exit__(self, *_: object) -> None:
+        timeline = self._timeline
+        timeline.add(self._kind, self._started, timeline.now())
+        profiler.end(self._shown)
