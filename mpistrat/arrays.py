@@ -16,6 +16,8 @@ import numpy as np
 
 from mpistrat import xla
 
+_NUMBERS = (bool, int, float, complex)
+
 Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
 
 
@@ -38,7 +40,7 @@ def is_on_gpu(array: Array) -> bool:
 
 
 def is_on_xla(array: Array) -> bool:
-    return is_torch(array) and array.device.type == "xla"
+    return is_torch(array) and not array.is_cpu and array.device.type == "xla"
 
 
 def is_on_accelerator(array: Array) -> bool:
@@ -52,7 +54,7 @@ def is_array(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether `value` is a Python number; NumPy's float64 is one of its scalars, though it is a float."""
-    return isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
+    return isinstance(value, _NUMBERS) and not isinstance(value, np.generic)
 
 
 def as_array(value: Any) -> Array:
@@ -263,9 +265,13 @@ def true_divide(array: Array, divisor: Any) -> Array:
 
 def to_host(array: Array) -> Array:
     """`array` as a C-contiguous NumPy array or CPU tensor; the same memory where it already is one."""
-    if is_on_xla(array):
-        return xla.to_host(array)
+    if array.__class__ is np.ndarray:
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     if is_torch(array):
+        if is_on_xla(array):
+            return xla.to_host(array)
+        if array.is_cpu and array.is_contiguous() and not array.requires_grad:
+            return array
         return array.detach().cpu().contiguous()
     if is_cupy(array):
         return array.get()

@@ -7,12 +7,20 @@ ranks whose dictionaries were filled in different orders agree; everything else 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
 def is_structure(value: object) -> bool:
-    return isinstance(value, (list, tuple, Mapping))
+    return _is_structure(type(value))
+
+
+@functools.lru_cache(
+    maxsize=1024
+)  # asking whether a class is a Mapping takes longer than all else here
+def _is_structure(kind: type) -> bool:
+    return issubclass(kind, (list, tuple, Mapping))
 
 
 def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
@@ -38,27 +46,38 @@ def rebuild(like: Any, children: list[Any]) -> Any:
 
 def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
     """`structure` with `fn` applied to every leaf, in the order of `flatten`."""
-    if isinstance(structure, Mapping):
-        mapped = {key: map_structure(fn, structure[key]) for key in sorted_keys(structure)}
-        return rebuild(structure, [mapped[key] for key in structure])
-    if isinstance(structure, (list, tuple)):
-        return rebuild(structure, [map_structure(fn, child) for child in structure])
-    return fn(structure)
+    if not is_structure(structure):
+        return fn(structure)
+    if not isinstance(structure, Mapping):
+        return rebuild(
+            structure,
+            [map_structure(fn, child) if is_structure(child) else fn(child) for child in structure],
+        )
+    mapped = {key: map_structure(fn, structure[key]) for key in sorted_keys(structure)}
+    return rebuild(structure, [mapped[key] for key in structure])
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    if isinstance(structure, Mapping):
-        for key in sorted_keys(structure):
-            yield from leaves(structure[key])
-    elif isinstance(structure, (list, tuple)):
-        for child in structure:
-            yield from leaves(child)
-    else:
-        yield structure
+    return iter(flatten(structure))
 
 
 def flatten(structure: Any) -> list[Any]:
-    return list(leaves(structure)) if is_structure(structure) else [structure]
+    """The leaves, in order."""
+    if not is_structure(structure):
+        return [structure]
+    found: list[Any] = []
+    for child in _children(structure):
+        if is_structure(child):
+            found += flatten(child)
+        else:
+            found.append(child)
+    return found
+
+
+def _children(structure: Any) -> Any:
+    if isinstance(structure, Mapping):
+        return [structure[key] for key in sorted_keys(structure)]
+    return structure
 
 
 def pack_like(structure: Any, flat: list[Any]) -> Any:
@@ -69,11 +88,12 @@ def pack_like(structure: Any, flat: list[Any]) -> Any:
 
 def describe(structure: Any) -> str:
     """The shape of the structure alone, `{'a': [*, *]}`; "*" for a leaf. Equal on all ranks or not."""
-    if isinstance(structure, Mapping):
-        inside = ", ".join(f"{key!r}: {describe(structure[key])}" for key in sorted_keys(structure))
-        return "{" + inside + "}"
+    if not is_structure(structure):
+        return "*"
+    inside = [describe(child) if is_structure(child) else "*" for child in _children(structure)]
     if isinstance(structure, list):
-        return "[" + ", ".join(map(describe, structure)) + "]"
+        return "[" + ", ".join(inside) + "]"
     if isinstance(structure, tuple):
-        return "(" + ", ".join(map(describe, structure)) + ")"
-    return "*"
+        return "(" + ", ".join(inside) + ")"
+    keys = sorted_keys(structure)
+    return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(keys, inside, strict=True)) + "}"

@@ -16,8 +16,9 @@ class ReduceOp(enum.Enum):
         """`op` itself, or the member that a string names in any case ("sum", "Mean")."""
         if isinstance(op, cls):
             return op
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
+        found = _BY_NAME.get(op.upper()) if isinstance(op, str) else None
+        if found is not None:
+            return found
         raise ValueError(
             f"reduce_op must be ReduceOp.SUM, ReduceOp.MEAN, 'sum' or 'mean'; got {op!r}"
         )
@@ -30,6 +31,9 @@ class ReduceOp(enum.Enum):
         if aggregation is VariableAggregation.MEAN:
             return ReduceOp.MEAN
         raise ValueError(f"{aggregation} is not a reduction; only SUM and MEAN are")
+
+
+_BY_NAME = dict(ReduceOp.__members__)  # which is slower to ask
 
 
 class VariableSynchronization(enum.Enum):

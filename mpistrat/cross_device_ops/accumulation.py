@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,11 @@ def sum_of(components: Sequence[Any]) -> Any:
 
     Args: components: arrays, numbers, variables, or IndexedSlices.
     """
+    if len(components) == 1:
+        value = operand(components[0])
+        if not isinstance(value, IndexedSlices) and not is_summable(value.dtype):
+            check_summable([value])
+        return value
     values = operands(components)
     if are_slices(values):
         return add_slices(values)
@@ -49,10 +55,22 @@ def sum_of(components: Sequence[Any]) -> Any:
 
 def operands(components: Sequence[Any]) -> list[Any]:
     """Numbers and variables as arrays, cut off from autograd; IndexedSlices as they are."""
-    return [
-        c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
-        for c in components
-    ]
+    return [operand(component) for component in components]
+
+
+def operand(component: Any) -> Any:
+    """As `operands`, of one."""
+    if component.__class__ is np.ndarray or isinstance(component, IndexedSlices):
+        return component
+    if arrays.is_torch(component) and not component.requires_grad:
+        return component
+    return arrays.as_array(arrays.detach_read(component))
+
+
+@functools.cache
+def is_summable(dtype: Any) -> bool:
+    """Whether arrays of `dtype`, of any library, can be added up."""
+    return dtype.kind not in "bOSUMm" if isinstance(dtype, np.dtype) else str(dtype) != "torch.bool"
 
 
 def add_n(values: Sequence[Array]) -> Array:

@@ -130,6 +130,7 @@ class MpiAllReduce(CrossDeviceOps):
             )
         self.communicator = communicator
         self.options = check_options(options)
+        self._implementation = implementation_of(self.options)
         self._packer = packing.Packer()
 
     def reduce_implementation(
@@ -170,23 +171,25 @@ class MpiAllReduce(CrossDeviceOps):
             options: override the defaults.
             label: what the values are, e.g. their structure; must be equal on all ranks.
         """
+        merged, implementation = self.options, self._implementation
         try:
-            merged = self.options if options is None else self.options.merge(options)
+            if options is not None:
+                merged = merged.merge(options)
+                implementation = implementation_of(merged)
             sums = [accumulation.sum_of(components) for components in values]
         except Exception as error:
             self.communicator.raise_together(error)
-        communicator = self.communicator.by(implementation_of(merged))
+        communicator = self.communicator.by(implementation)
         name = name_of(reduce_op, label)
         results = list(sums)
         for group in packing.groups(sums, merged.bytes_per_pack):
             like = [sums[i] for i in group]
-            given, out = self._pack(communicator, like)
-            communicator.all_reduce(given, reducing(label=packing.name_of(name, like)), out=out)
-            if out is not None:
-                results[group[0]] = arrays.to_device_of(out, like[0])
-                continue
-            total = arrays.to_device_of(given, like[0])
-            for i, value in zip(group, packing.unpack(total, like), strict=True):
+            given, out, pieces = self._pack(communicator, like)
+            communicator.all_reduce(given, reducing("sum", packing.name_of(name, like)), out=out)
+            if pieces is None:
+                total = arrays.to_device_of(given if out is None else out, like[0])
+                pieces = [total] if len(like) == 1 else packing.unpack(total, like)
+            for i, value in zip(group, pieces, strict=True):
                 results[i] = value
         for i, total in enumerate(sums):
             if isinstance(total, IndexedSlices):
@@ -196,18 +199,19 @@ class MpiAllReduce(CrossDeviceOps):
 
     def _pack(
         self, communicator: Communicator, like: Sequence[Array]
-    ) -> tuple[Array, Array | None]:
-        """What is given to `communicator`, and where it puts the result; None: in place.
+    ) -> tuple[Array, Array | None, list[Array] | None]:
+        """What is given to `communicator`; where it puts the result, or None: in place; and its pieces.
 
-        One array on the host is not copied.
+        One array on the host is not copied. There are no pieces yet of what has to go back to a device.
         """
-        stays = communicator.takes_device_buffers or communicator.size == 1
-        if stays and arrays.is_on_accelerator(like[0]):
-            return self._packer.join(like), None
-        if len(like) > 1:
-            return arrays.to_host(self._packer.join(like)), None
-        host = arrays.to_host(like[0])
-        return host, self._packer.like(host)
+        on_device = arrays.is_on_accelerator(like[0])
+        stays = not on_device or communicator.takes_device_buffers or communicator.size == 1
+        if len(like) == 1 and not (on_device and stays):
+            host = arrays.to_host(like[0])
+            out = self._packer.empty(host.shape, host.dtype)
+            return host, out, None if on_device else [out]
+        flat, pieces = self._packer.join(like)
+        return (flat, None, pieces) if stays else (arrays.to_host(flat), None, None)
 
     def all_reduce_packs(
         self,
@@ -315,7 +319,7 @@ def finished(
     """The `sums` of `values`, or their means over `counts` components; of Python numbers Python numbers."""
     if reduce_op is ReduceOp.MEAN:
         sums = [accumulation.divide(t, count) for t, count in zip(sums, counts, strict=True)]
-    return [
-        total.item() if arrays.is_number(components[0]) else total
-        for total, components in zip(sums, values, strict=True)
-    ]
+    for i, components in enumerate(values):
+        if arrays.is_number(components[0]):
+            sums[i] = sums[i].item()
+    return sums

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
@@ -42,6 +40,8 @@ class Packer:
 
     def __init__(self) -> None:
         self._recycled = RecycledBuffers()
+        # Of a shape and a dtype: an array on the host, uninitialized.
+        self.empty = self._recycled.empty
 
     def packs(
         self,
@@ -100,29 +100,27 @@ class Packer:
 
         return torch.from_numpy(memory).view(dtype)
 
-    def like(self, host: Array) -> Array:
-        """Uninitialized, of the shape and dtype of an array on the host."""
-        return self._recycled.like(host)
-
-    def join(self, values: Sequence[Array]) -> Array:
-        """A flat copy of `values`, all of one dtype and device, side by side."""
+    def join(self, values: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """A flat copy of `values`, all of one dtype and device, side by side; and its pieces, as of `unpack`."""
         if arrays.is_on_accelerator(values[0]):  # whose allocator recycles
-            return concatenated(values)
-        flat = self._recycled.empty((sum(map(arrays.num_elements, values)),), values[0].dtype)
-        flats = [value.reshape(-1) for value in values]
-        if not arrays.is_torch(flat):
-            return np.concatenate(flats, out=flat)
-        import torch
-
-        with torch.no_grad():
-            return torch.cat(flats, out=flat)
+            flat = concatenated(values)
+            return flat, unpack(flat, values)
+        length = sum([arrays.num_elements(value) for value in values])
+        flat = self.empty((length,), values[0].dtype)
+        pieces = unpack(flat, values)
+        fill(pieces, values)
+        return flat, pieces
 
 
 def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
     found: dict[tuple[Any, Any], list[int]] = {}
     for i in indices:
-        found.setdefault((like[i].dtype, _device_of(like[i])), []).append(i)
+        key = (like[i].dtype, _device_of(like[i]))
+        if key in found:
+            found[key].append(i)
+        else:
+            found[key] = [i]
     return list(found.values())
 
 
@@ -165,8 +163,10 @@ def concatenated(values: Sequence[Array]) -> Array:
 def unpack(flat: Array, like: Sequence[Array]) -> list[Array]:
     """`flat` cut into arrays of the shapes of `like`: views, not copies."""
     if arrays.is_torch(flat):
-        parts = flat.split([value.numel() for value in like])
-        return [part.view(value.shape) for part, value in zip(parts, like, strict=True)]
+        import torch
+
+        # As DistributedDataParallel does it: a loop in C++, where one in Python takes as long as the message.
+        return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
     unpacked = []
     start = 0
     for value in like:
@@ -236,9 +236,12 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     found = []
     for group in alike(values, dense):
         start = 0
-        for part in group_by_size([values[i] for i in group], bytes_per_pack):
+        parts = group_by_size([values[i] for i in group], bytes_per_pack) if bytes_per_pack else ()
+        for part in parts:
             found.append(group[start : start + len(part)])
             start += len(part)
+        if not parts:
+            found.append(group)
     return found[::-1]
 
 
