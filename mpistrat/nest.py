@@ -13,12 +13,11 @@ from typing import Any
 
 
 def is_structure(value: object) -> bool:
-    return _is_structure(type(value))
+    return _is_structure(type(value))  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
-@functools.lru_cache(
-    maxsize=1024
-)  # asking whether a class is a Mapping takes longer than all else here
+# Asking whether a class is a Mapping takes longer than all else here.
+@functools.lru_cache(maxsize=1024)
 def _is_structure(kind: type) -> bool:
     return issubclass(kind, (list, tuple, Mapping))
 
