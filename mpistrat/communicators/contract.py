@@ -50,6 +50,13 @@ class Unchecked:
     def raise_together(self, error: Exception) -> NoReturn:
         raise error
 
+    def of_part(self, mpi: MpiTransport, name: str) -> tuple[Any, Unchecked]:
+        """By which ways the bytes of some of the ranks move, None for MPI alone, and their contract.
+
+        Collective over them. Args: name: tells the part from others.
+        """
+        return None, self
+
 
 _NOTHING = contextlib.nullcontext()
 UNCHECKED = Unchecked()
@@ -127,6 +134,13 @@ class Contract(Unchecked):
         with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
             mark_raised_by_all(error)
             raise error
+
+    def of_part(self, mpi: MpiTransport, name: str) -> tuple[Any, Contract]:
+        name = f"{self.name}/{name}"
+        ways, station = None, None
+        if self.station.of_part is not None:
+            ways, station = self.station.of_part(mpi, name)
+        return ways, Contract(mpi, name, station, self.check, self.timeline)
 
     def enter(
         self,

@@ -13,7 +13,7 @@ from mpistrat.communicators import job_end
 from mpistrat.communicators.call_signature import CallSignature, signature_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.compressed import CompressedTransport
-from mpistrat.communicators.contract import UNCHECKED, Contract, Unchecked
+from mpistrat.communicators.contract import UNCHECKED, Unchecked
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.reduction import OPS, SUM, Reduction, as_reduction
 from mpistrat.communicators.ring import RingTransport
@@ -80,9 +80,7 @@ class Router(Communicator):
         splits: the communicators that were made of this one.
     """
 
-    def __init__(
-        self, ways: Ways | Sequence[Transport], contract: Contract | Unchecked = UNCHECKED
-    ) -> None:
+    def __init__(self, ways: Ways | Sequence[Transport], contract: Unchecked = UNCHECKED) -> None:
         ways = ways if isinstance(ways, Ways) else Ways(ways)
         self.transports = list(ways.transports)
         assert isinstance(self.transports[-1], MpiTransport)
@@ -183,16 +181,10 @@ class Router(Communicator):
             self.mpi.barrier()
 
     def split(self, color: int, key: int = 0) -> Router:
-        contract = self.contract
         with self._enter("split"):
             mpi = self.mpi.split(color, key)
-            if not isinstance(contract, Contract):
-                return Router([mpi])
-            name = f"{contract.name}/{len(self.splits)}:{color}"
-            ways, station = Ways([mpi]), None
-            if contract.station.of_part is not None:
-                ways, station = contract.station.of_part(mpi, name)
-        part = Router(ways, Contract(mpi, name, station, contract.check, contract.timeline))
+            ways, contract = self.contract.of_part(mpi, f"{len(self.splits)}:{color}")
+        part = Router(ways or [mpi], contract)
         self.splits.append(part)
         return part
 

@@ -405,7 +405,9 @@ class GradientReducer:
         for slot, total in zip(slots, totals, strict=True):
             parameter = parameters[slot]
             sums[slot] = (
-                torch.sparse_coo_tensor(total.indices[None], total.values, parameter.shape)
+                torch.sparse_coo_tensor(
+                    total.indices[None], total.values, parameter.shape, check_invariants=False
+                )
                 if isinstance(total, IndexedSlices) and parameter is not None
                 else total
             )

@@ -1,0 +1,157 @@
+"""How communicators are put together: one router, transports that it asks in turn, and no tower of wrappers."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat import communicators
+from mpistrat.communicators import SUM, Communicator, LocalCommunicator, router
+from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.contract import Contract
+from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.router import Router
+from mpistrat.communicators.transport import Mover, Transport
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+PACKAGE = Path(communicators.__file__).parents[1]
+CALLS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+
+
+@pytest.fixture(scope="module")
+def movers():
+    for module in pkgutil.iter_modules(communicators.__path__, "mpistrat.communicators."):
+        importlib.import_module(module.name)
+    return subclasses(Mover)
+
+
+def subclasses(of):
+    own = {kind for kind in of.__subclasses__() if kind.__module__.startswith("mpistrat.")}
+    return own.union(*map(subclasses, own))
+
+
+def test_only_the_router_is_a_communicator_of_several_ranks():
+    """What moves bytes wraps none, tracing is no subclass, and neither is the check."""
+    kinds = {kind for kind in subclasses(Communicator) if not issubclass(kind, Router)}
+    assert kinds == {LocalCommunicator}
+    assert {kind.__module__ for kind in subclasses(Router)} <= {router.__name__}
+
+
+def test_transports_have_one_signature(movers):
+    """The operands of the base class, by the same names; what comes after them is a transport's own."""
+    assert len(movers) > 10
+    for kind in movers:
+        for call in CALLS:
+            expected = list(inspect.signature(getattr(Mover, call)).parameters)
+            given = list(inspect.signature(getattr(kind, call)).parameters)
+            assert given[: len(expected)] == expected, (kind, call)
+
+
+def test_a_transport_refuses_what_it_does_not_take(movers):
+    class Nothing(Transport):
+        def choose(self, call, buffer, reduction=SUM, out=None, tree=None):
+            return None
+
+        def explain(self, rest):
+            return rest
+
+    for call, operands in (
+        ("all_reduce", (np.ones(1), SUM)),
+        ("reduce", (np.ones(1), 0, SUM)),
+        ("reduce_scatter", (np.ones(1), np.ones(1), SUM)),
+        ("broadcast", (np.ones(1), 0)),
+        ("all_gather", (np.ones(1),)),
+    ):
+        with pytest.raises(TypeError, match=f"Nothing does not take {call}"):
+            getattr(Nothing(), call)(*operands)
+
+
+def imports_of(module):
+    tree = ast.parse((PACKAGE / "communicators" / f"{module}.py").read_text())
+    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+
+def test_mpi_and_the_ring_do_not_import_each_other():
+    both = {
+        "mpistrat.communicators.ring" in imports_of("mpi"),
+        "mpistrat.communicators.mpi" in imports_of("ring"),
+    }
+    assert both == {False, True}  # the ring's messages are MPI's
+
+
+def test_nothing_asks_whether_calls_are_checked():
+    """By class: a communicator of one rank and one without a check are used as any other."""
+    asked = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                if names & {"Contract", "Unchecked", "LocalCommunicator"}:
+                    asked.append((path, node.lineno))
+    assert asked == []
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_transport_that_takes_a_call_moves_its_bytes():
+    moved = []
+
+    class First(Transport):
+        """Takes sums of float64."""
+
+        def choose(self, call, buffer, reduction=SUM, out=None, tree=None):
+            taken = call == "all_reduce" and reduction.op == "sum" and buffer.dtype == np.float64
+            return self if taken else None
+
+        def all_reduce(self, buffer, reduction, out=None, tree=None):
+            moved.append(reduction)
+            MpiTransport.all_reduce(communicator.mpi, buffer, reduction, out, tree)
+
+        def explain(self, rest):
+            return f"float64 by itself\n{rest}"
+
+    mpi = MpiTransport(WORLD.Dup())
+    communicator = Router([First(), mpi], Contract(mpi, "tests"))
+    sums = communicators.reducing("sum", "of the first", 0.5)
+    value = np.full(3, 4.0)
+    communicator.all_reduce(value, sums)
+    assert value.tolist() == [2.0 * SIZE] * 3
+    communicator.all_reduce(np.ones(3), "max")
+    communicator.all_reduce(np.ones(3, np.float32))
+    communicator.broadcast(np.ones(3))
+    assert moved == [sums]
+    assert communicator.explain().startswith("float64 by itself\n")
+    assert communicator.contract.calls == 4
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_call_is_checked_and_recorded_once(monkeypatch):
+    """Also one that goes through several groups of ranks."""
+    communicator = communicator_for(WORLD.Dup())
+    communicator.all_reduce(np.ones(1 << 18))  # measures, once
+    before = communicator.contract.calls
+    record, entered = communicator.station.record, []
+    monkeypatch.setattr(record, "enter", lambda *args: entered.append(args))
+    communicator.all_reduce(np.ones(1 << 18))
+    communicator.all_reduce(np.ones(2))
+    communicator.broadcast(np.ones(1 << 18))
+    assert communicator.contract.calls == before + 3
+    assert len(entered) == 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scales_of_all_reductions():
+    communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
+    halved = communicators.reducing(scale=0.5)
+    value = np.full(2 * SIZE, 1.0)
+    communicator.reduce(value, SIZE - 1, halved)
+    assert value[0] == (SIZE / 2 if communicator.rank == SIZE - 1 else 1.0)
+    out = np.empty(2)
+    communicator.reduce_scatter(np.ones(2 * SIZE), out, halved)
+    assert out.tolist() == [SIZE / 2] * 2
