@@ -1,7 +1,7 @@
 """What a call of mpistrat costs beside the bare one.
 
 python benchmarks/overheads.py                 # strategy.run of an empty function
-mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's Allreduce
+mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's Allreduce; of many tensors beside one
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 import mpistrat as ms
@@ -20,8 +21,11 @@ from mpistrat.communicators.construction import communicator_for, ways_of
 from mpistrat.communicators.contract import Contract
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.shared_slots import LARGEST
 from mpistrat.flight_recorder.record import RankRecord, text_of
 from mpistrat.trace.timeline import Timeline, host_clock
+
+TENSORS = 200
 
 
 def empty() -> None:
@@ -54,8 +58,9 @@ def run_of_nothing(num_rounds: int) -> list[dict[str, Any]]:
 
 
 def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
-    """`ReplicaContext.all_reduce`, checks on, beside Allreduce on prebuilt NumPy buffers."""
+    """The communicator's call and `ReplicaContext.all_reduce`, checks on, beside Allreduce on NumPy buffers."""
     strategy = ms.MultiWorkerMirroredStrategy()
+    communicator = strategy.extended.communicator
     rows = []
 
     def measure(elements: int, repeat: int) -> None:
@@ -66,25 +71,70 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
         rounds = compare(
             {
                 "raw": lambda: MPI.COMM_WORLD.Allreduce(send, receive),
+                "communicator": lambda: communicator.all_reduce(send, out=receive),
                 "mpistrat": lambda: context.all_reduce("sum", send),
             },
             repeat,
             num_rounds,
         )
-        raw, ours = medians(rounds).values()
+        raw, of_communicator, ours = medians(rounds).values()
+        small = send.nbytes <= LARGEST
         rows.append(
             {
                 "all_reduce, bytes": send.nbytes,
                 "raw us": raw,
+                "communicator us": of_communicator,
+                "more us": of_communicator - raw,
+                "limit": 5.0 if small else "",
                 "mpistrat us": ours,
                 "difference us": ours - raw,
+                "limit us": 8.0 if small else "",
                 "ratio": ours / raw,
                 "samples": rounds,
             }
         )
 
-    for elements, repeat in ((1, 2000), (1 << 12, 500), (1 << 18, 50), (1 << 22, 10)):
+    for elements, repeat in (
+        *((2, 2000), (64, 2000), (1 << 10, 2000), (1 << 12, 500)),
+        *((1 << 18, 50), (1 << 22, 10)),
+    ):
         strategy.run(measure, (elements, repeat))
+    return rows
+
+
+def structures(num_rounds: int) -> list[dict[str, Any]]:
+    """`ReplicaContext.all_reduce` of 200 tensors beside one tensor of as many bytes."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    rows = []
+
+    def measure(elements: int) -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        parts = [torch.ones(elements) for _ in range(TENSORS)]
+        named = {f"layer {i}": part for i, part in enumerate(parts)}
+        one = torch.ones(TENSORS * elements)
+        rounds = compare(
+            {
+                "one": lambda: context.all_reduce("sum", one),
+                "list": lambda: context.all_reduce("sum", parts),
+                "dictionary": lambda: context.all_reduce("sum", named),
+            },
+            20,
+            num_rounds,
+        )
+        times = medians(rounds)
+        rows.append(
+            {
+                f"{TENSORS} tensors of, bytes": parts[0].nbytes,
+                **{f"{name} us": us for name, us in times.items()},
+                "list / one": times["list"] / times["one"],
+                "dictionary / one": times["dictionary"] / times["one"],
+                "samples": rounds,
+            }
+        )
+
+    for elements in (64, 256, 1024, 4096):
+        strategy.run(measure, (elements,))
     return rows
 
 
@@ -143,6 +193,7 @@ def main() -> None:
     report("strategy.run", run_of_nothing(rounds), prefix and f"{prefix}run.json")
     if MPI.COMM_WORLD.size > 1:
         report("all_reduce", all_reduce(rounds), prefix and f"{prefix}all_reduce.json")
+        report("structures", structures(rounds), prefix and f"{prefix}structures.json")
         report("agreement", agreement(rounds), prefix and f"{prefix}agreement.json")
 
 

@@ -27,8 +27,9 @@ from mpistrat.bench.models.model import Model
 from mpistrat.bench.report import report
 from mpistrat.bench.rounds import all_ranks, compare, medians
 from mpistrat.bench.work import Step, Work, alone, with_strategy
-from mpistrat.pytorch.lazy_buffers import LazyBuffers
-from mpistrat.pytorch.registry import Registry
+from mpistrat.communicators import reducing
+from mpistrat.cross_device_ops.packing import Packer
+from mpistrat.pytorch.lazy_all_reduce import LazyAllReduce
 
 OURS = "mpistrat"
 DEVICE = "xla:0"
@@ -87,12 +88,12 @@ def sums(num_rounds: int) -> list[dict[str, Any]]:
     communicator = strategy.extended.communicator
     if communicator.takes_device_buffers:
         sys.exit("XLA sums over these ranks itself, in the step's graph: nothing goes by the host")
-    buffers = LazyBuffers(Registry(), None, lambda flat: flat)
+    sums, packer = LazyAllReduce(communicator, lambda flat: flat), Packer()
     value = torch.arange(NUM_VALUES) % 3 + 1.0
     (flat,) = xm.send_cpu_data_to_device([value * (communicator.rank + 1)], DEVICE)
 
     def ours() -> torch.Tensor:
-        return buffers._sum(communicator, flat, "gradients", None, None)
+        return sums._sum(packer, flat, reducing(label="gradients"))
 
     def mpi() -> torch.Tensor:
         there = flat.cpu()

@@ -45,11 +45,15 @@ def is_on_xla(array: Array) -> bool:
 
 def is_on_accelerator(array: Array) -> bool:
     """Whether it is in the memory of a GPU or of an XLA device."""
-    return is_on_gpu(array) or is_on_xla(array)
+    if array.__class__ is np.ndarray:
+        return False
+    if is_torch(array):
+        return not array.is_cpu and (bool(array.is_cuda) or array.device.type == "xla")
+    return is_cupy(array)
 
 
 def is_array(value: object) -> bool:
-    return _is_numpy(value) or is_torch(value) or is_cupy(value)
+    return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or is_cupy(value)
 
 
 def is_number(value: object) -> bool:
@@ -90,6 +94,12 @@ def dtype_like(name: str, like: Array) -> Any:
 
         return getattr(torch, name)
     return np.dtype(name)
+
+
+@functools.cache
+def numpy_knows(dtype: Any) -> bool:
+    """Whether tensors of `dtype` can be NumPy arrays: not those of bfloat16 and of 8-bit floats."""
+    return hasattr(np, _name_of(dtype)) or _name_of(dtype) == "bool"
 
 
 def itemsize(array: Array) -> int:
@@ -268,11 +278,12 @@ def to_host(array: Array) -> Array:
     if array.__class__ is np.ndarray:
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     if is_torch(array):
+        plain = array.is_cpu and not array.requires_grad and not array.is_conj()
+        if plain and array.is_contiguous():
+            return array
         if is_on_xla(array):
             return xla.to_host(array)
-        if array.is_cpu and array.is_contiguous() and not array.requires_grad:
-            return array
-        return array.detach().cpu().contiguous()
+        return array.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if is_cupy(array):
         return array.get()
     return np.ascontiguousarray(array) if array.ndim else np.asarray(array)

@@ -53,6 +53,7 @@ class CrossReplicaOps:
 
     Attributes:
         over_ranks: what combines the replicas of all ranks.
+        has_custom_ops: the user gave a policy of their own.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CrossReplicaOps:
         self.num_local_replicas = replicas_of_ranks[communicator.rank]
         self.num_replicas = sum(replicas_of_ranks)
         self._custom = cross_device_ops
+        self.has_custom_ops = cross_device_ops is not None
         self.options = options
         self.over_ranks = (
             OrderedAllReduce(communicator, replicas_of_ranks, options)
@@ -81,11 +83,6 @@ class CrossReplicaOps:
         )
         self._unequal = min(replicas_of_ranks) < max(replicas_of_ranks)
         self._rank_of_most = replicas_of_ranks.index(max(replicas_of_ranks))
-
-    @property
-    def has_custom_ops(self) -> bool:
-        """Whether the user gave a policy of their own."""
-        return self._custom is not None
 
     def components(self, value: Any) -> tuple[Any, ...]:
         """What each replica of this rank contributes; one object passed by all counts for each."""

@@ -57,8 +57,12 @@ class RecycledBuffers:
         )
 
     def like(self, array: Array) -> Array:
-        """A C-contiguous array of the shape and dtype of `array`, a NumPy array or a CPU tensor."""
-        return self.empty(array.shape, array.dtype)
+        """An array of the shape and dtype of `array`, a C-contiguous NumPy array or CPU tensor."""
+        if array.nbytes >= _SMALLEST:
+            return self.empty(array.shape, array.dtype)
+        if isinstance(array, np.ndarray):
+            return np.empty_like(array)
+        return sys.modules["torch"].empty_like(array)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """A C-contiguous NumPy array, or a CPU tensor, whose dtype it is."""

@@ -16,9 +16,10 @@ class ReduceOp(enum.Enum):
         """`op` itself, or the member that a string names in any case ("sum", "Mean")."""
         if isinstance(op, cls):
             return op
-        found = _BY_NAME.get(op.upper()) if isinstance(op, str) else None
-        if found is not None:
-            return found
+        if isinstance(op, str):
+            found = _BY_NAME.get(op) or _BY_NAME.get(op.upper())
+            if found is not None:
+                return found
         raise ValueError(
             f"reduce_op must be ReduceOp.SUM, ReduceOp.MEAN, 'sum' or 'mean'; got {op!r}"
         )
@@ -33,7 +34,7 @@ class ReduceOp(enum.Enum):
         raise ValueError(f"{aggregation} is not a reduction; only SUM and MEAN are")
 
 
-_BY_NAME = dict(ReduceOp.__members__)  # which is slower to ask
+_BY_NAME = {spelling: op for op in ReduceOp for spelling in (op.name, op.name.lower())}
 
 
 class VariableSynchronization(enum.Enum):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat import nest
+from mpistrat import nest, spans
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
@@ -18,7 +18,6 @@ from mpistrat.input.distributed_dataset import (
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy_extended import StrategyExtended
-from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 
 if TYPE_CHECKING:

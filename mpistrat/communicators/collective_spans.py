@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 from mpistrat.communicators.call_signature import CallSignature
+from mpistrat.spans import NoCollectiveSpans
 from mpistrat.trace import profiler
 from mpistrat.trace.timeline import Timeline
 
@@ -16,23 +17,7 @@ from mpistrat.trace.timeline import Timeline
 _DISTINCT_CALLS = 4096
 
 
-class NoSpans:
-    """Nothing is traced."""
-
-    def begin(self, signature: CallSignature, code: CodeType, line: int) -> None:
-        """This rank enters a collective, called at `line` of `code`."""
-
-    def together(self) -> None:
-        """All ranks have entered it."""
-
-    def end(self, number: int) -> None:
-        """This rank leaves it: the `number`-th of its communicator."""
-
-
-NO_SPANS = NoSpans()
-
-
-class CollectiveSpans(NoSpans):
+class CollectiveSpans(NoCollectiveSpans):
     """Each call of a communicator is an event on `timeline`.
 
     Args:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.communicators.agreement import Agreement, BoardAgreement, MessageAgreement
 from mpistrat.communicators.call_signature import CallSignature, explain_difference, signature_of
 from mpistrat.communicators.call_site import call_site, outside
-from mpistrat.communicators.collective_spans import NO_SPANS, CollectiveSpans
 from mpistrat.communicators.communicator import mark_raised_by_all
 from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.flight_recorder.record import ABORT
+from mpistrat.spans import NO_COLLECTIVE_SPANS
 
 if TYPE_CHECKING:
     from mpistrat.communicators.mpi import MpiTransport
@@ -110,7 +110,11 @@ class Contract(Unchecked):
                 if self.station.peers is None
                 else BoardAgreement(self.station)
             )
-        self._spans = NO_SPANS if timeline is None else CollectiveSpans(timeline, name, self.size)
+        self._spans = NO_COLLECTIVE_SPANS
+        if timeline is not None:
+            from mpistrat.communicators.collective_spans import CollectiveSpans
+
+            self._spans = CollectiveSpans(timeline, name, self.size)
         self._inside = _Inside(self)
         self._called_at: tuple[CodeType, int] | None = None
         self._thread = 0  # the one that is, or was last, inside a collective

@@ -9,6 +9,8 @@ from mpistrat.arrays import Array, is_torch
 
 def view_of(buffer: Array) -> np.ndarray:
     """`buffer`'s own memory as a NumPy array; dtypes that NumPy lacks appear as unsigned integers."""
+    if buffer.__class__ is np.ndarray:
+        return buffer
     if is_torch(buffer):
         try:
             return (buffer.detach() if buffer.requires_grad else buffer).numpy()

@@ -251,8 +251,8 @@ class Window(Mover):
         """
         if buffer.nbytes > self.capacity:
             return None
+        mine = NOWHERE if out is not None else self.place_of(bytes_of(buffer))
         with self._blocks:
-            mine = NOWHERE if out is not None else self.place_of(bytes_of(buffer))
             self._places = self._blocks.tell(mine)
         return None if NOWHERE in self._places else self._places
 

@@ -33,11 +33,10 @@ class Reduction:
     scale: float | None = None
     compressor: Compressor | None = dataclasses.field(default=None, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.op, self.label, self.scale)))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]  # a reduction is looked up at every call
+    @functools.cached_property
+    def agreed(self) -> tuple[str, str, float | None]:
+        """What the ranks must agree on."""
+        return self.op, self.label, self.scale
 
     @property
     def plain(self) -> Reduction:

@@ -114,7 +114,7 @@ class Router(Communicator):
         if out is not None and (out.shape != buffer.shape or out.dtype != buffer.dtype):
             self._refuse_out(buffer, out)
         kind = self._kind(buffer) if self.takes_device_buffers else None
-        key = (reduction, buffer.dtype, buffer.shape, kind)
+        key = (reduction.agreed, buffer.dtype, buffer.shape, kind)
         signature, slot = self._calls.get(key) or self._learn(key, buffer, reduction)
         contract = self.contract
         if slot is None:
@@ -327,10 +327,15 @@ class _Overridden(Router):
     """Moves bytes by `implementation`. Its calls are `router`'s, and are counted and recorded there."""
 
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:
-        ways = Ways(router.transports, router._memory, router._slots)
-        if implementation is CommunicationImplementation.RING:
+        ways = Ways(
+            router.transports, router._memory, router._slots
+        )  # NCCL's wish is granted anyway
+        if implementation is not CommunicationImplementation.NCCL:
+            messages: list[Transport] = [router.mpi]
+            if implementation is CommunicationImplementation.RING:
+                messages.insert(0, RingTransport(router.mpi))
             crosses = [t for t in router.transports if isinstance(t, CompressedTransport)]
-            ways = Ways([*crosses, RingTransport(router.mpi), router.mpi])
+            ways = Ways([*crosses, *messages])
         super().__init__(ways, router.contract)
         self._router, self._implementation = router, implementation
         self._last_words = (f"by {implementation.name}",)

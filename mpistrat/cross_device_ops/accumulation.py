@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,33 @@ def check_summable(values: Sequence[Array]) -> None:
             raise InvalidArgumentError(
                 f"all replicas must pass the same shape and dtype; got {given}"
             )
+
+
+def sums_of(values: Sequence[Sequence[Any]]) -> list[Any]:
+    """What a rank contributes of each value: as `sum_of`."""
+    if len(values) == 1:
+        return [sum_of(values[0])]
+    if all(len(components) == 1 for components in values):
+        firsts = [components[0] for components in values]
+        if are_plain(firsts) and all(map(is_summable, {first.dtype for first in firsts})):
+            return firsts
+    return [sum_of(components) for components in values]
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all are NumPy arrays, or tensors that require no gradient: what needs no look at each of them."""
+    kinds = set(map(type, values))
+    if len(kinds) != 1:
+        return False
+    kind = kinds.pop()
+    if kind is np.ndarray:
+        return True
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and kind is torch.Tensor
+        and not any(value.requires_grad for value in values)
+    )
 
 
 def sum_of(components: Sequence[Any]) -> Any:

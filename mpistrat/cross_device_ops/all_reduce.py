@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
@@ -176,26 +179,30 @@ class MpiAllReduce(CrossDeviceOps):
             if options is not None:
                 merged = merged.merge(options)
                 implementation = implementation_of(merged)
-            sums = [accumulation.sum_of(components) for components in values]
+            results = accumulation.sums_of(values)
         except Exception as error:
             self.communicator.raise_together(error)
         communicator = self.communicator.by(implementation)
         name = name_of(reduce_op, label)
-        results = list(sums)
-        for group in packing.groups(sums, merged.bytes_per_pack):
-            like = [sums[i] for i in group]
+        groups = packing.groups(results, merged.bytes_per_pack)
+        if sum(map(len, groups)) < len(results):
+            for i, total in enumerate(results):
+                if isinstance(total, IndexedSlices):
+                    results[i] = self._all_gather_slices(communicator, total, name)
+        for group in groups:
+            like = [results[i] for i in group]
             given, out, pieces = self._pack(communicator, like)
             communicator.all_reduce(given, reducing("sum", packing.name_of(name, like)), out=out)
             if pieces is None:
                 total = arrays.to_device_of(given if out is None else out, like[0])
                 pieces = [total] if len(like) == 1 else packing.unpack(total, like)
-            for i, value in zip(group, pieces, strict=True):
-                results[i] = value
-        for i, total in enumerate(sums):
-            if isinstance(total, IndexedSlices):
-                results[i] = self._all_gather_slices(communicator, total, name)
-        counts = [len(components) * communicator.size for components in values]
-        return finished(reduce_op, results, values, counts)
+            for i, piece in zip(group, pieces):  # noqa: B905 - strict takes 0.1 us
+                results[i] = piece
+        if reduce_op is ReduceOp.MEAN:
+            size = communicator.size
+            counts = [len(components) * size for components in values]
+            results = means(results, counts)
+        return as_given(results, values)
 
     def _pack(
         self, communicator: Communicator, like: Sequence[Array]
@@ -208,8 +215,12 @@ class MpiAllReduce(CrossDeviceOps):
         stays = not on_device or communicator.takes_device_buffers or communicator.size == 1
         if len(like) == 1 and not (on_device and stays):
             host = arrays.to_host(like[0])
-            out = self._packer.empty(host.shape, host.dtype)
-            return host, out, None if on_device else [out]
+            if on_device or not arrays.is_torch(host) or not arrays.numpy_knows(host.dtype):
+                out = self._packer.like(host)
+                return host, out, None if on_device else [out]
+            view = host.numpy()  # NumPy's calls take a third of the time of torch's
+            out = self._packer.like(view)
+            return view, out, [sys.modules["torch"].from_numpy(out)]
         flat, pieces = self._packer.join(like)
         return (flat, None, pieces) if stays else (arrays.to_host(flat), None, None)
 
@@ -310,16 +321,15 @@ def name_of(reduce_op: ReduceOp, label: str) -> str:
     return f"{name} of {label}" if label else name
 
 
-def finished(
-    reduce_op: ReduceOp,
-    sums: list[Any],
-    values: Sequence[Sequence[Any]],
-    counts: Sequence[int],
-) -> list[Any]:
-    """The `sums` of `values`, or their means over `counts` components; of Python numbers Python numbers."""
-    if reduce_op is ReduceOp.MEAN:
-        sums = [accumulation.divide(t, count) for t, count in zip(sums, counts, strict=True)]
+def means(sums: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """Of so many components each."""
+    return [accumulation.divide(total, count) for total, count in zip(sums, counts, strict=True)]
+
+
+def as_given(results: list[Any], values: Sequence[Sequence[Any]]) -> list[Any]:
+    """`results`, of Python numbers Python numbers."""
     for i, components in enumerate(values):
-        if arrays.is_number(components[0]):
-            sums[i] = sums[i].item()
-    return sums
+        first = components[0]
+        if first.__class__ is not np.ndarray and arrays.is_number(first):
+            results[i] = results[i].item()
+    return results

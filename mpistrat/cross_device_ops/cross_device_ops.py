@@ -86,7 +86,8 @@ class CrossDeviceOps:
 
     Subclass it and implement `reduce_implementation` and `batch_reduce_implementation` to give a
     strategy an algorithm of your own. Operands hold the components of this rank's replicas; a strategy
-    that spans ranks combines the results over the ranks itself.
+    that spans ranks combines the results over the ranks itself. `backward()` inside `run` gives the
+    gradients of all parameters that were used to one `batch_reduce` with SUM, each with its parameter.
     """
 
     def reduce(

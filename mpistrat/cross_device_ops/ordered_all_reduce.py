@@ -10,7 +10,7 @@ from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
 from mpistrat.cross_device_ops import accumulation, packing
-from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, finished, name_of
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, as_given, means, name_of
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 
@@ -63,8 +63,9 @@ class OrderedAllReduce(MpiAllReduce):
             sums = self._sum(self._packer, None, like, own, reducing(label=name))
             for i, total in zip(group, sums, strict=True):
                 results[i] = total
-        count = sum(self._components_of_ranks)
-        return finished(reduce_op, results, values, [count] * len(values))
+        if reduce_op is ReduceOp.MEAN:
+            results = means(results, [sum(self._components_of_ranks)] * len(values))
+        return as_given(results, values)
 
     def all_reduce_packs(
         self,

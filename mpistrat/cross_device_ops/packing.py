@@ -11,6 +11,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.indexed_slices import IndexedSlices
@@ -40,8 +42,8 @@ class Packer:
 
     def __init__(self) -> None:
         self._recycled = RecycledBuffers()
-        # Of a shape and a dtype: an array on the host, uninitialized.
-        self.empty = self._recycled.empty
+        # As an array on the host: another, uninitialized.
+        self.like = self._recycled.like
 
     def packs(
         self,
@@ -106,7 +108,7 @@ class Packer:
             flat = concatenated(values)
             return flat, unpack(flat, values)
         length = sum([arrays.num_elements(value) for value in values])
-        flat = self.empty((length,), values[0].dtype)
+        flat = self._recycled.empty((length,), values[0].dtype)
         pieces = unpack(flat, values)
         fill(pieces, values)
         return flat, pieces
@@ -114,6 +116,8 @@ class Packer:
 
 def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
+    if len({like[i].dtype for i in indices}) == 1 and _are_on_host([like[i] for i in indices]):
+        return [list(indices)]
     found: dict[tuple[Any, Any], list[int]] = {}
     for i in indices:
         key = (like[i].dtype, _device_of(like[i]))
@@ -122,6 +126,13 @@ def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
         else:
             found[key] = [i]
     return list(found.values())
+
+
+def _are_on_host(values: Sequence[Any]) -> bool:
+    """Whether they surely are; of one dtype, so of one library."""
+    if arrays.is_torch(values[0]):
+        return all(value.is_cpu for value in values)
+    return all(type(value) is np.ndarray for value in values)
 
 
 def _device_of(array: Array) -> Any:
@@ -230,9 +241,9 @@ def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped")
 
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     """Which of `values` share a pack: by dtype, device and size, the last first. IndexedSlices and None have none."""
+    if len(values) == 1:
+        return [] if values[0] is None or isinstance(values[0], IndexedSlices) else [[0]]
     dense = [i for i, v in enumerate(values) if v is not None and not isinstance(v, IndexedSlices)]
-    if len(dense) == 1:
-        return [dense]
     found = []
     for group in alike(values, dense):
         start = 0
@@ -247,7 +258,7 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
 
 def name_of(name: str, like: Sequence[Array]) -> str:
     """The label of a pack; of several arrays it has their shapes."""
-    return name if len(like) == 1 else _with_shapes(name, tuple(value.shape for value in like))
+    return name if len(like) == 1 else _with_shapes(name, tuple([value.shape for value in like]))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -53,10 +53,11 @@ _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
 _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 
-_ENTRY = struct.Struct(
-    "=QqqIHH"
-)  # number, entered, waited, board, bytes of the call, bytes of its site
+# Number, entered, waited, board, bytes of the call, bytes of its site; then the text, which is filled up with zeros.
+_ENTRY = struct.Struct("=QqqIHH")
 _TEXT_BYTES = _ENTRY_BYTES - _ENTRY.size
+_WHOLE_ENTRY = struct.Struct(f"{_ENTRY.format}{_TEXT_BYTES}s")
+_FIRST_WAITED, _ENTRY_WORDS = (_FIRST_ENTRY + 16) // 8, _ENTRY_BYTES // 8
 MAX_SITE = 110
 
 
@@ -112,11 +113,9 @@ class RankRecord:
         number = next(self._numbers)
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         now = time.monotonic_ns()
-        _ENTRY.pack_into(
-            self._map, offset, calls, now, -1, board, call_bytes, len(text) - call_bytes
+        _WHOLE_ENTRY.pack_into(
+            self._map, offset, calls, now, -1, board, call_bytes, len(text) - call_bytes, text
         )
-        start = offset + _ENTRY.size
-        self._map[start : start + len(text)] = text
         words[ENTRIES] = words[board + ENTRY] = number
         words[board + CALLS] = calls
         words[board + SINCE] = now
@@ -126,9 +125,7 @@ class RankRecord:
         words = self.words
         now = time.monotonic_ns()
         nanoseconds = now - words[board + SINCE]
-        _WAITED_NS.pack_into(
-            self._map, _FIRST_ENTRY + words[board + ENTRY] % RING * _ENTRY_BYTES + 16, nanoseconds
-        )
+        words[_FIRST_WAITED + words[board + ENTRY] % RING * _ENTRY_WORDS] = nanoseconds
         second = now // 1_000_000_000
         bucket = second % RING
         if words[_WAITED_SECOND + bucket] != second:
@@ -209,9 +206,6 @@ class RankRecord:
         call = text[:call_bytes].decode(errors="replace")
         site = text[call_bytes:].decode(errors="replace")
         return Entry(calls, entered, waited, board, call, site)
-
-
-_WAITED_NS = struct.Struct("=q")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mpistrat import spans
 from mpistrat.communicators import Reduction, reducing
 from mpistrat.context import current_mode, get_replica_context
 from mpistrat.cross_device_ops import MpiAllReduce
@@ -38,7 +39,6 @@ from mpistrat.pytorch.overlap import Overlap
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.unsynchronized import Unsynchronized
 from mpistrat.pytorch.wires import Wires
-from mpistrat.trace import spans
 from mpistrat.values import PerReplica
 from mpistrat.wire_formats import ShortFloats
 

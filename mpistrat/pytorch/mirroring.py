@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpistrat import spans
 from mpistrat.communicators import reducing
 from mpistrat.context import require_cross_replica
 from mpistrat.cross_device_ops import packing
@@ -22,7 +23,6 @@ from mpistrat.pytorch.recording import Recorder
 from mpistrat.pytorch.registry import Registry
 from mpistrat.pytorch.shared_parameters import SharedParameters
 from mpistrat.pytorch.slice_steps import SliceSteps
-from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy

@@ -72,7 +72,7 @@ class MirroredStrategy(Strategy):
     Args:
         devices: this rank's devices, one replica each, e.g. ["cpu:0", "cpu:1"]; None or [] is one
             replica on the rank's own device. Torch modules take the first device for all replicas.
-        cross_device_ops: how values are reduced among this rank's devices.
+        cross_device_ops: how values, and gradients in `backward()`, are reduced among this rank's replicas.
         comm: the mpi4py communicator of the ranks that take part; None is those of this node.
         communication_options: defaults of every collective.
         gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or

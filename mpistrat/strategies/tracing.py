@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from mpistrat import spans
 from mpistrat.cluster_resolver.mpi import start_mpi
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator
 from mpistrat.errors import TopologyError
-from mpistrat.trace import spans
 
 
 def trace_ranges(communicator: Communicator) -> None:
@@ -33,6 +33,8 @@ def trace_ranges(communicator: Communicator) -> None:
                 f"MPISTRAT_TRACE={folder!r}: rank {rank} cannot write its part of the trace there ({error}); name a "
                 "folder that it can make and write to, or unset it"
             ) from None
-    spans.begin(timeline)
+    from mpistrat.trace import ranges
+
+    ranges.begin(timeline)
     if "torch" in sys.modules:
         spans.current.watch_optimizers()

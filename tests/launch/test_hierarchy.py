@@ -9,6 +9,8 @@ import pytest
 
 from support.harness.mpi_launcher import Launcher
 
+TESTS = Path(__file__).parents[1]
+
 PROGRAM = """
 import numpy as np, torch
 from mpi4py import MPI
@@ -96,6 +98,16 @@ alone(examples).square().mean().backward()
 torch.testing.assert_close(model.weight.grad, alone.weight.grad, rtol=1e-4, atol=1e-6)
 assert taken
 assert len(set(MPI.COMM_WORLD.allgather(model.weight.grad.numpy().tobytes()))) == 1
+
+# Few calls lie between the program and its first byte, which goes to the other ranks of the node.
+from support.frames import Frames, watching
+
+frames, hierarchy.all_reduce = Frames(), by_node
+hierarchy.node.blocks.combine_slice = watching(hierarchy.node.blocks.combine_slice, frames, itself=True)
+value = np.ones(1 << 20, np.float32)
+strategy.run(lambda: ms.get_replica_context().all_reduce("sum", value))
+calls = frames.since("all_reduce", "replica_context.py")
+assert len(calls) <= 7, calls
 assert f"{size} ranks on 2 nodes: by node, in {size // 2} slices between the nodes" in strategy.extended.explain()
 if rank == 0:
     print("all is well", flush=True)
@@ -107,7 +119,7 @@ if rank == 0:
 def test_slices_go_between_the_nodes(tmp_path: Path, ranks: int) -> None:
     """Two nodes; of three ranks, one stands alone on its."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(f"import sys; sys.path.append({str(TESTS)!r})\n{PROGRAM}")
     environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "OMP_NUM_THREADS": "1"}
     job = Launcher.named("MPICH").run_python(
         ranks, program, env=environment, seconds=90, forked=True

@@ -68,12 +68,17 @@ def test_without_the_check_mpi_sums(through_mpi):
     assert len(through_mpi) == 1
 
 
-def test_a_ring_that_was_asked_for_is_one(communicator):
-    by_ring = communicator.by(ms.CommunicationImplementation.RING)
+@pytest.mark.parametrize("way", ["RING", "MPI"])
+def test_a_way_that_was_asked_for_is_taken(communicator, through_mpi, way):
+    as_asked = communicator.by(ms.CommunicationImplementation[way])
     value = np.ones(3)
-    by_ring.all_reduce(value)
+    as_asked.all_reduce(value)
     assert value.tolist() == [SIZE] * 3
-    assert "all_reduce(sum, float64, (3,), by RING)" in communicator.station.record.last(1)[0].call
+    assert (
+        f"all_reduce(sum, float64, (3,), by {way})" in communicator.station.record.last(1)[0].call
+    )
+    assert len(through_mpi) == (1 if way == "MPI" else 0)
+    assert as_asked.window_buffer(1 << 16) is None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2, 1, 7)])

@@ -52,6 +52,7 @@ LAYERS = (
         "recycled_buffers",
         "reduce_op",
         "riders",
+        "spans",
         "topology",
         "tpu_topology",
         "trace",

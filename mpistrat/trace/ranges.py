@@ -1,8 +1,4 @@
-"""What the program does besides collectives, as ranges on the timeline and in torch's profiler.
-
-The code says where a range is: `with spans.current.range("mirror"): …`. Where nothing is traced, `current` is an object
-that does nothing.
-"""
+"""What the program does besides collectives, as ranges on the timeline and in torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpistrat import spans
 from mpistrat.trace import profiler
 
 if TYPE_CHECKING:
@@ -20,36 +17,14 @@ if TYPE_CHECKING:
 # Names of functions that are told once each; what is forgotten is told again.
 _MOST_FUNCTIONS = 1024
 
-NOTHING = contextlib.nullcontext()
-
-
-class NoSpans:
-    """Nothing is traced."""
-
-    def range(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Around what is called `name`."""
-        return NOTHING
-
-    def run(self, fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-        """Around a `Strategy.run` of `fn`."""
-        return NOTHING
-
-    def watch_optimizers(self) -> None:
-        """Show the steps of torch's optimizers from now on. Torch is loaded."""
-
-
-NO_SPANS = NoSpans()
-current = NO_SPANS  # of this process
-
 
 def begin(timeline: Timeline) -> None:
     """From now on ranges are on `timeline`, which is the process's own; later calls change nothing."""
-    global current
-    if current is NO_SPANS:
-        current = Spans(timeline)
+    if not isinstance(spans.current, Ranges):
+        spans.current = Ranges(timeline)
 
 
-class Spans(NoSpans):
+class Ranges(spans.NoSpans):
     """Ranges on `timeline`."""
 
     def __init__(self, timeline: Timeline) -> None:
