@@ -64,12 +64,12 @@ def flatten(structure: Any) -> list[Any]:
     """The leaves, in order."""
     if not is_structure(structure):
         return [structure]
+    children = _children(structure)
+    if _are_leaves(children):
+        return list(children)
     found: list[Any] = []
-    for child in _children(structure):
-        if is_structure(child):
-            found += flatten(child)
-        else:
-            found.append(child)
+    for child in children:
+        found += flatten(child)
     return found
 
 
@@ -79,8 +79,15 @@ def _children(structure: Any) -> Any:
     return structure
 
 
+def _are_leaves(children: Any) -> bool:
+    """Whether none is a structure itself: by their classes, which are few."""
+    return not any(map(_is_structure, set(map(type, children))))
+
+
 def pack_like(structure: Any, flat: list[Any]) -> Any:
     """The inverse of `flatten`: `flat` arranged as `structure` is."""
+    if isinstance(structure, (list, tuple)) and _are_leaves(structure):
+        return rebuild(structure, list(flat))
     remaining = iter(flat)
     return map_structure(lambda _: next(remaining), structure)
 
@@ -89,7 +96,8 @@ def describe(structure: Any) -> str:
     """The shape of the structure alone, `{'a': [*, *]}`; "*" for a leaf. Equal on all ranks or not."""
     if not is_structure(structure):
         return "*"
-    inside = [describe(child) if is_structure(child) else "*" for child in _children(structure)]
+    children = _children(structure)
+    inside = ["*"] * len(children) if _are_leaves(children) else list(map(describe, children))
     if isinstance(structure, list):
         return "[" + ", ".join(inside) + "]"
     if isinstance(structure, tuple):

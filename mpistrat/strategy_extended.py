@@ -272,7 +272,7 @@ class StrategyExtended(CheckpointRole, StrategyVariables):
         if self.num_replicas_in_sync == 1:
             return list(leaves)
         if self.num_local_replicas == 1 and not self.cross_replica_ops.has_custom_ops:
-            values = [(leaf,) for leaf in leaves]
+            values = list(zip(leaves))
             return self.cross_replica_ops.over_ranks.all_reduce(op, values, options, label)
 
         def merge(strategy: Strategy, calls: Any) -> list[Any]:

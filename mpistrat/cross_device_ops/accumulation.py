@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices
+
+_DTYPE, _REQUIRES_GRAD = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 
 def signature(array: Array) -> str:
@@ -41,9 +44,9 @@ def sums_of(values: Sequence[Sequence[Any]]) -> list[Any]:
     """What a rank contributes of each value: as `sum_of`."""
     if len(values) == 1:
         return [sum_of(values[0])]
-    if all(len(components) == 1 for components in values):
+    if set(map(len, values)) == {1}:
         firsts = [components[0] for components in values]
-        if are_plain(firsts) and all(map(is_summable, {first.dtype for first in firsts})):
+        if are_plain(firsts) and all(map(is_summable, set(map(_DTYPE, firsts)))):
             return firsts
     return [sum_of(components) for components in values]
 
@@ -57,11 +60,7 @@ def are_plain(values: Sequence[Any]) -> bool:
     if kind is np.ndarray:
         return True
     torch = sys.modules.get("torch")
-    return (
-        torch is not None
-        and kind is torch.Tensor
-        and not any(value.requires_grad for value in values)
-    )
+    return torch is not None and kind is torch.Tensor and not any(map(_REQUIRES_GRAD, values))
 
 
 def sum_of(components: Sequence[Any]) -> Any:

@@ -185,12 +185,13 @@ class MpiAllReduce(CrossDeviceOps):
         communicator = self.communicator.by(implementation)
         name = name_of(reduce_op, label)
         groups = packing.groups(results, merged.bytes_per_pack)
-        if sum(map(len, groups)) < len(results):
+        whole = len(groups) == 1 and len(groups[0]) == len(results)
+        if not whole:
             for i, total in enumerate(results):
                 if isinstance(total, IndexedSlices):
                     results[i] = self._all_gather_slices(communicator, total, name)
         for group in groups:
-            like = [results[i] for i in group]
+            like = list(results) if whole else [results[i] for i in group]
             given, out, pieces = self._pack(communicator, like)
             communicator.all_reduce(given, reducing("sum", packing.name_of(name, like)), out=out)
             if pieces is None:
@@ -329,7 +330,8 @@ def means(sums: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 def as_given(results: list[Any], values: Sequence[Sequence[Any]]) -> list[Any]:
     """`results`, of Python numbers Python numbers."""
     for i, components in enumerate(values):
-        first = components[0]
-        if first.__class__ is not np.ndarray and arrays.is_number(first):
+        # What a number has become is NumPy's; most values can be told from numbers by their class.
+        was_array = components[0].__class__ is np.ndarray or results[i].__class__ is not np.ndarray
+        if not was_array and arrays.is_number(components[0]):
             results[i] = results[i].item()
     return results

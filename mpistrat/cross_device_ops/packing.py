@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,9 @@ from mpistrat.recycled_buffers import RecycledBuffers
 
 if TYPE_CHECKING:
     from mpistrat.communicators import Communicator
+
+
+_DTYPE, _SHAPE, _IS_CPU = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 
 
 @dataclasses.dataclass
@@ -110,13 +115,21 @@ class Packer:
         length = sum([arrays.num_elements(value) for value in values])
         flat = self._recycled.empty((length,), values[0].dtype)
         pieces = unpack(flat, values)
-        fill(pieces, values)
+        if arrays.is_torch(flat):
+            sys.modules["torch"]._foreach_copy_(pieces, values)
+        else:
+            fill(pieces, values)
         return flat, pieces
 
 
 def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
-    if len({like[i].dtype for i in indices}) == 1 and _are_on_host([like[i] for i in indices]):
+    some = (
+        like
+        if isinstance(indices, range) and len(indices) == len(like)
+        else [like[i] for i in indices]
+    )
+    if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
         return [list(indices)]
     found: dict[tuple[Any, Any], list[int]] = {}
     for i in indices:
@@ -131,8 +144,8 @@ def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
 def _are_on_host(values: Sequence[Any]) -> bool:
     """Whether they surely are; of one dtype, so of one library."""
     if arrays.is_torch(values[0]):
-        return all(value.is_cpu for value in values)
-    return all(type(value) is np.ndarray for value in values)
+        return all(map(_IS_CPU, values))
+    return set(map(type, values)) == {np.ndarray}
 
 
 def _device_of(array: Array) -> Any:
@@ -239,11 +252,17 @@ def add(pieces: Sequence[Array], values: Sequence[Any], absent: str = "skipped")
             piece += 0
 
 
+# Values that share no pack.
+_WITHOUT = frozenset([IndexedSlices, type(None)])
+
+
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
     """Which of `values` share a pack: by dtype, device and size, the last first. IndexedSlices and None have none."""
     if len(values) == 1:
-        return [] if values[0] is None or isinstance(values[0], IndexedSlices) else [[0]]
-    dense = [i for i, v in enumerate(values) if v is not None and not isinstance(v, IndexedSlices)]
+        return [] if type(values[0]) in _WITHOUT else [[0]]
+    dense: Sequence[int] = range(len(values))
+    if not _WITHOUT.isdisjoint(map(type, values)):
+        dense = [i for i in dense if type(values[i]) not in _WITHOUT]
     found = []
     for group in alike(values, dense):
         start = 0
@@ -258,7 +277,7 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
 
 def name_of(name: str, like: Sequence[Array]) -> str:
     """The label of a pack; of several arrays it has their shapes."""
-    return name if len(like) == 1 else _with_shapes(name, tuple([value.shape for value in like]))
+    return name if len(like) == 1 else _with_shapes(name, tuple(map(_SHAPE, like)))
 
 
 @functools.lru_cache(maxsize=1024)
