@@ -278,8 +278,8 @@ def to_host(array: Array) -> Array:
     if array.__class__ is np.ndarray:
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     if is_torch(array):
-        plain = array.is_cpu and not array.requires_grad and not array.is_conj()
-        if plain and array.is_contiguous():
+        lazy = array.requires_grad or array.is_conj() or array.is_neg()
+        if array.is_cpu and not lazy and array.is_contiguous():
             return array
         if is_on_xla(array):
             return xla.to_host(array)

@@ -251,9 +251,7 @@ class CrossReplicaOps:
             return self._custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
             firsts = self.sum_by_custom_ops(pairs, options)
-        totals = self.over_ranks.all_reduce(
-            ReduceOp.SUM, [(value,) for value in firsts], self.options.merge(options)
-        )
+        totals = self.over_ranks.all_reduce(ReduceOp.SUM, [(value,) for value in firsts], options)
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]

@@ -83,7 +83,7 @@ class _Quiet(threading.local):
     def __init__(self) -> None:
         self.call: Callable[..., Any] = self._in_errstate
         if _settings_belong_to_a_context():
-            context = contextvars.copy_context()
+            context = contextvars.Context()  # an empty one, that keeps nothing of the program alive
             context.run(np.seterr, all="ignore")
             self.call = context.run  # a fifth of what entering np.errstate takes
 
@@ -104,6 +104,13 @@ def _settings_belong_to_a_context() -> bool:
 
 
 _quiet = _Quiet()
+
+
+def scale(buffer: Array, factor: float | None) -> None:
+    """Multiply `buffer` in place; NumPy warns of nothing and raises nothing. None leaves it."""
+    if factor is not None:
+        with np.errstate(all="ignore"):
+            buffer *= factor
 
 
 class _NumPy(Arithmetic):

@@ -114,7 +114,10 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        """Combine `buffer` of all ranks into rank `root`'s; as `all_reduce`. The others' stays as it is."""
+        """Combine `buffer` of all ranks into rank `root`'s; the others' stays as it is.
+
+        As `all_reduce`; but 16-bit floats are rounded before they are scaled, and once more afterwards.
+        """
 
     @abc.abstractmethod
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:

@@ -33,7 +33,8 @@ class CompressedTransport(Transport):
         out: Array | None = None,
         tree: ReductionTree | None = None,
     ) -> Transport | None:
-        if call != "all_reduce" or reduction.compressor is None or reduction.op != "sum":
+        is_sum = call == "all_reduce" and reduction.op == "sum" and tree is None
+        if reduction.compressor is None or not is_sum:
             return None
         long_enough = buffer.nbytes >= self._smallest
         return self if long_enough and dtype_name(buffer).startswith(_DTYPES) else None

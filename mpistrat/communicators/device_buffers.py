@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.arrays import Array, copy, is_on_gpu, is_torch, to_device_of, to_host
+from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.device_library import DeviceLibrary, library_of
 from mpistrat.communicators.reduction import SUM, Reduction
@@ -88,18 +88,6 @@ class DeviceTransport(Transport):
             self._on_this_gpu(target, lambda here: self.combine_on_host(here, reduction))
         else:
             self._on_this_gpu(target, lambda here: self._combine(here, reduction))
-
-    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
-        total = copy(buffer)
-        self.all_reduce(total, reduction)
-        if self.rank == root:
-            buffer[...] = total
-
-    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
-        total = copy(buffer)
-        self.all_reduce(total, reduction)
-        length = out.shape[0]
-        out[...] = total[self.rank * length : (self.rank + 1) * length]
 
     def broadcast(self, buffer: Array, root: int) -> None:
         self._on_this_gpu(buffer, lambda here: self._spread(here, root))

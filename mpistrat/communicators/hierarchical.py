@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.arrays import Array, copy
+from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.common_memory import CommonMemory, Part, View
 from mpistrat.communicators.communicator import Communicator
@@ -202,12 +202,6 @@ class HierarchicalTransport(Transport):
             self.across.all_reduce(slice_)
 
         self.node.sum_into(memory, parts, view, scale, across)
-
-    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
-        total = copy(buffer)
-        self.all_reduce(total, reduction)
-        if self.rank == root:
-            buffer[...] = total
 
     def broadcast(self, buffer: Array, root: int) -> None:
         """Within the root's node, from each of its carriers to those of the other nodes, and within these."""

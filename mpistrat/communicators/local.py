@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 
 if TYPE_CHECKING:
     from mpistrat.communicators.reduction_tree import ReductionTree
@@ -30,8 +30,9 @@ class LocalCommunicator(Communicator):
         target = buffer if out is None else out
         if out is not None:
             out[...] = buffer
-        if isinstance(reduction, Reduction) and reduction.scale is not None:
-            target *= reduction.scale
+        factor = as_reduction(reduction).scale
+        if factor is not None:
+            target *= factor
 
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
@@ -44,10 +45,10 @@ class LocalCommunicator(Communicator):
         how.combine([how.view(memory)], how.view(memory), reduction.scale)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        pass
+        self.all_reduce(buffer, reduction)
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
-        out[...] = buffer
+        self.all_reduce(buffer, reduction, out=out)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         pass

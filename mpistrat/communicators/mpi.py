@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, copy, dtype_name, is_torch
+from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators.arithmetic import (
     KNOWN_TO_MPI,
@@ -143,10 +143,7 @@ class MpiTransport(Transport):
     def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
         op = _OPS[reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            total = copy(buffer)
-            self.all_reduce(total, reduction)
-            if self.rank == root:
-                buffer[...] = total
+            super().reduce(buffer, root, reduction)
         elif self.rank == root:
             self.comm.Reduce(MPI.IN_PLACE, view_of(buffer), op, root)
         else:
@@ -154,10 +151,7 @@ class MpiTransport(Transport):
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            total = copy(buffer)
-            self.all_reduce(total, reduction)
-            length = out.shape[0]
-            out[...] = total[self.rank * length : (self.rank + 1) * length]
+            super().reduce_scatter(buffer, out, reduction)
         else:
             self.comm.Reduce_scatter_block(view_of(buffer), view_of(out), _OPS[reduction.op])
 

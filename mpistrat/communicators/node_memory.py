@@ -46,7 +46,7 @@ class Blocks(Mover):
     NBYTES = PAGE + _SLOTS * _BLOCK  # of a segment
 
     def __init__(self, segments: list[np.ndarray], rank: int, station: Station) -> None:
-        self._rank, self._size, self._station = rank, len(segments), station
+        self.rank, self._size, self._station = rank, len(segments), station
         words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
         self._mine = words[rank]
         self._words = words
@@ -103,8 +103,8 @@ class Blocks(Mover):
         """
         how = how_to_add(buffer, reduction, tree)
         source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
-        takes = root is None or root == self._rank
-        rank, width = self._rank, _width(self._size)
+        takes = root is None or root == self.rank
+        rank, width = self.rank, _width(self._size)
         step = width * self._size
         blocks = -(-len(source) // step)
         with self:
@@ -147,7 +147,7 @@ class Blocks(Mover):
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
     ) -> None:
         """`out`, elements as `how` has them, gets what all ranks have between this rank's `bounds`, in bytes."""
-        rank, width = self._rank, _width(self._size)
+        rank, width = self.rank, _width(self._size)
         mine, end = bounds[rank]
         longest = max(stop - start for start, stop in bounds)
         blocks = -(-longest // width)
@@ -177,21 +177,21 @@ class Blocks(Mover):
             for start in range(0, len(memory), _BLOCK):
                 slot = self._slots[self._ticks % _SLOTS][root]
                 part = memory[start : start + _BLOCK]
-                if self._rank == root:
+                if self.rank == root:
                     slot[: len(part)] = part
                 self.tick()
-                if self._rank != root:
+                if self.rank != root:
                     part[:] = slot[: len(part)]
 
     def gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         """Every rank's `mine`, in `parts` by rank, all of them bytes. `mine` may lie in this rank's part already."""
-        if mine.ctypes.data != parts[self._rank].ctypes.data:
-            parts[self._rank][:] = mine
+        if mine.ctypes.data != parts[self.rank].ctypes.data:
+            parts[self.rank][:] = mine
         with self:
             for start in range(0, max(map(len, parts)), _BLOCK):
                 slots = self._slots[self._ticks % _SLOTS]
                 brought = mine[start : start + _BLOCK]
-                slots[self._rank][: len(brought)] = brought
+                slots[self.rank][: len(brought)] = brought
                 self.tick()
                 for peer in self._others:
                     taken = parts[peer][start : start + _BLOCK]
@@ -214,7 +214,7 @@ class Window(Mover):
         self._places: list[int] = []
         capacity = (len(segments[rank]) - PAGE) // _BUFFERS
         self.capacity = capacity
-        self._segments, self._rank, self._size = segments, rank, len(segments)
+        self._segments, self.rank, self._size = segments, rank, len(segments)
         self._others = [peer for peer in range(self._size) if peer != rank]
         self._address = segments[rank].ctypes.data
         # Of memoryviews: a slice of a slice of an array refers to the whole array only, not to the slice.
@@ -237,12 +237,12 @@ class Window(Mover):
 
     def idle_bytes(self) -> int:
         """Of this rank's segment, which it gives back with the window; 0 while anything refers to its buffers."""
-        return len(self._segments[self._rank]) if self._buffers.are_idle() else 0
+        return len(self._segments[self.rank]) if self._buffers.are_idle() else 0
 
     def place_of(self, memory: np.ndarray) -> int:
         """Where `memory` begins in this rank's segment; NOWHERE for other memory."""
         place = int(memory.ctypes.data) - self._address
-        return place if 0 < place < len(self._segments[self._rank]) else NOWHERE
+        return place if 0 < place < len(self._segments[self.rank]) else NOWHERE
 
     def find(self, buffer: Array, out: Array | None) -> list[int] | None:
         """Where each rank's `buffer` begins in its segment; None unless all lie there. Collective.
@@ -265,10 +265,10 @@ class Window(Mover):
     ) -> None:
         """Combine this rank's share of all buffers, into all of them."""
         how = how_to_add(buffer, reduction, tree)
-        first, end = share_of(int(buffer.nbytes), how.itemsize, self._size)[self._rank]
+        first, end = share_of(int(buffer.nbytes), how.itemsize, self._size)[self.rank]
         with self._blocks:
             for pieces in self._chunks(how, self._places, first, end):
-                mine = pieces[self._rank]
+                mine = pieces[self.rank]
                 how.combine(pieces, mine, reduction.scale)
                 for peer in self._others:
                     pieces[peer][:] = mine

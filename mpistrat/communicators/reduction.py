@@ -18,7 +18,7 @@ Compressor: TypeAlias = "Callable[[Communicator, Any], None]"
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How buffers are combined, element by element; equal on all ranks.
+    """How buffers are combined, element by element; equal on all ranks. Their dtype is that of the buffers.
 
     Attributes:
         op: "sum", "max" or "min"; what the latter make of NaN may be NaN or a number.
@@ -33,10 +33,20 @@ class Reduction:
     scale: float | None = None
     compressor: Compressor | None = dataclasses.field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.scale is not None:  # 1 and 1.0 are told alike
+            object.__setattr__(self, "scale", float(self.scale))
+
     @functools.cached_property
     def agreed(self) -> tuple[str, str, float | None]:
         """What the ranks must agree on."""
         return self.op, self.label, self.scale
+
+    def compressed_by(self, compressor: Compressor | None) -> Reduction:
+        """This reduction with a compressor; itself without one."""
+        if compressor is None:
+            return self
+        return dataclasses.replace(self, compressor=compressor)
 
     @property
     def plain(self) -> Reduction:

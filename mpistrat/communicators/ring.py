@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.arrays import Array, copy, dtype_name, is_torch
+from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
 from mpistrat.communicators.mpi import MpiTransport
@@ -108,10 +108,7 @@ class RingTransport(Transport):
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
         if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
-            total = copy(buffer)
-            self.all_reduce(total, reduction)
-            length = out.shape[0]
-            out[...] = total[self.rank * length : (self.rank + 1) * length]
+            super().reduce_scatter(buffer, out, reduction)
         else:
             parts = self._parts(view_of(buffer).reshape(-1).copy())
             self._combine(parts, reduction.op)

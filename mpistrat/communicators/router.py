@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_floating, is_on_accelerator, is_on_xla
 from mpistrat.communicators import job_end
+from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.call_signature import CallSignature, signature_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.compressed import CompressedTransport
@@ -123,8 +125,11 @@ class Router(Communicator):
                 transport.all_reduce(buffer, reduction, out)
             return
         how = slot.how
-        mine = how.elements(buffer)
-        total = mine if out is None else how.elements(out)
+        try:
+            mine = how.elements(buffer)
+            total = mine if out is None else how.elements(out)
+        except Exception as error:
+            contract.raise_together(error)
         with contract.enter(signature, cause, slot, mine):
             how.combine(slot.pieces[contract.calls & 1], total, reduction.scale)
 
@@ -143,12 +148,12 @@ class Router(Communicator):
             transport.all_reduce(sums, reduction, tree=tree)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        reduction = self._checked(as_reduction(reduction), buffer)
+        reduction, root = self._checked(as_reduction(reduction), buffer), index(root)
         kind, shape, plain = self._kind(buffer), tuple(buffer.shape), reduction.plain
         with self._enter("reduce", reduction.op, root, kind, shape, *_words_of(reduction)):
             self._transport("reduce", buffer, plain).reduce(buffer, root, plain)
-            if reduction.scale is not None and self.rank == root:
-                buffer *= reduction.scale
+            if self.rank == root:
+                scale(buffer, reduction.scale)
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
         reduction = self._checked(as_reduction(reduction), buffer)
@@ -157,10 +162,10 @@ class Router(Communicator):
         kind, shape, plain = self._kind(buffer), tuple(buffer.shape), reduction.plain
         with self._enter("reduce_scatter", reduction.op, kind, shape, *_words_of(reduction)):
             self._transport("reduce_scatter", buffer, plain).reduce_scatter(buffer, out, plain)
-            if reduction.scale is not None:
-                out *= reduction.scale
+            scale(out, reduction.scale)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
+        root = index(root)  # a NumPy integer would be told as another
         with self._enter("broadcast", root, self._kind(buffer), tuple(buffer.shape), label):
             self._transport("broadcast", buffer).broadcast(buffer, root)
 
@@ -169,6 +174,7 @@ class Router(Communicator):
             return self._transport("all_gather", buffer).all_gather(buffer)
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
+        root = index(root)
         with self._enter("broadcast_object", root, label):
             return self.mpi.broadcast_object(value, root)
 
@@ -327,16 +333,7 @@ class _Overridden(Router):
     """Moves bytes by `implementation`. Its calls are `router`'s, and are counted and recorded there."""
 
     def __init__(self, router: Router, implementation: CommunicationImplementation) -> None:
-        ways = Ways(
-            router.transports, router._memory, router._slots
-        )  # NCCL's wish is granted anyway
-        if implementation is not CommunicationImplementation.NCCL:
-            messages: list[Transport] = [router.mpi]
-            if implementation is CommunicationImplementation.RING:
-                messages.insert(0, RingTransport(router.mpi))
-            crosses = [t for t in router.transports if isinstance(t, CompressedTransport)]
-            ways = Ways([*crosses, *messages])
-        super().__init__(ways, router.contract)
+        super().__init__(_ways_by(implementation, router), router.contract)
         self._router, self._implementation = router, implementation
         self._last_words = (f"by {implementation.name}",)
 
@@ -351,10 +348,24 @@ class _Overridden(Router):
         return f"implementation={self._implementation.name} was asked for:\n{super().explain()}"
 
 
+def _ways_by(implementation: CommunicationImplementation, router: Router) -> Ways:
+    """The ways of `router`'s ranks by what was asked for. NCCL is taken wherever it can be, without being asked for."""
+    mpi = router.mpi
+    if implementation is CommunicationImplementation.NCCL:
+        return Ways(router.transports, router._memory, router._slots)
+    messages: list[Transport] = [mpi]
+    if implementation is CommunicationImplementation.RING:
+        messages = [RingTransport(mpi), mpi]
+    if router.on_one_node:  # where nothing is compressed
+        return Ways(messages)
+    return Ways([CompressedTransport(Router([mpi])), *messages])
+
+
 def _words_of(reduction: Reduction) -> tuple[str, ...]:
     """What the ranks must agree on, but for the operation."""
-    scale = reduction.scale
-    return (reduction.label,) if scale is None else (reduction.label, f"times {scale!r}")
+    if reduction.scale is None:
+        return (reduction.label,)
+    return reduction.label, f"times {reduction.scale!r}"
 
 
 def _check_parts(buffer: Array, out: Array, size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, NoReturn
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, copy
 from mpistrat.communicators.reduction import SUM, Reduction
 
 if TYPE_CHECKING:
@@ -16,7 +16,12 @@ class Mover:
     """Moves the bytes of the calls that it takes, under the names and with the operands of `Communicator`'s.
 
     Every method is collective: all ranks of the group call it, in the same order.
+
+    Attributes:
+        rank: this process's number in the group.
     """
+
+    rank: int
 
     def all_reduce(
         self,
@@ -29,10 +34,18 @@ class Mover:
         self._refuse("all_reduce")
 
     def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
-        self._refuse("reduce")
+        """By an all-reduce, where there is no better way."""
+        total = copy(buffer)
+        self.all_reduce(total, reduction)
+        if self.rank == root:
+            buffer[...] = total
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
-        self._refuse("reduce_scatter")
+        """By an all-reduce, where there is no better way."""
+        total = copy(buffer)
+        self.all_reduce(total, reduction)
+        length = out.shape[0]
+        out[...] = total[self.rank * length : (self.rank + 1) * length]
 
     def broadcast(self, buffer: Array, root: int) -> None:
         self._refuse("broadcast")

@@ -330,8 +330,7 @@ def means(sums: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 def as_given(results: list[Any], values: Sequence[Sequence[Any]]) -> list[Any]:
     """`results`, of Python numbers Python numbers."""
     for i, components in enumerate(values):
-        # What a number has become is NumPy's; most values can be told from numbers by their class.
-        was_array = components[0].__class__ is np.ndarray or results[i].__class__ is not np.ndarray
-        if not was_array and arrays.is_number(components[0]):
+        first = components[0]
+        if first.__class__ is not np.ndarray and arrays.is_number(first):
             results[i] = results[i].item()
     return results

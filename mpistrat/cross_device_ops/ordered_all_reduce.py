@@ -55,13 +55,14 @@ class OrderedAllReduce(MpiAllReduce):
             for i, total in zip(others, sums, strict=True):
                 results[i] = total
         firsts = [operands[i][0] if rounded[i] else None for i in range(len(values))]
-        for group in packing.groups(firsts, merged.bytes_per_pack)[::-1]:
+        for group in packing.groups(firsts, merged.bytes_per_pack):
             like = [firsts[i] for i in group]
             replicas = range(len(operands[group[0]]))
             own = [[operands[i][replica] for i in group] for replica in replicas]
             name = packing.name_of(name_of(reduce_op, label), like)
-            sums = self._sum(self._packer, None, like, own, reducing(label=name))
-            for i, total in zip(group, sums, strict=True):
+            reduction = reducing(label=name)
+            flat = self._sum(self._packer, None, like, own, reduction, packing.unpack)
+            for i, total in zip(group, packing.unpack(flat, like), strict=True):
                 results[i] = total
         if reduce_op is ReduceOp.MEAN:
             results = means(results, [sum(self._components_of_ranks)] * len(values))
@@ -80,8 +81,9 @@ class OrderedAllReduce(MpiAllReduce):
             parameters = [like[i] for i in group]
             own = [[gradients[i] for i in group] for gradients in contributions]
             reduction = reduction_of(group)
-            total = self._sum(packer, self.communicator, parameters, own, reduction)
-            sums.update(zip(group, total, strict=True))
+            cut = packing.pieces_of
+            flat = self._sum(packer, self.communicator, parameters, own, reduction, cut)
+            sums.update(zip(group, cut(flat, parameters), strict=True))
         return sums
 
     def _check_number(self, components: Sequence[Any]) -> None:
@@ -99,12 +101,14 @@ class OrderedAllReduce(MpiAllReduce):
         like: Sequence[Any],
         values: Sequence[Sequence[Array | None]],
         reduction: Reduction,
-    ) -> list[Array]:
-        """The sums over all replicas of arrays of one dtype and device, in one message.
+        cut: Callable[[Array, Sequence[Any]], list[Array]],
+    ) -> Array:
+        """The sums over all replicas of arrays of one dtype and device, side by side, in one message.
 
         Args:
             window: in whose window the sums are, where there is room.
             values: for each replica of this rank one for each of `like`; None counts as zero.
+            cut: how the result will be cut into arrays.
         """
         counted = self._components_of_ranks
         first = sum(counted[: self.communicator.rank])
@@ -127,7 +131,7 @@ class OrderedAllReduce(MpiAllReduce):
                 flat = places.get(replica)
                 if flat is None:
                     flat = packer.memory(length, like[0], summed)
-                packing.fill(packing.pieces_of(flat, like), values[replica])
+                packing.fill(cut(flat, like), values[replica])
                 flats[replica] = flat
             return flats[replica]
 
@@ -137,7 +141,7 @@ class OrderedAllReduce(MpiAllReduce):
                 total += flats.pop(added)
             else:
                 # Minus zero must not survive on some splits of replicas only.
-                packing.add(packing.pieces_of(total, like), values[added], absent="zero")
+                packing.add(cut(total, like), values[added], absent="zero")
         for position in mine.left:
             flat_of(position)
         host = arrays.to_host(sums) if arrays.is_on_accelerator(sums) else sums
@@ -147,7 +151,7 @@ class OrderedAllReduce(MpiAllReduce):
             rounded = packer.memory(length, like[0])
             rounded[...] = total
             total = rounded
-        return packing.pieces_of(total, like)
+        return total
 
 
 def _is_rounded(components: Sequence[Any]) -> bool:

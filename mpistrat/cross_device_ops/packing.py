@@ -257,7 +257,7 @@ _WITHOUT = frozenset([IndexedSlices, type(None)])
 
 
 def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
-    """Which of `values` share a pack: by dtype, device and size, the last first. IndexedSlices and None have none."""
+    """Which of `values` share a pack: by dtype, device and size. IndexedSlices and None have none."""
     if len(values) == 1:
         return [] if type(values[0]) in _WITHOUT else [[0]]
     dense: Sequence[int] = range(len(values))
@@ -272,7 +272,7 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
             start += len(part)
         if not parts:
             found.append(group)
-    return found[::-1]
+    return found
 
 
 def name_of(name: str, like: Sequence[Array]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpistrat.communicators import Reduction
+from mpistrat.communicators import reducing
 from mpistrat.communicators.call_site import outside
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops.packing import Pack, Packer
@@ -128,7 +128,8 @@ class Buckets:
     def _send(self, bucket: _Bucket) -> None:
         number = len(self._sent)
         label = f"gradients, bucket {number + 1} of {len(self._buckets)}{self._wires}"
-        reduction = Reduction("sum", label, self._scale, self._wires.of(bucket.slots))
+        wire = self._wires.of(bucket.slots)
+        reduction = reducing("sum", label, self._scale).compressed_by(wire)
         work = functools.partial(self._thread.communicator.all_reduce, bucket.flat, reduction)
         self._sent.append(self._thread.submit(work, self._frame))
 

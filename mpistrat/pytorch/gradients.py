@@ -314,7 +314,7 @@ class GradientReducer:
 
             def reduction_of(some: Sequence[int]) -> Reduction:
                 label = f"gradients of {len(some)} parameters{self.wires}"
-                return Reduction("sum", label, scale, self.wires.of(some))
+                return reducing("sum", label, scale).compressed_by(self.wires.of(some))
 
             views = self._sums.all_reduce_packs(
                 self._packer, parameters, rest, contributions, reduction_of

@@ -68,7 +68,7 @@ def test_without_the_check_mpi_sums(through_mpi):
     assert len(through_mpi) == 1
 
 
-@pytest.mark.parametrize("way", ["RING", "MPI"])
+@pytest.mark.parametrize("way", ["RING", "MPI", "NCCL"])
 def test_a_way_that_was_asked_for_is_taken(communicator, through_mpi, way):
     as_asked = communicator.by(ms.CommunicationImplementation[way])
     value = np.ones(3)
@@ -78,7 +78,8 @@ def test_a_way_that_was_asked_for_is_taken(communicator, through_mpi, way):
         f"all_reduce(sum, float64, (3,), by {way})" in communicator.station.record.last(1)[0].call
     )
     assert len(through_mpi) == (1 if way == "MPI" else 0)
-    assert as_asked.window_buffer(1 << 16) is None
+    if way != "NCCL":  # which is for GPUs, and as AUTO for all else
+        assert as_asked.window_buffer(1 << 16) is None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2, 1, 7)])
@@ -104,6 +105,53 @@ def test_tensors(communicator, dtype):
     communicator.all_reduce(leaf)
     assert leaf.tolist() == [SIZE] * 3
     assert leaf.requires_grad
+
+
+def test_lazy_tensors(communicator):
+    """Whose elements are conjugated or negated when they are read: the policy makes them plain."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    conjugated = torch.tensor([1 + 2j, 3j]).conj()
+    negated = torch.tensor([2 + 3j]).conj().imag
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", [conjugated, negated]))
+    one = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", negated))
+    assert total[0].tolist() == [SIZE * (1 - 2j), SIZE * -3j]
+    assert total[1].tolist() == one.tolist() == [-3.0 * SIZE]
+
+    def as_they_are():
+        communicator.all_reduce(
+            conjugated if RANK == LAST else torch.zeros(2, dtype=conjugated.dtype)
+        )
+
+    for name, text, _ in errors_of_ranks(as_they_are):  # the others do not wait for it
+        assert name in (CollectiveMismatchError.__name__, RuntimeError.__name__)
+        assert "conjugate" in text
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_of_python_numbers_python_numbers(op, deterministic):
+    for devices in (None, ["cpu:0", "cpu:1"]):
+        strategy = ms.MultiWorkerMirroredStrategy(devices=devices, deterministic=deterministic)
+
+        def step():
+            return ms.get_replica_context().all_reduce(op, (3.0, {"a": 2, "b": 1j}))
+
+        for result in strategy.experimental_local_results(strategy.run(step)):
+            whole, nested = result
+            assert [type(x) for x in (whole, nested["b"])] == [float, complex]
+            assert type(nested["a"]) is (int if op == "sum" else float)
+        assert type(strategy.reduce(op, strategy.run(lambda: 2.0), axis=None)) is float
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_are_contiguous(deterministic):
+    strategy = ms.MultiWorkerMirroredStrategy(deterministic=deterministic)
+    value = torch.arange(12.0).reshape(3, 4).t()
+    total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", value))
+    assert total.is_contiguous()
+    assert torch.equal(total, SIZE * value)
 
 
 def test_operations_and_scales(communicator):

@@ -62,14 +62,14 @@ def test_a_transport_refuses_what_it_does_not_take(movers):
         def explain(self, rest):
             return rest
 
-    for call, operands in (
-        ("all_reduce", (np.ones(1), SUM)),
-        ("reduce", (np.ones(1), 0, SUM)),
-        ("reduce_scatter", (np.ones(1), np.ones(1), SUM)),
-        ("broadcast", (np.ones(1), 0)),
-        ("all_gather", (np.ones(1),)),
+    for call, operands, by in (
+        ("all_reduce", (np.ones(1), SUM), "all_reduce"),
+        ("reduce", (np.ones(1), 0, SUM), "all_reduce"),
+        ("reduce_scatter", (np.ones(1), np.ones(1), SUM), "all_reduce"),
+        ("broadcast", (np.ones(1), 0), "broadcast"),
+        ("all_gather", (np.ones(1),), "all_gather"),
     ):
-        with pytest.raises(TypeError, match=f"Nothing does not take {call}"):
+        with pytest.raises(TypeError, match=f"Nothing does not take {by}"):
             getattr(Nothing(), call)(*operands)
 
 
@@ -146,6 +146,23 @@ def test_a_call_is_checked_and_recorded_once(monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_root_is_told_as_a_number_whatever_its_class():
+    """A rank that has given a NumPy integer, alone, must not be told from the others by that later."""
+    communicator = communicator_for(WORLD)
+    alone = communicator_for(WORLD.Split(WORLD.rank))
+    if WORLD.rank == 0:
+        alone.broadcast(np.ones(1), np.int64(0))
+    for root in (np.int64(0) if WORLD.rank == 0 else 0, 0):
+        communicator.broadcast(np.ones(1), root)
+        communicator.reduce(np.ones(1), root)
+        assert communicator.broadcast_object("x", root) == "x"
+
+
+def test_a_scale_is_told_as_a_number_whatever_its_class():
+    assert communicators.reducing(scale=1).scale == 1.0
+    assert repr(communicators.Reduction(scale=1).scale) == "1.0"
+
+
 def test_scales_of_all_reductions():
     communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
     halved = communicators.reducing(scale=0.5)

@@ -64,10 +64,7 @@ def test_every_path(path, deterministic, monkeypatch):
     def taken(*args):
         raise Taken
 
-    asked = "pieces_of" if deterministic and PATHS[path] == "unpack" else PATHS[path]
-    if path is broadcast_of_whole_numbers:
-        asked = "unpack"
-    monkeypatch.setattr(packing, asked, taken)
+    monkeypatch.setattr(packing, PATHS[path], taken)
     with pytest.raises(Taken):
         path(strategy, model)
 

@@ -123,3 +123,33 @@ def test_the_processor_would_show_a_missing_fence(
 ) -> None:
     monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 0.0)
     assert wrong_sums(0, missing) > 0
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
+    crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, yields = itertools.count(1), itertools.count(1)
+    looked = yielded = 0
+
+    class Late:
+        """The words of a rank that comes once the core was given away three times."""
+
+        def __getitem__(self, index: int) -> int:
+            nonlocal looked
+            if yielded == 0:
+                looked = next(looks)
+            return SAME << 8 | 1 if yielded >= 3 else 0
+
+    def give_away() -> None:
+        nonlocal yielded
+        yielded = next(yields)
+
+    monkeypatch.setattr("os.sched_yield", give_away)
+    words: Any = dict.fromkeys(range(100), 0)
+    record: Any = SimpleNamespace(words=words)
+    peers: Any = [(Late(), 0)]
+    agreement = BoardAgreement(Station(record, 0, peers, crowded=crowded), None)
+    assert agreement.agree(1, SAME)
+    assert yielded == 3
+    assert (looked <= 3) == crowded
