@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 _NOTHING = contextlib.nullcontext()
@@ -28,19 +27,5 @@ class NoSpans:
         """Show the steps of torch's optimizers from now on. Torch is loaded."""
 
 
-class NoCollectiveSpans:
-    """No collective of a communicator is traced."""
-
-    def begin(self, signature: Any, code: CodeType, line: int) -> None:
-        """This rank enters a collective, a `CallSignature`, called at `line` of `code`."""
-
-    def together(self) -> None:
-        """All ranks have entered it."""
-
-    def end(self, number: int) -> None:
-        """This rank leaves it: the `number`-th of its communicator."""
-
-
-NO_COLLECTIVE_SPANS = NoCollectiveSpans()
-
-current = NoSpans()  # of this process; see `mpistrat.trace.ranges.begin`
+NO_SPANS = NoSpans()
+current = NO_SPANS  # of this process; see `mpistrat.trace.ranges.begin`

@@ -9,7 +9,6 @@ from types import CodeType
 from typing import Any
 
 from mpistrat.communicators.call_signature import CallSignature
-from mpistrat.spans import NoCollectiveSpans
 from mpistrat.trace import profiler
 from mpistrat.trace.timeline import Timeline
 
@@ -17,7 +16,7 @@ from mpistrat.trace.timeline import Timeline
 _DISTINCT_CALLS = 4096
 
 
-class CollectiveSpans(NoCollectiveSpans):
+class CollectiveSpans:
     """Each call of a communicator is an event on `timeline`.
 
     Args:
@@ -32,15 +31,18 @@ class CollectiveSpans(NoCollectiveSpans):
         self._entered = self._together = 0
 
     def begin(self, signature: CallSignature, code: CodeType, line: int) -> None:
+        """This rank enters a collective, called at `line` of `code`."""
         self._shown = profiler.begin(signature.words[0])
         self._call = signature, code.co_filename, code.co_name, line
         self._together = 0
         self._entered = self._timeline.now()
 
     def together(self) -> None:
+        """All ranks have entered it."""
         self._together = self._timeline.now()
 
     def end(self, number: int) -> None:
+        """This rank leaves it: the `number`-th of its communicator."""
         shown, self._shown = self._shown, None
         profiler.end(shown)
         call, self._call = self._call, None

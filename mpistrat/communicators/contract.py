@@ -18,9 +18,9 @@ from mpistrat.communicators.station import Station
 from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.flight_recorder.record import ABORT
-from mpistrat.spans import NO_COLLECTIVE_SPANS
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.collective_spans import CollectiveSpans
     from mpistrat.communicators.mpi import MpiTransport
     from mpistrat.communicators.shared_slots import Slot
     from mpistrat.trace.timeline import Timeline
@@ -110,7 +110,7 @@ class Contract(Unchecked):
                 if self.station.peers is None
                 else BoardAgreement(self.station)
             )
-        self._spans = NO_COLLECTIVE_SPANS
+        self._spans: CollectiveSpans | None = None
         if timeline is not None:
             from mpistrat.communicators.collective_spans import CollectiveSpans
 
@@ -185,7 +185,9 @@ class Contract(Unchecked):
         self._called_at = code, line
         text, call_bytes = signature.recorded_at(code.co_filename, code.co_name, line)
         self._record.enter(self._board, calls, text, call_bytes)
-        self._spans.begin(signature, code, line)
+        spans = self._spans
+        if spans is not None:
+            spans.begin(signature, code, line)
         try:
             if slot is not None:
                 slot.own[calls & 1][...] = payload
@@ -195,7 +197,8 @@ class Contract(Unchecked):
                 raise_if_stalled(self.station)  # the others may have left this call for it
             if agreement is not None:
                 self._record.waited(self._board)
-                self._spans.together()
+                if spans is not None:
+                    spans.together()
             if not agreed:
                 words = signature.words if cause is None else (*signature.words, str(cause))
                 everyone = self._mpi.all_gather_object((words, call_site(frame)))
@@ -225,7 +228,8 @@ class _Inside(contextlib.AbstractContextManager[None]):
     def leave(self, *_: object) -> None:
         contract = self._contract
         contract.waiting_in = None
-        self._spans.end(contract.calls)
+        if self._spans is not None:
+            self._spans.end(contract.calls)
         self._record.leave(self._board)
 
     __exit__ = leave

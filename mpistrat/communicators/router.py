@@ -281,7 +281,9 @@ class Router(Communicator):
         job_end.abort(code)
 
     def _enter(self, *words: Any) -> contextlib.AbstractContextManager[None]:
-        return self.contract.enter(signature_of((*words, *self._last_words)))
+        if self._last_words:
+            words += self._last_words
+        return self.contract.enter(signature_of(words))
 
     def _learn(self, key: tuple[Any, ...], buffer: Array, reduction: Reduction) -> _Call:
         """The signature of an all-reduce, and the slot that it takes; kept by `key`."""

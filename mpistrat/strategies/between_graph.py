@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +169,7 @@ class BetweenGraphStrategy(Strategy):
         self._clock.end()
         return result
 
-    @property
+    @functools.cached_property
     def _sees_modules(self) -> bool:
         return self._clock is not None or super()._sees_modules
 
