@@ -18,9 +18,10 @@ class CallSignature:
     Attributes:
         words: the operation, then what the ranks must agree on.
         digest: of the words; equal on ranks that make the same call.
+        texts: what the record keeps of this call, by file, function and line of the program: as of `record.text_of`.
     """
 
-    __slots__ = ("_texts", "digest", "words")
+    __slots__ = ("digest", "texts", "words")
 
     def __init__(self, words: tuple[Any, ...]) -> None:
         import hashlib  # here, because it makes importing mpistrat slower
@@ -28,16 +29,14 @@ class CallSignature:
         hashed = hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BITS // 8).digest()
         self.words = words
         self.digest = int.from_bytes(hashed, "little")
-        self._texts: dict[tuple[str, str, int], tuple[bytes, int]] = {}
+        self.texts: dict[tuple[str, str, int], tuple[bytes, int]] = {}
 
-    def recorded_at(self, file: str, function: str, line: int) -> tuple[bytes, int]:
-        """What the record keeps of this call at this place of the program: as of `record.text_of`."""
-        site = (file, function, line)
-        text = self._texts.get(site)
-        if text is None:
-            if len(self._texts) == _MOST_SITES:
-                self._texts.clear()
-            text = self._texts[site] = text_of(str(self), f"{file}:{line} in {function}")
+    def learn(self, site: tuple[str, str, int]) -> tuple[bytes, int]:
+        """The text of a call that is made at `site` for the first time."""
+        if len(self.texts) == _MOST_SITES:
+            self.texts.clear()
+        file, function, line = site
+        text = self.texts[site] = text_of(str(self), f"{file}:{line} in {function}")
         return text
 
     def __str__(self) -> str:

@@ -183,7 +183,8 @@ class Contract(Unchecked):
         frame = outside(sys._getframe(1))
         code, line = frame.f_code, frame.f_lineno
         self._called_at = code, line
-        text, call_bytes = signature.recorded_at(code.co_filename, code.co_name, line)
+        site = (code.co_filename, code.co_name, line)
+        text, call_bytes = signature.texts.get(site) or signature.learn(site)
         self._record.enter(self._board, calls, text, call_bytes)
         spans = self._spans
         if spans is not None:
