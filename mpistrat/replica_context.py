@@ -113,13 +113,14 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
         except ValueError as error:
             extended.communicator.raise_together(error)
-        if arrays.is_array(value):
+        plain = value.__class__ is np.ndarray  # no structure, and nothing that autograd knows
+        if plain or arrays.is_array(value):
             leaves, label = [value], ""
         else:
             leaves, label = nest.flatten(value), nest.describe(value)
             if not leaves:
                 return value
-        if _needs_gradient(leaves):
+        if not plain and _needs_gradient(leaves):
             from mpistrat.pytorch import collectives
 
             reduced = collectives.all_reduce(self, op, leaves, options, label)

@@ -16,7 +16,12 @@ from mpistrat.cross_device_ops import accumulation, packing
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.options import CommunicationOptions, check_options, implementation_of
+from mpistrat.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    check_options,
+    implementation_of,
+)
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
 
@@ -182,7 +187,9 @@ class MpiAllReduce(CrossDeviceOps):
             results = accumulation.sums_of(values)
         except Exception as error:
             self.communicator.raise_together(error)
-        communicator = self.communicator.by(implementation)
+        communicator = self.communicator
+        if implementation is not CommunicationImplementation.AUTO:
+            communicator = communicator.by(implementation)
         name = name_of(reduce_op, label)
         groups = packing.groups(results, merged.bytes_per_pack)
         whole = len(groups) == 1 and len(groups[0]) == len(results)
