@@ -104,7 +104,7 @@ class Blocks(Mover):
         how = how_to_add(buffer, reduction, tree)
         source, target = bytes_of(buffer), bytes_of(buffer if out is None else out)
         takes = root is None or root == self.rank
-        rank, width = self.rank, _width(self._size)
+        rank, width = self.rank, _width(self._size, len(source))
         step = width * self._size
         blocks = -(-len(source) // step)
         with self:
@@ -326,6 +326,10 @@ def share_of(
     return list(itertools.pairwise(cuts))
 
 
-def _width(size: int) -> int:
-    """Bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements."""
-    return max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
+def _width(size: int, nbytes: int | None = None) -> int:
+    """Bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements.
+
+    Args: nbytes: of the whole buffer; of one that is smaller than a block, all ranks combine as much.
+    """
+    width = max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
+    return width if nbytes is None else min(width, max(64, -(-nbytes // (size * 64)) * 64))

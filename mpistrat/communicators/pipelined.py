@@ -106,10 +106,9 @@ class PipelinedTransport(Transport):
                 self._all_reduce(how, memory, memory, None)
 
             in_pieces(np.zeros(SMALLEST // 4, np.float32))  # else it alone pays for connections
-            mpi = Router([self._mpi])
             self.costs = costs_of(
-                {IN_PIECES: in_pieces, MPI_ALONE: mpi.all_reduce},
-                mpi,
+                {IN_PIECES: in_pieces, MPI_ALONE: lambda zeros: self._mpi.all_reduce(zeros, SUM)},
+                Router([self._mpi]),
                 self._mpi.library,
                 [1] * self.size,
                 abreast=abreast,

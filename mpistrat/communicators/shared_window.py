@@ -135,12 +135,11 @@ class WindowTransport(Transport):
 
     def _measure(self, blocks: Blocks) -> None:
         """From which size on memory is faster than MPI."""
-        mpi = Router([self.mpi])
         ways: dict[str, Way] = {
             MEMORY: lambda zeros: blocks.all_reduce(zeros, SUM),
-            MPI: mpi.all_reduce,
+            MPI: lambda zeros: self.mpi.all_reduce(zeros, SUM),
         }
-        self.costs = costs_of(ways, mpi, self.mpi.library, [self.size])
+        self.costs = costs_of(ways, Router([self.mpi]), self.mpi.library, [self.size])
         self.smallest = self.costs.cheaper_from(MEMORY, MPI, SMALLEST)
 
     # Collectives
