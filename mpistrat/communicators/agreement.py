@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpistrat.communicators.mpi import MpiTransport
 
 DIGEST_BITS = 56
-# Looks at a word before anything else is done about it: 4 us, in which ranks that keep step have come.
+# How often a rank looks at another's word before it begins to wait: for 4 us, in which ranks that keep step come.
 _LOOKS = 100
 
 

@@ -81,7 +81,7 @@ class Transport(Mover, abc.ABC):
         Args:
             call: the name of the method.
             out: of an all-reduce, where it puts its result; None: into `buffer`.
-            tree: in the order of which an all-reduce adds up; None: in any order.
+            tree: an all-reduce adds up in its order; None: in any order.
         """
 
     @abc.abstractmethod
