@@ -1,6 +1,7 @@
 """Where the program's work shows on the timeline and in torch's profiler: `with spans.current.range("mirror"): …`.
 
-This module has the object that does nothing. A program that is not traced uses it, and loads nothing of `mpistrat.trace`.
+This module has the object that does nothing. A program that is not traced uses it, and loads nothing of
+`mpistrat.trace`.
 """
 
 from __future__ import annotations
