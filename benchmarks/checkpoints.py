@@ -20,9 +20,9 @@ import torch
 from torch.nn import Linear
 
 import mpistrat as ms
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import ROUNDS, all_ranks
-from mpistrat.bench.training import work_of
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import ROUNDS, all_ranks
+from mpistrat.tools.bench.training import work_of
 
 MODELS = ("linear", "mlp", "mlp-large", "resnet50", "transformer")
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from mpistrat.bench.arguments import number_of_bytes
-from mpistrat.bench.comparison import all_reduce_contestants, compare_all_reduce
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import all_ranks
-from mpistrat.bench.sweep import sizes
+from mpistrat.tools.bench.arguments import number_of_bytes
+from mpistrat.tools.bench.comparison import all_reduce_contestants, compare_all_reduce
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.sweep import sizes
 
 
 def main() -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import mpistrat as ms
-from mpistrat.bench.models import model_named
-from mpistrat.bench.models.mlp import mlp
-from mpistrat.bench.models.model import Model
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import all_ranks, compare, medians
-from mpistrat.bench.work import STEPS_OF_TRIALS, Step, Work, with_strategy
+from mpistrat.tools.bench.models import model_named
+from mpistrat.tools.bench.models.mlp import mlp
+from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Step, Work, with_strategy
 
 SMALL = Model(functools.partial(mlp, 16, 1), (1, 4, 4), examples_per_rank=8, classes=10)
 MODELS = ("small", "mlp", "mlp-large")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import mpistrat as ms
-from mpistrat.bench.peers import torch_gloo
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.peers import torch_gloo
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import mpistrat as ms
-from mpistrat.bench.peers import torch_gloo
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.peers import torch_gloo
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 STEPS = 10
 

@@ -15,14 +15,14 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import ROUNDS, compare, medians
 from mpistrat.communicators.construction import communicator_for, ways_of
 from mpistrat.communicators.contract import Contract
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.shared_slots import LARGEST
-from mpistrat.flight_recorder.record import RankRecord, text_of
+from mpistrat.liveness.record import RankRecord, text_of
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import ROUNDS, compare, medians
 from mpistrat.trace.timeline import Timeline, host_clock
 
 TENSORS = 200

@@ -25,9 +25,9 @@ import numpy as np
 from tensorflow_parameter_server import ROWS, TOUCHED, WIDTH, Work, seconds_of
 
 import mpistrat as ms
-from mpistrat.bench.report import oversubscription, table, write_json
-from mpistrat.bench.rounds import ROUNDS, SECONDS_PER_TURN, all_ranks, medians
-from mpistrat.bench.surroundings import surroundings
+from mpistrat.tools.bench.report import oversubscription, table, write_json
+from mpistrat.tools.bench.rounds import ROUNDS, SECONDS_PER_TURN, all_ranks, medians
+from mpistrat.tools.bench.surroundings import surroundings
 
 OURS, PEER, COPY = "mpistrat", "TensorFlow", "copy"
 SECONDS_PER_ANSWER = 60.0

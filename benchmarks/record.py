@@ -19,7 +19,7 @@ sys.path.insert(0, str(TOP / "tests"))
 from support.harness.mpi_launcher import MPI_NAMES, Job, Launcher, run_job  # noqa: E402
 
 SECONDS_PER_PROGRAM = 300.0
-BENCH = ("-m", "mpistrat.bench")
+BENCH = ("-m", "mpistrat.tools.bench")
 
 
 def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:

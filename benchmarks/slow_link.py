@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from mpistrat.bench.report import table, write_json
+from mpistrat.tools.bench.report import table, write_json
 from support.clusters.two_nodes import two_nodes, why_not
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
@@ -43,7 +43,7 @@ def wire_limit_ms(gradient_bytes: int, rate: str) -> float:
 def measure(given: argparse.Namespace, model: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     """The surroundings and the row of `model`."""
     file = folder / f"{model}.json"
-    command: list[str | Path] = ["-m", "mpistrat.bench", "train", "--model", model]
+    command: list[str | Path] = ["-m", "mpistrat.tools.bench", "train", "--model", model]
     command += ["--steps", str(given.steps), "--json", file]
     if given.communication_options:
         command += ["--communication-options", given.communication_options]

@@ -23,9 +23,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.bench.report import oversubscription, table, write_json
-from mpistrat.bench.rounds import ROUNDS, all_ranks
-from mpistrat.bench.surroundings import surroundings
+from mpistrat.tools.bench.report import oversubscription, table, write_json
+from mpistrat.tools.bench.rounds import ROUNDS, all_ranks
+from mpistrat.tools.bench.surroundings import surroundings
 
 FAST, SLOW = 0, 1  # ranks, which are workers of these numbers
 COMPUTE_SECONDS = 0.005

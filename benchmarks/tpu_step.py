@@ -22,14 +22,14 @@ from mpi4py import MPI
 from torch_xla.debug import metrics
 
 import mpistrat as ms
-from mpistrat.bench.models.mlp import mlp
-from mpistrat.bench.models.model import Model
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import all_ranks, compare, medians
-from mpistrat.bench.work import Step, Work, alone, with_strategy
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops.packing import Packer
-from mpistrat.pytorch.lazy_all_reduce import LazyAllReduce
+from mpistrat.pytorch.gradients.lazy_all_reduce import LazyAllReduce
+from mpistrat.tools.bench.models.mlp import mlp
+from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.work import Step, Work, alone, with_strategy
 
 OURS = "mpistrat"
 DEVICE = "xla:0"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mpistrat.bench.comparison import compare_training, training_contestants
-from mpistrat.bench.report import report
-from mpistrat.bench.rounds import ROUNDS
-from mpistrat.bench.training import work_of
-from mpistrat.bench.work import past_trials, with_mpistrat
 from mpistrat.strategies import CentralStorageStrategy
+from mpistrat.tools.bench.comparison import compare_training, training_contestants
+from mpistrat.tools.bench.report import report
+from mpistrat.tools.bench.rounds import ROUNDS
+from mpistrat.tools.bench.training import work_of
+from mpistrat.tools.bench.work import past_trials, with_mpistrat
 
 MODELS = {"4.2 M": "mlp", "25 M": "mlp-large"}
 

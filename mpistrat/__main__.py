@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="everything that was found, as JSON")
     given = top.parse_args(arguments)
 
-    from mpistrat.doctor.command import run
+    from mpistrat.tools.doctor.command import run
 
     return run(given.json)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from mpistrat.replica_context import ReplicaContext
+    from mpistrat.replicas.replica_context import ReplicaContext
     from mpistrat.strategy import Strategy
 
 

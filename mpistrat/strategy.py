@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat import nest, spans
+from mpistrat import nest
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
@@ -18,7 +18,8 @@ from mpistrat.input.distributed_dataset import (
 )
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategy_extended import StrategyExtended
+from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpistrat.cluster_resolver import ClusterResolver
-    from mpistrat.pytorch.mirroring import Mirroring
+    from mpistrat.pytorch.modules.mirroring import Mirroring
 
 
 class Strategy:
@@ -242,7 +243,7 @@ class Strategy:
 
     def _torch(self) -> Mirroring:
         if self._mirroring is None:
-            from mpistrat.pytorch.mirroring import Mirroring
+            from mpistrat.pytorch.modules.mirroring import Mirroring
 
             self._mirroring = Mirroring(self, self._gradients)
             spans.current.watch_optimizers()

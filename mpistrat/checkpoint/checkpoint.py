@@ -18,7 +18,7 @@ from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.context import get_strategy, has_strategy
 from mpistrat.input.distributed_dataset import DistributedDataset
 from mpistrat.input.distributed_iterator import DistributedIterator
-from mpistrat.variables import Variable
+from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -174,6 +174,6 @@ def _known_strategy(value: Any) -> Strategy | None:
         return value.strategy
     if "torch" not in sys.modules:
         return None
-    from mpistrat.pytorch.mirroring import strategy_of
+    from mpistrat.pytorch.modules.mirroring import strategy_of
 
     return strategy_of(value)

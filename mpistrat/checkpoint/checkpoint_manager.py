@@ -17,7 +17,7 @@ from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.context import require_cross_replica
-from mpistrat.notices import tell
+from mpistrat.machine.notices import tell
 
 T = TypeVar("T")
 

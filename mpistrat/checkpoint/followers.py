@@ -15,7 +15,7 @@ from mpistrat.checkpoint.checkpoint import RANDOM, Checkpoint
 from mpistrat.checkpoint.object_states import has_common_state
 from mpistrat.checkpoint.random_states import RandomStates
 from mpistrat.checkpoint.replica_states import state_of_some_rank
-from mpistrat.variables import Variable
+from mpistrat.variables.variable import Variable
 
 
 def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 
-        from mpistrat.pytorch.served_steps import has_served_parameters
+        from mpistrat.parameter_server.modules.remote_steps import has_served_parameters
 
         if isinstance(value, Optimizer) and has_served_parameters(value):
             return {**state, "state": {}}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.checkpoint.replica_states import StatesOfReplicas, replicas_of_rank
 from mpistrat.reduce_op import VariableAggregation
-from mpistrat.variables import SyncOnReadVariable, Variable
+from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
-    from mpistrat.strategy_extended import StrategyExtended
+    from mpistrat.strategies.extended import StrategyExtended
 
 _COMMON = ("state_dict", "load_state_dict")
 _OF_RANK = ("rank_state_dict", "load_rank_state_dicts")

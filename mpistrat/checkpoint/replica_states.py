@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpistrat.strategy_extended import StrategyExtended
+    from mpistrat.strategies.extended import StrategyExtended
 
 
 def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
-from mpistrat.cluster_resolver.gpus import visible_gpus
 from mpistrat.cluster_resolver.task_roles import id_in_cluster, worker_addresses
+from mpistrat.machine.gpus import visible_gpus
 from mpistrat.topology import Topology
 
 

@@ -13,7 +13,7 @@ from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_m
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline
 from mpistrat.errors import TopologyError
-from mpistrat.flight_recorder import observation
+from mpistrat.liveness import observation
 from mpistrat.topology import Topology
 
 _RANK_PID = "MPISTRAT_RANK_PID"  # "4242": set by a rank, for the processes that it starts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from mpistrat.cluster_resolver.gpus import visible_gpus
 from mpistrat.cluster_resolver.slurm_job import slurm_job
+from mpistrat.machine.gpus import visible_gpus
 
 _PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"
 

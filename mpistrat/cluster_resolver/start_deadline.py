@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.errors import TopologyError
-from mpistrat.flight_recorder.interpreter import python_of_helpers
+from mpistrat.machine.interpreter import python_of_helpers
 
 START_SECONDS = "MPISTRAT_START_SECONDS"  # "300"; "0" waits for ever
 

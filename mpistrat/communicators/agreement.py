@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.communicators.shared_memory import FENCE
-from mpistrat.communicators.station import Station
-from mpistrat.communicators.waiting import wait_until
-from mpistrat.flight_recorder.record import WORD
+from mpistrat.liveness.record import WORD
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import Station
 
 if TYPE_CHECKING:
     from mpistrat.communicators.mpi import MpiTransport

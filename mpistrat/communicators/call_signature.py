@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from mpistrat.communicators.agreement import DIGEST_BITS
-from mpistrat.flight_recorder.record import text_of
+from mpistrat.liveness.record import text_of
 
 # Of one signature; a program that calls a collective at more places has their texts made again.
 _MOST_SITES = 256

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
 
-from mpistrat.communicators.call_site import standing_for
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.notices import tell
+from mpistrat.liveness.call_site import standing_for
+from mpistrat.machine.notices import tell
 
 _threads: dict[Communicator, CommunicationThread] = {}
 

@@ -17,7 +17,7 @@ from mpistrat.options import CommunicationImplementation
 if TYPE_CHECKING:
     from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
-    from mpistrat.communicators.station import Station
+    from mpistrat.liveness.watch import Station
     from mpistrat.trace.timeline import Timeline
 
 

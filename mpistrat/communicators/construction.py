@@ -10,10 +10,8 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.cluster_resolver.trace_folder import trace_folder
-from mpistrat.communicators import job_end
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.compressed import CompressedTransport
@@ -25,9 +23,11 @@ from mpistrat.communicators.node import see_each_other, station_of
 from mpistrat.communicators.pipelined import PipelinedTransport
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.shared_window import WindowTransport
-from mpistrat.communicators.station import Station
 from mpistrat.communicators.transport import Transport
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import job_end
+from mpistrat.liveness.watch import Station
+from mpistrat.machine.shared_memory_limit import shared_bytes
 from mpistrat.options import CommunicationImplementation
 
 _CACHED = MPI.Comm.Create_keyval()

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.communicators.agreement import Agreement, BoardAgreement, MessageAgreement
 from mpistrat.communicators.call_signature import CallSignature, explain_difference, signature_of
-from mpistrat.communicators.call_site import call_site, outside
 from mpistrat.communicators.communicator import mark_raised_by_all
-from mpistrat.communicators.station import Station
-from mpistrat.communicators.waiting import raise_if_stalled
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.flight_recorder.record import ABORT
+from mpistrat.liveness.call_site import call_site, outside
+from mpistrat.liveness.record import ABORT
+from mpistrat.liveness.waiting import raise_if_stalled
+from mpistrat.liveness.watch import Station
 
 if TYPE_CHECKING:
     from mpistrat.communicators.collective_spans import CollectiveSpans

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from mpistrat.communicators.cost_model import Cost
-from mpistrat.private_files import make_folder
+from mpistrat.machine.private_files import make_folder
 
 # Counted up when a way comes to cost something else: what other versions have measured is not used.
 FORMAT = 2

@@ -13,19 +13,14 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.cpu_share import cpu_share
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
-from mpistrat.communicators.fault_tolerant import family_of
-from mpistrat.communicators.station import Station
-from mpistrat.flight_recorder import observation
-from mpistrat.flight_recorder.job_folder import (
-    JobFolder,
-    record_of,
-    remove_leftovers,
-    stacks_of,
-)
-from mpistrat.flight_recorder.processes import job_of
-from mpistrat.flight_recorder.record import END, LOOKED, RAISE, RankRecord
+from mpistrat.liveness import observation
+from mpistrat.liveness.job_folder import JobFolder, record_of, remove_leftovers, stacks_of
+from mpistrat.liveness.processes import job_of
+from mpistrat.liveness.record import END, LOOKED, RAISE, RankRecord
+from mpistrat.liveness.revocable_group import family_of
+from mpistrat.liveness.watch import Station
+from mpistrat.machine.cpu_share import cpu_share
 
 SECONDS_TO_BE_SEEN = 1.0
 

@@ -11,14 +11,14 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
 from mpistrat.communicators.host_views import bytes_of
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.shared_memory import before_others_see
-from mpistrat.communicators.station import Station
 from mpistrat.communicators.transport import Mover
 from mpistrat.communicators.tree_sum import tree_sum_of
-from mpistrat.communicators.waiting import wait_until
-from mpistrat.recycled_buffers import RecycledBuffers
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import Station
 
 PAGE = 4096
 # Of a rank's memory for what does not lie in the window: blocks in flight, the bytes of one, and what one rank combines

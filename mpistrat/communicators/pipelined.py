@@ -24,9 +24,9 @@ from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, costs_of, from_bytes
-from mpistrat.communicators.station import Station
 from mpistrat.communicators.transport import Transport
-from mpistrat.communicators.waiting import wait_until
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import Station
 
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16

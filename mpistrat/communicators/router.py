@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_floating, is_on_accelerator, is_on_xla
-from mpistrat.communicators import job_end
 from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.call_signature import CallSignature, signature_of
 from mpistrat.communicators.communicator import Communicator
@@ -21,6 +20,7 @@ from mpistrat.communicators.reduction import OPS, SUM, Reduction, as_reduction
 from mpistrat.communicators.ring import RingTransport
 from mpistrat.communicators.shared_slots import SharedSlots, Slot
 from mpistrat.communicators.transport import Mover, Transport
+from mpistrat.liveness import job_end
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.cluster_resolver.shared_memory_limit import SHARED_MB
 from mpistrat.communicators.arithmetic import arithmetic_of
 from mpistrat.communicators.common_memory import PAGE, CommonMemory, Part, View
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
@@ -25,8 +24,9 @@ from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import Costs, Way, costs_of, from_bytes
 from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.shared_slots import SharedSlots
-from mpistrat.communicators.station import Station
 from mpistrat.communicators.transport import Mover, Transport
+from mpistrat.liveness.watch import Station
+from mpistrat.machine.shared_memory_limit import SHARED_MB
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15

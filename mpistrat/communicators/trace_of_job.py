@@ -12,9 +12,9 @@ import socket
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.communicators import job_end
 from mpistrat.errors import TopologyError
-from mpistrat.private_files import create
+from mpistrat.liveness import job_end
+from mpistrat.machine.private_files import create
 from mpistrat.trace import clocks, of_process
 from mpistrat.trace.timeline import Timeline, header_of, part_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from mpistrat import arrays
 from mpistrat.cross_device_ops import accumulation
-from mpistrat.devices import check_device
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.machine.devices import check_device
 from mpistrat.options import CommunicationOptions, check_options
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored, PerReplica

@@ -17,8 +17,8 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.recycled_buffers import RecycledBuffers
 
 if TYPE_CHECKING:
     from mpistrat.communicators import Communicator

@@ -9,7 +9,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
-from mpistrat.devices import check_device
+from mpistrat.machine.devices import check_device
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica

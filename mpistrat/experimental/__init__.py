@@ -7,11 +7,9 @@ from mpistrat.fault_tolerance import TerminationConfig as TerminationConfig
 from mpistrat.options import CollectiveHints as CollectiveHints
 from mpistrat.options import CommunicationImplementation as CommunicationImplementation
 from mpistrat.options import CommunicationOptions as CommunicationOptions
+from mpistrat.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
 from mpistrat.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.strategies.multi_worker_mirrored import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from mpistrat.strategies.parameter_server import (
-    ParameterServerStrategy as ParameterServerStrategy,
 )
 from mpistrat.values import DistributedValues as DistributedValues

@@ -13,7 +13,7 @@ from mpistrat.fault_tolerance.signal_flag import SignalFlag
 from mpistrat.fault_tolerance.step_times import StepTimes
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.fault_tolerance.time_limit import TimeLimit
-from mpistrat.notices import tell
+from mpistrat.machine.notices import tell
 
 # What a rank has to say; the greatest of all ranks counts.
 NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
-from mpistrat.communicators.program_exit import remember_raised
 from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
-from mpistrat.notices import tell
+from mpistrat.liveness.program_exit import remember_raised
+from mpistrat.machine.notices import tell
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Elastic:
     def _recover(self, noticed: float) -> None:
         """Called by: every rank that is left."""
         assert self._survivors is not None
-        from mpistrat.communicators import job_end
+        from mpistrat.liveness import job_end
 
         job_end.end_without_finalize()
         size = self._survivors.comm.size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 
 if TYPE_CHECKING:
-    from mpistrat.pytorch.mirroring import Mirroring
+    from mpistrat.pytorch.modules.mirroring import Mirroring
     from mpistrat.strategy import Strategy
 
 # What is told of parameters comes before what is told of optimizers.
@@ -57,7 +57,7 @@ def _buffers(strategy: Strategy) -> Iterator[tuple[Key, MirroredThing]]:
     assert strategy._mirroring is not None
     slots = strategy._mirroring.registry.buffers
     copies = copies_of_buffers(strategy.extended, slots)
-    # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.buffers.snapshot`).
+    # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {
         slot.module
         for own in copies

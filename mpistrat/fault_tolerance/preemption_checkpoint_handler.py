@@ -26,8 +26,8 @@ from mpistrat.fault_tolerance.announced_end import (
 )
 from mpistrat.fault_tolerance.riding_word import RidingWord
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
-from mpistrat.notices import tell
-from mpistrat.strategies.served import ServedExtended
+from mpistrat.machine.notices import tell
+from mpistrat.parameter_server.extended import ServedExtended
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
@@ -176,7 +176,7 @@ class PreemptionCheckpointHandler:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
         if self._communicator.size > 1:
-            from mpistrat.communicators import job_end
+            from mpistrat.liveness import job_end
 
             job_end.leave_together()
         self._communicator.barrier(

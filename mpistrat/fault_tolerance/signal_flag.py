@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from mpistrat.communicators.interrupts import raises_keyboard_interrupt
+from mpistrat.liveness.interrupts import raises_keyboard_interrupt
 
 
 class SignalFlag:

@@ -12,10 +12,11 @@ from typing import cast
 from mpi4py import MPI
 
 from mpistrat.cluster_resolver.start_deadline import start_deadline
-from mpistrat.communicators import Communicator, job_end
+from mpistrat.communicators import Communicator
 from mpistrat.communicators.construction import communicator_for, discard
-from mpistrat.communicators.fault_tolerant import Family, FaultTolerantComm, tells_of_loss
-from mpistrat.flight_recorder.record import text_of
+from mpistrat.liveness import job_end
+from mpistrat.liveness.record import text_of
+from mpistrat.liveness.revocable_group import Family, FaultTolerantComm, tells_of_loss
 
 # In the place of a step: this rank keeps none.
 _NONE = -1

@@ -8,7 +8,7 @@ import time
 import weakref
 
 from mpistrat.cluster_resolver.slurm_job import SlurmJob
-from mpistrat.notices import tell
+from mpistrat.machine.notices import tell
 
 # It asks again after a tenth of the time that is left: limits can change.
 SHORTEST_PAUSE, LONGEST_PAUSE = 10.0, 600.0

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpistrat import nest, spans
+from mpistrat import nest
 from mpistrat.communicators import Communicator
 from mpistrat.input.batches import spec_of
 from mpistrat.input.datasets import BatchedDataset, FileDataset
@@ -24,10 +24,11 @@ from mpistrat.input.readers import (
 )
 from mpistrat.input.splitting import Share
 from mpistrat.options import AutoShardPolicy, InputOptions
+from mpistrat.trace import spans
 
 if TYPE_CHECKING:
+    from mpistrat.strategies.extended import StrategyExtended
     from mpistrat.strategy import Strategy
-    from mpistrat.strategy_extended import StrategyExtended
 
 
 T = TypeVar("T")

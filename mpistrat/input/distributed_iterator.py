@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpistrat import nest, spans
+from mpistrat import nest
 from mpistrat.context import require_iteration
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
@@ -15,6 +15,7 @@ from mpistrat.input.batches import without_examples
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.input.prefetch import Prefetcher
 from mpistrat.input.readers import knowing_what_follows
+from mpistrat.trace import spans
 from mpistrat.values import regroup
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.errors import UnavailableError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push, not_yet_everywhere
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, pack, unpack
-from mpistrat.parameter_server.post import Post
-from mpistrat.parameter_server.requests import Created, Update, Updates
 from mpistrat.parameter_server.routes import Request, Routes
-from mpistrat.parameter_server.segments import Buffers, Mappings, Region
+from mpistrat.parameter_server.rpc import requests
+from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
+from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Region
 from mpistrat.parameter_server.tables import MappedTable
+from mpistrat.parameter_server.tensors import Carried, Kind, Placed, carried, pack, unpack
 from mpistrat.parameter_server.update_numbers import UpdateNumbers, session_of
-from mpistrat.recycled_buffers import RecycledBuffers
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, State

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from mpistrat.parameter_server.post import Asked, Post
+from mpistrat.parameter_server.rpc.rpc import Asked, Post
 
 # Requests, in this order: hold; let these through; and a notice: go on.
 HOLD, ADMIT, RELEASE = "hold", "admit", "release"

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server import requests
 from mpistrat.parameter_server.gate import Gate
-from mpistrat.parameter_server.post import Post
 from mpistrat.parameter_server.replica import ABANDON, CHANGE, CHANGED
+from mpistrat.parameter_server.rpc import requests
+from mpistrat.parameter_server.rpc.rpc import Post
 from mpistrat.parameter_server.store import Store, outcome_of
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.arrays import Array
-from mpistrat.parameter_server.parcels import Carried, Placed, carried, pack
-from mpistrat.parameter_server.post import Post
-from mpistrat.parameter_server.segments import Buffers, Region
+from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.rpc.segments import Buffers, Region
 from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.tensors import Carried, Placed, carried, pack
 
 # Notices, between the two: a change, as number, kind, who asked for it, and body; the number of one that was made, and
 # why it could not be, or ""; all that was passed on is to be forgotten.

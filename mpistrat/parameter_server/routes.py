@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.post import Post, Reply
+from mpistrat.parameter_server.rpc.rpc import Post, Reply
 
 
 def keepers_of(servers: Sequence[int]) -> dict[int, int]:

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.notices import tell
-from mpistrat.parameter_server import requests
-from mpistrat.parameter_server.clocks import ENDED, FAILED, Clock
+from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.gate import Gate, Push
 from mpistrat.parameter_server.kept_copies import KeptCopies
-from mpistrat.parameter_server.parcels import Carried, Placed, carried, unpack
-from mpistrat.parameter_server.post import Asked, Post
 from mpistrat.parameter_server.replica import Passed, Replica
-from mpistrat.parameter_server.requests import Created, Updates
+from mpistrat.parameter_server.rpc import requests
+from mpistrat.parameter_server.rpc.remote_errors import as_refusal
+from mpistrat.parameter_server.rpc.requests import Created, Updates
+from mpistrat.parameter_server.rpc.rpc import Asked, Post
+from mpistrat.parameter_server.staleness import ENDED, FAILED, Clock
 from mpistrat.parameter_server.store import Store, outcome_of
 from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.told_errors import as_refusal
+from mpistrat.parameter_server.tensors import Carried, Placed, carried, unpack
 
 
 class ParameterServer:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from mpistrat.arrays import dtype_name
 from mpistrat.communicators.host_views import view_of
-from mpistrat.elementwise_optimizers import why_not_elementwise
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 
 State = dict[str, Any]  # by name: NumPy arrays, those of no dimension included, and Python numbers
 

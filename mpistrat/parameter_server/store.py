@@ -9,12 +9,12 @@ from typing import Any
 
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.applied import Applied
+from mpistrat.parameter_server.idempotency import Applied
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
-from mpistrat.parameter_server.parcels import Carried, Placed, carried, unpack
-from mpistrat.parameter_server.requests import Created, Update, Updates
-from mpistrat.parameter_server.segments import Mappings, Segments
+from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
+from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.tensors import Carried, Placed, carried, unpack
 from mpistrat.parameter_server.update_numbers import session_of
 
 # An answer to an update brings the new value along, up to here.

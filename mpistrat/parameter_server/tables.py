@@ -12,9 +12,9 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.shared_memory import before_others_see
-from mpistrat.parameter_server.parcels import Kind
-from mpistrat.parameter_server.segments import Place, Region, Segments
-from mpistrat.variable_updates import update_in_place
+from mpistrat.parameter_server.rpc.segments import Place, Region, Segments
+from mpistrat.parameter_server.tensors import Kind
+from mpistrat.variables.updates import update_in_place
 
 # Before the array: how often it was begun or ended to be written, and how many updates it has had.
 _HEADER = 64

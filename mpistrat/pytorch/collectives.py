@@ -12,7 +12,7 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
-    from mpistrat.replica_context import ReplicaContext
+    from mpistrat.replicas.replica_context import ReplicaContext
 
 
 class _AllReduce(torch.autograd.Function):

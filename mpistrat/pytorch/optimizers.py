@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from mpistrat.context import get_replica_context
-from mpistrat.pytorch.gradients import GradientReducer, inside_backward, reducer_here
+from mpistrat.pytorch.gradients.reducer import GradientReducer, inside_backward, reducer_here
 
 _installed = False
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from mpistrat.pytorch.registry import ParameterSlot, Registry
+from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 
 
 @dataclasses.dataclass

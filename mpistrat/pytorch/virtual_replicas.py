@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpistrat.context import get_replica_context
-from mpistrat.pytorch.registry import BufferSlot, ParameterSlot, Registry, version
+from mpistrat.pytorch.modules.registry import BufferSlot, ParameterSlot, Registry, version
 
 if TYPE_CHECKING:
-    from mpistrat.strategy_extended import StrategyExtended
+    from mpistrat.strategies.extended import StrategyExtended
 
 _states: weakref.WeakKeyDictionary[Any, TorchState] = weakref.WeakKeyDictionary()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpistrat.communicators import Communicator
-from mpistrat.devices import make_current, seen_gpus, share_out
+from mpistrat.machine.devices import make_current, seen_gpus, share_out
 from mpistrat.topology import Topology
 
 
@@ -31,7 +31,7 @@ def bind(
         used = (topology.node, seen[int(number)])
     gpus = communicator.all_gather_object(used, label="GPUs used")
     if communicator.size > 1 and None not in gpus:
-        from mpistrat.communicators.gpu_ways import Gpu, use_gpus
+        from mpistrat.communicators.accelerator.gpu_ways import Gpu, use_gpus
 
         use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number))
     return tuple(devices)

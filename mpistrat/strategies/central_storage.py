@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.aggregating_variable import AggregatingVariable
 from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.devices import check_device, check_devices
-from mpistrat.node_variable import variable_of_node
+from mpistrat.machine.devices import check_device, check_devices
 from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.values import DistributedValues
-from mpistrat.variable_arguments import VariableArguments
-from mpistrat.variables import Variable
+from mpistrat.variables.aggregating import AggregatingVariable
+from mpistrat.variables.arguments import VariableArguments
+from mpistrat.variables.node import variable_of_node
+from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpi4py import MPI

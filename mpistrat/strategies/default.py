@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from mpistrat.context import Mode, has_strategy, set_default_mode
 from mpistrat.input import InputContext
-from mpistrat.replica_context import ReplicaContext
+from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.strategies.one_device import OneReplicaExtended
 from mpistrat.strategy import Strategy
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.communicators import Communicator, LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
-from mpistrat.devices import check_devices
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.strategies.binding import bind
+from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.tracing import trace_ranges
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended
 from mpistrat.topology import Topology
 from mpistrat.wire_formats import name_of
 

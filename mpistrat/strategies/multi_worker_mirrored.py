@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.devices import check_devices
 from mpistrat.errors import TopologyError
 from mpistrat.input.splitting import Share
+from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended
 
 if TYPE_CHECKING:
     from mpi4py import MPI

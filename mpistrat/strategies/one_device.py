@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.communicators import LocalCommunicator
-from mpistrat.devices import check_device
+from mpistrat.machine.devices import check_device
+from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended
-from mpistrat.variable_arguments import VariableArguments
-from mpistrat.variables import PlainVariable, Variable
+from mpistrat.variables.arguments import VariableArguments
+from mpistrat.variables.variable import PlainVariable, Variable
 
 
 class OneReplicaExtended(StrategyExtended):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from mpistrat.cluster_resolver.cpu_share import fixed_threads, intra_op_threads, user_set_threads
 from mpistrat.communicators import Communicator
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.notices import tell
+from mpistrat.machine.cpu_share import fixed_threads, intra_op_threads, user_set_threads
+from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
 
 announced = False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from mpistrat import spans
 from mpistrat.cluster_resolver.mpi import start_mpi
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator
 from mpistrat.errors import TopologyError
+from mpistrat.trace import spans
 
 
 def trace_ranges(communicator: Communicator) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrat.private_files import create
+from mpistrat.machine.private_files import create
 from mpistrat.trace.clocks import Alignment, Comparison
 from mpistrat.trace.timeline import HEADER_VERSION, header_of, part_of
 

@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 
-from mpistrat.notices import tell
+from mpistrat.machine.notices import tell
 from mpistrat.trace import merging
 from mpistrat.trace.timeline import Timeline, host_clock
 

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpistrat import spans
-from mpistrat.trace import profiler
+from mpistrat.trace import profiler, spans
 
 if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline

@@ -16,7 +16,7 @@ import time
 import warnings
 from typing import Any
 
-from mpistrat.private_files import create, make_folder
+from mpistrat.machine.private_files import create, make_folder
 
 # Bounds of what a killed process loses, and of the memory that events take until they are written
 EVENTS_TOGETHER = 1000

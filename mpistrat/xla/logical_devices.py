@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mpistrat.notices import tell
-from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
+from mpistrat.machine.notices import tell
 from mpistrat.xla.runtime import Runtime
+from mpistrat.xla.topology.logical_devices import check_logical_device, check_split
 
 
 class LogicalDevices:

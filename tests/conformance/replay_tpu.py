@@ -9,7 +9,7 @@ from typing import Any
 from conformance.outcomes import CannotInterpret, probe
 from conformance.stage import Handler, Stage
 from mpistrat.tpu import DeviceAssignment, DeviceOrderMode, Topology
-from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
+from mpistrat.xla.topology.logical_devices import check_logical_device, check_split
 
 # Shape and number of tasks of the meshes that are recorded by name only.
 _MESHES = {

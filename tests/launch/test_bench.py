@@ -17,7 +17,7 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
     file, picture = tmp_path / "rows.json", tmp_path / "picture.png"
     job = launcher.run_python(
         ranks,
-        *("-m", "mpistrat.bench", operation, "-b", "4K", "-e", "4M", "-f", "32", "-n", "3"),
+        *("-m", "mpistrat.tools.bench", operation, "-b", "4K", "-e", "4M", "-f", "32", "-n", "3"),
         *("--json", file, "--plot", picture),
         seconds=90,
     )
@@ -40,7 +40,7 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
 
 def test_buffers_in_the_window(launcher: Launcher) -> None:
     job = launcher.run_python(
-        2, "-m", "mpistrat.bench", "allreduce", "--window", "-b", "1M", "-e", "1M", "-n", "5"
+        2, "-m", "mpistrat.tools.bench", "allreduce", "--window", "-b", "1M", "-e", "1M", "-n", "5"
     )
     assert job.returncode == 0, job.output
     assert "window: up to 3.1 MB" in job.stdout
@@ -48,6 +48,6 @@ def test_buffers_in_the_window(launcher: Launcher) -> None:
 
 def test_a_mistake_on_the_command_line(launcher: Launcher) -> None:
     """Ends the job, with a message, before MPI starts."""
-    job = launcher.run_python(2, "-m", "mpistrat.bench", "all_reduce", "-b", "much")
+    job = launcher.run_python(2, "-m", "mpistrat.tools.bench", "all_reduce", "-b", "much")
     assert job.returncode == 2, job.output
     assert "expected bytes such as 4096" in job.output

@@ -12,7 +12,7 @@ import pytest
 from support.harness.mpi_launcher import Launcher
 
 TOP = Path(__file__).parents[2]
-BENCH = ("-m", "mpistrat.bench")
+BENCH = ("-m", "mpistrat.tools.bench")
 PEERS = ["raw MPI, flat buffer", "raw MPI, .grad in the buffer", "DDP, gloo"]
 
 
@@ -67,7 +67,7 @@ def test_a_file_that_one_rank_lacks(launcher: Launcher, tmp_path: Path) -> None:
     """All ranks end, with that rank's reason."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nfrom mpi4py import MPI\nfrom mpistrat.bench.command import main\n"
+        "import sys\nfrom mpi4py import MPI\nfrom mpistrat.tools.bench.command import main\n"
         f"file = {str(__file__)!r} if MPI.COMM_WORLD.rank else 'nowhere'\n"
         "sys.exit(main(['train', '--model', 'transformer', '--input', file]))\n"
     )

@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.hierarchical import HierarchicalTransport
-from mpistrat.pytorch.wires import Wire
+from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 from mpistrat.communicators import Reduction
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.pytorch.wires import Wire
+from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats
 
 world = MPI.COMM_WORLD

@@ -133,7 +133,7 @@ def test_ranks_of_a_job_have_a_name_in_common(launcher: Launcher, tmp_path: Path
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n"
-        "from mpistrat.flight_recorder.processes import job_of\n"
+        "from mpistrat.liveness.processes import job_of\n"
         "print(job_of(os.getpid()) + '\\n', end='', flush=True)\n"
     )
     first, second = (launcher.run_python(3, program).stdout.split() for _ in range(2))

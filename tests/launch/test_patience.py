@@ -39,7 +39,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Reduction, pipelined, reducing
 from mpistrat.communicators.pipelined import PipelinedTransport
-from mpistrat.pytorch.wires import Wire
+from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")

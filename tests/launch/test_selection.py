@@ -112,7 +112,9 @@ def test_a_plan_of_one_node(launcher: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     network = ("--alpha-us", "2", "--gbit", "100")
     sizes = ("--size", "64K", "1M", "--nodes", "1", "2", "--json", file)
-    job = launcher.run_python(2, "-m", "mpistrat.bench", "plan", *network, *sizes, seconds=120)
+    job = launcher.run_python(
+        2, "-m", "mpistrat.tools.bench", "plan", *network, *sizes, seconds=120
+    )
     assert job.returncode == 0, job.output
     assert "node(S) =" in job.stdout
     assert "between(S, N) = 2 ceil(log2 N) 2 us + 2 (N - 1) / N 0.08 ns S (100 Gbit/s" in job.stdout
@@ -140,7 +142,9 @@ def test_a_plan_of_two_nodes(tmp_path: Path) -> None:
     env = {"MPIR_CVAR_NUM_CLIQUES": "2"}
     mpich = Launcher.named("MPICH")
     for ranks in (4, 3):
-        job = mpich.run_python(ranks, "-m", "mpistrat.bench", *arguments, env=env, seconds=120)
+        job = mpich.run_python(
+            ranks, "-m", "mpistrat.tools.bench", *arguments, env=env, seconds=120
+        )
         assert job.returncode == 0, job.output
         content = json.loads(file.read_text())
         model, (two, four) = content["model"], content["rows"]
@@ -152,6 +156,6 @@ def test_a_plan_of_two_nodes(tmp_path: Path) -> None:
 
 
 def test_what_one_node_cannot_tell(launcher: Launcher) -> None:
-    job = launcher.run_python(2, "-m", "mpistrat.bench", "plan", "--nodes", "2")
+    job = launcher.run_python(2, "-m", "mpistrat.tools.bench", "plan", "--nodes", "2")
     assert job.returncode != 0, job.output
     assert "give one by --alpha-us and --gbit" in job.output

@@ -220,7 +220,7 @@ def test_gpus_of_ranks(
 
 def test_bench(slurm: SlurmCluster, mpich: Launcher, tmp_path: Path) -> None:
     measure = ["all_reduce", "-b", "4K", "-e", "64K", "-n", "3", "--json", "result.json"]
-    command = [sys.executable, "-m", "mpistrat.bench", *measure]
+    command = [sys.executable, "-m", "mpistrat.tools.bench", *measure]
     job = slurm.srun(mpich, "-N2", "-n3", PMI2, *command, cwd=tmp_path, env=ENV)
     assert job.returncode == 0, job.output
     assert (tmp_path / "result.json").exists()

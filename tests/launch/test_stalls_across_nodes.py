@@ -18,7 +18,7 @@ import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 import mpistrat as ms
-from mpistrat.flight_recorder import processes
+from mpistrat.liveness import processes
 processes.job_of = lambda pid: ""  # else the ranks of one launcher would have one observer
 os.chdir(sys.argv[2])
 strategy = ms.MultiWorkerMirroredStrategy()

@@ -8,14 +8,14 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import waiting
 from mpistrat.communicators.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract import Contract
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.router import Router
 from mpistrat.errors import StallError
-from mpistrat.flight_recorder.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
+from mpistrat.liveness import waiting
+from mpistrat.liveness.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED
 from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.cluster_resolver.cpu_share import THREAD_COUNTS, intra_op_threads
+from mpistrat.machine.cpu_share import THREAD_COUNTS, intra_op_threads
 from mpistrat.strategies import threads
 from support.rank_errors import assert_usable, errors_of_ranks
 

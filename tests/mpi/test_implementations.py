@@ -13,7 +13,7 @@ from mpistrat.communicators.pipelined import PipelinedTransport
 from mpistrat.communicators.ring import RingTransport
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import Costs
-from mpistrat.communicators.station import Station
+from mpistrat.liveness.watch import Station
 from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
 pytestmark = pytest.mark.time_limit(120)

@@ -6,15 +6,16 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import cuda_aware, gpu_ways, reducing
-from mpistrat.communicators.alarm import Alarm
-from mpistrat.communicators.device_library import CupyLibrary, TorchLibrary
-from mpistrat.communicators.device_staging import CHUNK, StagedTransport
+from mpistrat.communicators import reducing
+from mpistrat.communicators.accelerator import cuda_aware, gpu_ways
+from mpistrat.communicators.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.accelerator.nccl import NcclTransport
+from mpistrat.communicators.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.nccl import NcclTransport
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.station import Station
-from mpistrat.devices import seen_gpus
+from mpistrat.liveness.abort_channel import Alarm
+from mpistrat.liveness.watch import Station
+from mpistrat.machine.devices import seen_gpus
 
 pytestmark = pytest.mark.gpu
 

@@ -21,9 +21,9 @@ from mpistrat.experimental.partitioners import (
     MinSizePartitioner,
 )
 from mpistrat.parameter_server import job as job_module
-from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.parcels import carried
+from mpistrat.parameter_server.rpc.channel import Mail
 from mpistrat.parameter_server.tables import MappedTable
+from mpistrat.parameter_server.tensors import carried
 from support.open_files import descriptors, mapped_bytes
 from support.parameter_servers.served_jobs import served, workers_of
 

@@ -11,9 +11,9 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat import errors
-from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.mpi_messages import BUFFERS, HEAD, MpiMessages
-from mpistrat.parameter_server.post import Post
+from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server.rpc.mpi_messages import BUFFERS, HEAD, MpiMessages
+from mpistrat.parameter_server.rpc.rpc import Post
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -151,7 +151,7 @@ def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
         told.append(text)
         talk.post.tell(OTHERS[0], "now")
 
-    monkeypatch.setattr("mpistrat.parameter_server.post.tell", tell)
+    monkeypatch.setattr("mpistrat.parameter_server.rpc.rpc.tell", tell)
     assert talk.post.ask(OTHERS[0], "later").wait(limited=False) == 5
     assert f"rank {OTHERS[0]} to answer 'later'" in told[0]
     talk.finish()

@@ -17,9 +17,9 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import job_end
 from mpistrat.communicators.contract import UNCHECKED
 from mpistrat.fault_tolerance import PreemptionCheckpointHandler, TerminationConfig
+from mpistrat.liveness import job_end
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -13,10 +13,10 @@ from mpistrat.communicators.host_views import view_of
 from mpistrat.compat.v1 import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
 from mpistrat.parameter_server import job as job_module
-from mpistrat.parameter_server import requests
-from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.parcels import unpack
-from mpistrat.parameter_server.segments import Mappings
+from mpistrat.parameter_server.rpc import requests
+from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server.rpc.segments import Mappings
+from mpistrat.parameter_server.tensors import unpack
 from support.parameter_servers.served_jobs import served, workers_of
 from support.rank_errors import errors_of_ranks
 

@@ -19,7 +19,7 @@ from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.node_memory import Blocks, Window
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.shared_window import WindowTransport
-from mpistrat.flight_recorder.record import RankRecord
+from mpistrat.liveness.record import RankRecord
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]
 

@@ -14,7 +14,7 @@ from mpistrat.communicators import Reduction, reducing, shared_slots
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, StallError
-from mpistrat.flight_recorder.record import ABORT, GROUP, RAISE, STALLED
+from mpistrat.liveness.record import ABORT, GROUP, RAISE, STALLED
 from support.rank_errors import errors_of_ranks
 
 pytestmark = pytest.mark.mpi(min_size=2)

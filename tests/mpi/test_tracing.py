@@ -16,7 +16,7 @@ from mpistrat.communicators.contract import Contract
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.router import Router
 from mpistrat.errors import CollectiveMismatchError, TopologyError
-from mpistrat.trace import merging
+from mpistrat.tools import trace_merging as merging
 from mpistrat.trace.timeline import Timeline, part_of
 from support.rank_errors import errors_of_ranks
 from support.trace_rules import slices_of, valid_trace

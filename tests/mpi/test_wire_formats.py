@@ -14,9 +14,9 @@ from mpistrat.communicators.compressed import CompressedTransport
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.node import station_of
 from mpistrat.communicators.router import Router, Ways
-from mpistrat.communicators.station import Station
 from mpistrat.fault_tolerance.committed_states import CommittedStates
-from mpistrat.pytorch.wires import Wire
+from mpistrat.liveness.watch import Station
+from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -8,7 +8,7 @@ import torch
 from mpi4py import MPI
 
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.xla import wrong_sum
+from mpistrat.xla.transport import wrong_sum
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 

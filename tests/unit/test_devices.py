@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.devices import check_device, check_devices, num_gpus, seen_gpus, share_out
+from mpistrat.machine.devices import check_device, check_devices, num_gpus, seen_gpus, share_out
 
 
 @pytest.mark.parametrize(

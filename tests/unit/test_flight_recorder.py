@@ -12,12 +12,10 @@ import pytest
 
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
 from mpistrat.communicators.agreement import BoardAgreement
-from mpistrat.communicators.station import Station
-from mpistrat.communicators.waiting import wait_until
 from mpistrat.errors import StallError, TopologyError
-from mpistrat.flight_recorder import job_folder, processes
-from mpistrat.flight_recorder.job_folder import JobFolder, remove_leftovers
-from mpistrat.flight_recorder.record import (
+from mpistrat.liveness import job_folder, processes
+from mpistrat.liveness.job_folder import JobFolder, remove_leftovers
+from mpistrat.liveness.record import (
     ABORT,
     MAX_BOARDS,
     MAX_SITE,
@@ -28,7 +26,9 @@ from mpistrat.flight_recorder.record import (
     RankRecord,
     text_of,
 )
-from mpistrat.flight_recorder.report import find_ranks, waits
+from mpistrat.liveness.report import find_ranks, waits
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import Station
 
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 
@@ -51,7 +51,7 @@ def test_a_record_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
     path = str(tmp_path / "rank-0")
     program = f"""
 import os
-from mpistrat.flight_recorder.record import RankRecord, text_of
+from mpistrat.liveness.record import RankRecord, text_of
 record = RankRecord({path!r}, create=True)
 record.start(0, 2, "node7", 60.0, 1)
 board = record.new_board(5, 2)
@@ -107,7 +107,7 @@ def test_seconds_waited_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OTHER_PROCESS = """
 import os, sys
-from mpistrat.flight_recorder import job_folder
+from mpistrat.liveness import job_folder
 job_folder.SHARED_MEMORY = sys.argv[1]
 folder, new = job_folder.JobFolder.create(sys.argv[2])
 print(folder.path, "new" if new else "old", flush=True)
@@ -289,7 +289,7 @@ def test_a_stall_of_another_communicator_is_not_raised() -> None:
 
 
 def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.communicators.waiting.SECONDS_FOR_THE_OBSERVER", 0.1)
+    monkeypatch.setattr("mpistrat.liveness.waiting.SECONDS_FOR_THE_OBSERVER", 0.1)
     record = RankRecord(None)
     record.start(1, 2, "node7", 0.2, 1)
     with pytest.raises(
@@ -339,8 +339,8 @@ def test_limits_of_the_environment() -> None:
 
 RANK = """
 import os, sys
-from mpistrat.flight_recorder.job_folder import record_of
-from mpistrat.flight_recorder.record import EXPENDABLE, RankRecord
+from mpistrat.liveness.job_folder import record_of
+from mpistrat.liveness.record import EXPENDABLE, RankRecord
 rank, size, expendable = map(int, sys.argv[2:])
 record = RankRecord(record_of(sys.argv[1], rank), create=True)
 record.start(rank, size, "node7", 60.0, 1)
@@ -350,7 +350,7 @@ input()
 """
 OBSERVER = """
 import errno, os, sys
-from mpistrat.flight_recorder import observer
+from mpistrat.liveness import observer
 observer.launcher_of = lambda pid: None  # not the one that runs these tests
 if sys.argv[1] == "kernel without":
     def pidfd_open(pid):
@@ -452,8 +452,8 @@ def test_a_node_that_loses_all_its_ranks(
 
 BUSY_THREADS = """
 import sys, threading, time
-from mpistrat.flight_recorder.observation import speak_on_signal
-from mpistrat.flight_recorder.record import STACK_SIGNAL, RankRecord
+from mpistrat.liveness.observation import speak_on_signal
+from mpistrat.liveness.record import STACK_SIGNAL, RankRecord
 record = RankRecord(None)
 speak_on_signal(record, sys.argv[1])
 def deep(n):

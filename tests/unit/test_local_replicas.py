@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpistrat.local_replicas import LocalReplicas
+from mpistrat.replicas.local_replicas import LocalReplicas
 
 
 @pytest.fixture

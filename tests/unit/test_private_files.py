@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.flight_recorder import job_folder, observer
-from mpistrat.private_files import create, make_folder, private
+from mpistrat.liveness import job_folder, observer
+from mpistrat.machine.private_files import create, make_folder, private
 
 FOLDER = Path(__file__).parents[2] / "mpistrat"
 

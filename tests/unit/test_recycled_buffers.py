@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.recycled_buffers import RecycledBuffers
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
 
 LARGE = 1 << 17
 

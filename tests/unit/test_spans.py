@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from mpistrat import spans
+from mpistrat.trace import spans
 from mpistrat.trace.ranges import Ranges
 from mpistrat.trace.timeline import Timeline
 

@@ -17,6 +17,7 @@ from mpistrat.input.distributed_dataset import (
     made_together,
 )
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
+from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
 
@@ -147,8 +148,8 @@ class CentralStorageStrategy(StrategyV1, strategies.CentralStorageStrategy):
     """`mpistrat.CentralStorageStrategy` with the v1 methods."""
 
 
-class ParameterServerStrategy(StrategyV1, strategies.BetweenGraphStrategy):
-    __doc__ = strategies.BetweenGraphStrategy.__doc__
+class ParameterServerStrategy(StrategyV1, BetweenGraphStrategy):
+    __doc__ = BetweenGraphStrategy.__doc__
 
 
 class _DefaultV1(StrategyV1):

@@ -70,7 +70,7 @@ def no_record() -> None:
     """There is no room for one; the limit holds nevertheless."""
     import tempfile
 
-    from mpistrat.flight_recorder import job_folder
+    from mpistrat.liveness import job_folder
 
     job_folder.SHARED_MEMORY = tempfile.tempdir = "/proc/no/such/place"
     strategy = strategy_of()

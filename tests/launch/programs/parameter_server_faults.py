@@ -26,10 +26,10 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.mail import Mail
-from mpistrat.parameter_server.pipes import PipeOutbox
-from mpistrat.parameter_server.post import Post
-from mpistrat.parameter_server.segments import Buffers
+from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server.rpc.pipes import PipeOutbox
+from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.rpc.segments import Buffers
 
 SECONDS_FOR_STACKS = 60.0  # less than the test waits
 SECONDS_BETWEEN_KILLS = 0.15

@@ -47,7 +47,7 @@ def observers() -> list[str]:
             same_job = os.environ["MPISTRAT_TEST_JOB"].encode() in (folder / "environ").read_bytes()
         except OSError:
             continue
-        if same_job and b"mpistrat.flight_recorder" in commands:
+        if same_job and b"mpistrat.liveness" in commands:
             found.append(folder.name)
     return found
 

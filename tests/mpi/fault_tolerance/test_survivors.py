@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators import job_end
 from mpistrat.fault_tolerance import survivors as survivors_module
 from mpistrat.fault_tolerance.survivors import Survivors
+from mpistrat.liveness import job_end
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import mpistrat as ms
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.communicators.communication_thread import CommunicationThread
-from mpistrat.pytorch.registry import Registry
-from mpistrat.pytorch.wires import Wire, Wires
+from mpistrat.pytorch.gradients.wires import Wire, Wires
+from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.wire_formats import TopK
 from support.training.whole_batch import BATCH, Pair, equal_on_all_ranks, loss_of, plain_step
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mpistrat.coordinator import ClusterCoordinator
-from mpistrat.coordinator.cluster_coordinator import Cluster
-from mpistrat.coordinator.worker import Worker
+from mpistrat.parameter_server.coordinator.cluster_coordinator import Cluster
+from mpistrat.parameter_server.coordinator.worker import Worker
 
 _DEATH = "death"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mpistrat.parameter_server.post import Asked
+from mpistrat.parameter_server.rpc.rpc import Asked
 
 
 class NotedPost:

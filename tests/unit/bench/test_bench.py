@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.bench import operations, sweep
-from mpistrat.bench.arguments import number_of_bytes
-from mpistrat.bench.command import main
-from mpistrat.bench.operations import OPERATIONS
-from mpistrat.bench.report import report
 from mpistrat.communicators import LocalCommunicator
+from mpistrat.tools.bench import operations, sweep
+from mpistrat.tools.bench.arguments import number_of_bytes
+from mpistrat.tools.bench.command import main
+from mpistrat.tools.bench.operations import OPERATIONS
+from mpistrat.tools.bench.report import report
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.bench import peers
-from mpistrat.bench.comparison import compare_all_reduce, compare_training, operand
-from mpistrat.bench.report import report, table
-from mpistrat.bench.rounds import compare, medians
+from mpistrat.tools.bench import peers
+from mpistrat.tools.bench.comparison import compare_all_reduce, compare_training, operand
+from mpistrat.tools.bench.report import report, table
+from mpistrat.tools.bench.rounds import compare, medians
 
 
 def test_rounds() -> None:
@@ -41,7 +41,7 @@ def test_a_peer_that_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) 
         raise peers.CannotTakePart("sees 1 of 2 ranks")
 
     there = types.SimpleNamespace(all_reduces=cannot)
-    monkeypatch.setitem(sys.modules, "mpistrat.bench.peers.horovod", there)
+    monkeypatch.setitem(sys.modules, "mpistrat.tools.bench.peers.horovod", there)
     monkeypatch.setattr(peers, "PEERS", [("horovod", "numpy", "Horovod")])
     assert peers.contestants("all_reduces", np.ones(3)) == ({}, {"Horovod": "sees 1 of 2 ranks"})
 

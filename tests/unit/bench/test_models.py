@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpistrat.bench.models import MODELS, model_named
-from mpistrat.bench.models.resnet50 import Bottleneck
+from mpistrat.tools.bench.models import MODELS, model_named
+from mpistrat.tools.bench.models.resnet50 import Bottleneck
 
 # ResNet-50's: 25,557,032, as torchvision documents its weights. The others: sums of their layers' sizes.
 PARAMETERS = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.bench import training
-from mpistrat.bench.command import main
 from mpistrat.communicators import LocalCommunicator
+from mpistrat.tools.bench import training
+from mpistrat.tools.bench.command import main
 
 pytestmark = pytest.mark.time_limit(180)  # a busy machine takes long to import matplotlib alone
 

@@ -8,8 +8,8 @@ import pytest
 import mpistrat as ms
 from mpistrat.checkpoint.object_states import stateful
 from mpistrat.communicators import LocalCommunicator
+from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategy import Strategy
-from mpistrat.strategy_extended import StrategyExtended
 
 MEAN, NONE = ms.VariableAggregation.MEAN, ms.VariableAggregation.NONE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.cluster_resolver.cpu_model import cpu_model
+from mpistrat.machine.cpu_model import cpu_model
 
 
 @pytest.mark.parametrize(

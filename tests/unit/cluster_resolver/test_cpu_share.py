@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cluster_resolver.cpu_share import intra_op_threads, user_set_threads, users_threads
+from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads, users_threads
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpistrat.cluster_resolver import SlurmClusterResolver, TFConfigClusterResolver, launcher
-from mpistrat.cluster_resolver.cpu_share import fixed_threads, user_set_threads
-from mpistrat.cluster_resolver.gpus import visible_gpus
 from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
 from mpistrat.cluster_resolver.start_deadline import start_seconds
 from mpistrat.errors import TopologyError
+from mpistrat.machine.cpu_share import fixed_threads, user_set_threads
+from mpistrat.machine.gpus import visible_gpus
+from mpistrat.machine.shared_memory_limit import shared_bytes
 from support.clusters.simulated_launchers import (
     Environment,
     Step,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster_resolver.gpus import visible_gpus
+from mpistrat.machine.gpus import visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpistrat.cluster_resolver.network_links import network_links
+from mpistrat.machine.network_links import network_links
 
 
 def test_speeds(tmp_path: Path) -> None:

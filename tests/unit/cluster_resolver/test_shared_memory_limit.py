@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from mpistrat.cluster_resolver.shared_memory_limit import shared_bytes
 from mpistrat.errors import TopologyError
+from mpistrat.machine.shared_memory_limit import shared_bytes
 
 
 def test_megabytes() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators import waiting
 from mpistrat.communicators.agreement import BoardAgreement
-from mpistrat.communicators.station import Station
+from mpistrat.liveness import waiting
+from mpistrat.liveness.watch import Station
 
 RANKS, CALLS = 3, 300
 SAME = 7  # the digest of all calls

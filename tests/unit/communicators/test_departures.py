@@ -1,6 +1,6 @@
 """When a job is over because a rank has left."""
 
-from mpistrat.communicators.departures import SECONDS_TO_LEAVE_TOGETHER, Left, Registrar, Waits
+from mpistrat.liveness.exit_coordinator import SECONDS_TO_LEAVE_TOGETHER, Left, Registrar, Waits
 
 
 def left(rank: int, calls: dict[str, int], code: int = 0) -> Left:

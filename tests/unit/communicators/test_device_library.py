@@ -6,9 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from mpistrat.communicators import LocalCommunicator, device_buffers, device_staging, reducing
-from mpistrat.communicators.device_staging import StagedTransport
-from mpistrat.communicators.station import Station
+from mpistrat.communicators import LocalCommunicator, reducing
+from mpistrat.communicators.accelerator import buffers as device_buffers
+from mpistrat.communicators.accelerator import staging as device_staging
+from mpistrat.communicators.accelerator.staging import StagedTransport
+from mpistrat.liveness.watch import Station
 
 SUM = reducing()
 STREAM, EVENT = torch.cuda.Stream, torch.cuda.Event

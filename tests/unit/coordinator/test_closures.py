@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from mpistrat.coordinator.closures import Closure, ClosureQueue
-from mpistrat.coordinator.remote_value import RemoteValue
+from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
+from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 
 
 def put(queue: ClosureQueue, *names: str) -> None:

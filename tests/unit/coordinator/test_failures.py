@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mpistrat.coordinator import ClusterCoordinator
-from mpistrat.coordinator.failures import WorkerTraceback
+from mpistrat.parameter_server.coordinator.failures import WorkerTraceback
 from support.parameter_servers.coordinated_threads import Threads
 
 Start = Callable[..., Threads]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mpistrat.coordinator import PerWorkerValues, experimental_get_current_worker_index
-from mpistrat.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.errors import ClosureInputError, OutOfRangeError, UnavailableError
 from mpistrat.input import ArraySpec
+from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
 from support.parameter_servers.coordinated_threads import Threads, eventually
 
 Start = Callable[..., Threads]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.doctor.facts import (
+from mpistrat.tools.doctor.facts import (
     Cores,
     Driver,
     Gpus,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.doctor.children import ask, how_it_ended, last_words
+from mpistrat.tools.doctor.children import ask, how_it_ended, last_words
 
 
 def test_an_answer() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from mpistrat.__main__ import main
-from mpistrat.doctor import command
-from mpistrat.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_json, job_from_json
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
-from mpistrat.doctor.printing import as_text, to_json
-from mpistrat.doctor.supervision import Outcome
-from mpistrat.doctor.wording import bytes_in_words, ranks_in_words
+from mpistrat.tools.doctor import command
+from mpistrat.tools.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_json, job_from_json
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
+from mpistrat.tools.doctor.printing import as_text, to_json
+from mpistrat.tools.doctor.supervision import Outcome
+from mpistrat.tools.doctor.wording import bytes_in_words, ranks_in_words
 
 MakeJob = Callable[..., Job]
 

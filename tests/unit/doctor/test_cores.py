@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mpistrat.doctor import cores
-from mpistrat.doctor.facts import Failure, Job
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING
+from mpistrat.tools.doctor import cores
+from mpistrat.tools.doctor.facts import Failure, Job
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
 MakeJob = Callable[..., Job]
 

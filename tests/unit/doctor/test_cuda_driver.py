@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from mpistrat.doctor import cuda_driver
-from mpistrat.doctor.children import Answer
-from mpistrat.doctor.facts import Driver
+from mpistrat.tools.doctor import cuda_driver
+from mpistrat.tools.doctor.children import Answer
+from mpistrat.tools.doctor.facts import Driver
 
 
 class Library:

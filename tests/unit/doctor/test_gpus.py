@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.doctor import gpus
-from mpistrat.doctor.facts import Driver, Gpus, Job
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor import gpus
+from mpistrat.tools.doctor.facts import Driver, Gpus, Job
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
 MakeJob = Callable[..., Job]
 WHEELS = "/env/nvidia/nccl/lib/libnccl.so.2"

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import pytest
 
-from mpistrat.doctor import links
-from mpistrat.doctor.facts import Job, Links
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor import links
+from mpistrat.tools.doctor.facts import Job, Links
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
 MakeJob = Callable[..., Job]
 FAST = 9.8e9

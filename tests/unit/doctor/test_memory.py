@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mpistrat.doctor import memory
-from mpistrat.doctor.facts import Job, Room
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING
+from mpistrat.tools.doctor import memory
+from mpistrat.tools.doctor.facts import Job, Room
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
 MakeJob = Callable[..., Job]
 MB, GB = 10**6, 10**9

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.doctor import mpi_library
-from mpistrat.doctor.facts import Failure, Job, Library
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor import mpi_library
+from mpistrat.tools.doctor.facts import Failure, Job, Library
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
 
 MakeJob = Callable[..., Job]
 SITE = "/opt/mpich/lib/libmpi.so.12"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mpistrat.doctor import nodes
-from mpistrat.doctor.facts import Clock, Job
-from mpistrat.doctor.finding import OK, PROBLEM, WARNING
+from mpistrat.tools.doctor import nodes
+from mpistrat.tools.doctor.facts import Clock, Job
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING
 
 MakeJob = Callable[..., Job]
 STEP = {

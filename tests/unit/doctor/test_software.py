@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mpistrat.doctor import software
-from mpistrat.doctor.facts import Job
-from mpistrat.doctor.finding import OK, PROBLEM
+from mpistrat.tools.doctor import software
+from mpistrat.tools.doctor.facts import Job
+from mpistrat.tools.doctor.finding import OK, PROBLEM
 
 MakeJob = Callable[..., Job]
 

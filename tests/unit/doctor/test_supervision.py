@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.doctor import supervision
-from mpistrat.doctor.facts import Rank
-from mpistrat.doctor.supervision import Outcome, run_rank
+from mpistrat.tools.doctor import supervision
+from mpistrat.tools.doctor.facts import Rank
+from mpistrat.tools.doctor.supervision import Outcome, run_rank
 
-# In the place of `python -m mpistrat.doctor.rank_process FD`
+# In the place of `python -m mpistrat.tools.doctor.rank_process FD`
 PROGRAM = """#!{python}
 import json, os, sys, time
 told = os.fdopen(int(sys.argv[-1]), "w")

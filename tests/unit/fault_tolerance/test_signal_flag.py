@@ -108,7 +108,7 @@ def test_a_handler_outside_python_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("handled_by", ["Python", "Interrupts"])
 def test_ctrl_c_raises_nothing_while_somebody_listens(handled_by: str) -> None:
     program = """
-from mpistrat.communicators.interrupts import Interrupts
+from mpistrat.liveness.interrupts import Interrupts
 ours = Interrupts() if "WHAT" == "Interrupts" else None
 flag = SignalFlag([2])
 signal.raise_signal(2)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.clocks import MAY_BEGIN, STEPS, Clock, WorkerClock
+from mpistrat.parameter_server.staleness import MAY_BEGIN, STEPS, Clock, WorkerClock
 from support.parameter_servers.noted_post import NotedPost
 
 

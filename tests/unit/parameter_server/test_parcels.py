@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.parameter_server.parcels import Carried, Kind, Placed, carried, pack, unpack
-from mpistrat.parameter_server.segments import Buffers, Mappings
+from mpistrat.parameter_server.rpc.segments import Buffers, Mappings
+from mpistrat.parameter_server.tensors import Carried, Kind, Placed, carried, pack, unpack
 
 NUMPY = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]

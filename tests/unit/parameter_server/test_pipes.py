@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpistrat.parameter_server.pipes import PipeAddress, PipeInbox, PipeOutbox
+from mpistrat.parameter_server.rpc.pipes import PipeAddress, PipeInbox, PipeOutbox
 from support.open_files import descriptors
 
 PIECE = select.PIPE_BUF - 8
@@ -20,7 +20,7 @@ PIECE = select.PIPE_BUF - 8
 # Writes `count` messages of `size` bytes each; with `pieces`, only so many pieces of the last one, and waits.
 WRITER = """
 import os, sys, time
-from mpistrat.parameter_server.pipes import PipeAddress, PipeOutbox
+from mpistrat.parameter_server.rpc.pipes import PipeAddress, PipeOutbox
 
 pid, descriptor, inode, writer, size, count, pieces = map(int, sys.argv[1:])
 outbox = PipeOutbox(PipeAddress(pid, descriptor, inode), writer)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mpistrat.parameter_server.mail import LOST
-from mpistrat.parameter_server.post import Post
-from mpistrat.parameter_server.unpickling import read_message
+from mpistrat.parameter_server.rpc.channel import LOST
+from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.rpc.unpickling import read_message
 
 NOTICE, ANSWER = 0, 2
 
@@ -62,7 +62,7 @@ def test_all_hear_of_a_loss() -> None:
 
 def test_others_that_wait_hear_at_once_when_a_handler_fails(monkeypatch: Any) -> None:
     """Who waits behind the thread that reads is woken though that raises."""
-    monkeypatch.setattr("mpistrat.parameter_server.post.SECONDS_BEHIND_ANOTHER", 60)
+    monkeypatch.setattr("mpistrat.parameter_server.rpc.rpc.SECONDS_BEHIND_ANOTHER", 60)
     reading, read = threading.Event(), threading.Event()
     post = post_with([])
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from mpistrat import errors
-from mpistrat.parameter_server import requests
-from mpistrat.parameter_server.clocks import ENDED, FAILED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, Push
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.parcels import Kind, carried, unpack
 from mpistrat.parameter_server.replica import ABANDON, CHANGED
-from mpistrat.parameter_server.requests import Created, Update, Updates
-from mpistrat.parameter_server.segments import Mappings
+from mpistrat.parameter_server.rpc import requests
+from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
+from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
+from mpistrat.parameter_server.staleness import ENDED, FAILED, MAY_BEGIN
+from mpistrat.parameter_server.tensors import Kind, carried, unpack
 from mpistrat.parameter_server.update_numbers import session_of
 from support.parameter_servers.noted_post import NotedPost
 

@@ -8,10 +8,10 @@ import torch
 
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
-from mpistrat.parameter_server.parcels import Kind
-from mpistrat.parameter_server.segments import Segments
+from mpistrat.parameter_server.rpc.segments import Segments
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.tensors import Kind
 
 KEY, OPTIMIZER = 5, 1
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.mail import LOST
-from mpistrat.parameter_server.post import Post
 from mpistrat.parameter_server.routes import Routes
+from mpistrat.parameter_server.rpc.channel import LOST
+from mpistrat.parameter_server.rpc.rpc import Post
 
 SERVERS = (1, 2)
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.segments import Buffers, Mappings, Place, Region, Segments
+from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Place, Region, Segments
 from support.open_files import descriptors, mapped_bytes
 
 LARGE = 5 << 20
@@ -17,7 +17,7 @@ MEMORY = "memfd:mpistrat"
 # Adds 1 to the bytes at a place.
 ADDER = """
 import sys
-from mpistrat.parameter_server.segments import Mappings, Place
+from mpistrat.parameter_server.rpc.segments import Mappings, Place
 
 Mappings().at(Place(*map(int, sys.argv[1:])))[...] += 1
 """
@@ -119,7 +119,7 @@ def test_more_large_regions_than_files_may_be_open_at_first() -> None:
     """Half of what the hard limit lets it have are more than the soft limit."""
     program = """if True:
         import os, resource
-        from mpistrat.parameter_server.segments import Segments
+        from mpistrat.parameter_server.rpc.segments import Segments
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
         segments = Segments()

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from mpistrat import errors
-from mpistrat.parameter_server.clocks import ENDED, FAILED, MAY_BEGIN
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.parcels import Kind, Placed, carried, unpack
-from mpistrat.parameter_server.requests import Created, Update, Updates
-from mpistrat.parameter_server.segments import Mappings, Place
+from mpistrat.parameter_server.rpc.remote_errors import as_refusal
+from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
+from mpistrat.parameter_server.rpc.segments import Mappings, Place
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServedOptimizer
-from mpistrat.parameter_server.told_errors import as_refusal
+from mpistrat.parameter_server.staleness import ENDED, FAILED, MAY_BEGIN
+from mpistrat.parameter_server.tensors import Kind, Placed, carried, unpack
 from support.parameter_servers.noted_post import NotedPost
 
 KEY = 3

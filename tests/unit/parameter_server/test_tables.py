@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.parcels import Kind
-from mpistrat.parameter_server.segments import Mappings, Place, Segments
+from mpistrat.parameter_server.rpc.segments import Mappings, Place, Segments
 from mpistrat.parameter_server.tables import MappedTable, Table
+from mpistrat.parameter_server.tensors import Kind
 
 SIZE = 200_000
 
@@ -21,8 +21,8 @@ WRITER = textwrap.dedent(
     """
     import sys, time
     import numpy as np
-    from mpistrat.parameter_server.parcels import Kind
-    from mpistrat.parameter_server.segments import Segments
+    from mpistrat.parameter_server.tensors import Kind
+    from mpistrat.parameter_server.rpc.segments import Segments
     from mpistrat.parameter_server.tables import Table
 
     size, pause = int(sys.argv[1]), float(sys.argv[2])

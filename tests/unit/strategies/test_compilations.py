@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpistrat.strategies.compilations import Compilations
+from mpistrat.xla.compilations import Compilations
 
 SMALL, LARGE = np.zeros((2, 3), np.float32), np.zeros((4, 3), np.float32)
 

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from mpistrat.cluster_resolver.cpu_share import THREAD_COUNTS
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.machine.cpu_share import THREAD_COUNTS
 from mpistrat.strategies import threads
 from mpistrat.topology import Topology
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mpistrat.strategies.tpu_placement import replicas_of_rank
-from mpistrat.strategies.tpu_system import mesh_of
-from mpistrat.tpu_topology.device_assignment import DeviceAssignment
+from mpistrat.xla.placement import replicas_of_rank
+from mpistrat.xla.system import mesh_of
+from mpistrat.xla.topology.device_assignment import DeviceAssignment
 
 
 def assignment(topology, *replicas):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.tpu_topology.logical_devices import check_logical_device, check_split
+from mpistrat.xla.topology.logical_devices import check_logical_device, check_split
 
 
 def test_what_fits():

@@ -1,0 +1,132 @@
+"""Buffers on GPUs: where they go another way than buffers on the host, and the way that always works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
+from mpistrat.communicators.accelerator.library import DeviceLibrary, library_of
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.transport import Transport
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import Station
+
+
+class DeviceTransport(Transport):
+    """Buffers on GPUs; here they are copied to the host, where other transports combine them.
+
+    A collective returns when its result is there: what hangs or fails does so inside it, where it is watched, and
+    collectives on one GPU by different means (NCCL and a CUDA-aware MPI) are never in flight together, which can
+    deadlock.
+
+    Args:
+        host: over the same ranks, for buffers on the host and objects.
+        index: the number of this process's GPU. A buffer on another GPU is copied there and back.
+        station: where ranks that wait are watched.
+        why: what is told of this way.
+    """
+
+    takes_device_buffers = True
+
+    def __init__(self, host: Communicator, index: int, station: Station, why: str = "") -> None:
+        self.host = host
+        self.rank, self.size = host.rank, host.size
+        self._index, self._station, self._why = index, station, why
+        self._libraries: dict[bool, DeviceLibrary] = {}
+
+    # What the subclasses do in their own way
+
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
+        """`all_reduce` in place of a buffer on this rank's GPU."""
+        self.combine_on_host(buffer, reduction)
+
+    def _spread(self, buffer: Array, root: int) -> None:
+        """`broadcast` of such a buffer."""
+        self.wait_for_current_stream(buffer)
+        host = to_host(buffer)
+        self.host.broadcast(host, root)
+        buffer[...] = to_device_of(host, buffer)
+
+    def _gather(self, buffer: Array) -> list[Array]:
+        """`all_gather` of such a buffer."""
+        self.wait_for_current_stream(buffer)
+        return [to_device_of(part, buffer) for part in self.host.all_gather(to_host(buffer))]
+
+    # The collectives
+
+    def choose(
+        self,
+        call: str,
+        buffer: Array,
+        reduction: Reduction = SUM,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> Transport | None:
+        return self if is_on_gpu(buffer) else None
+
+    def all_reduce(
+        self,
+        buffer: Array,
+        reduction: Reduction,
+        out: Array | None = None,
+        tree: ReductionTree | None = None,
+    ) -> None:
+        if tree is not None:
+            self.wait_for_current_stream(buffer)
+            sums = to_host(buffer)
+            self.host.all_reduce_by_tree(sums, tree, reduction)
+            buffer[0] = to_device_of(sums[0], buffer)
+            return
+        target = buffer
+        if out is not None:
+            out[...] = buffer
+            target = out
+        if reduction.compressor is not None:  # works on the host, on the whole buffer
+            self._on_this_gpu(target, lambda here: self.combine_on_host(here, reduction))
+        else:
+            self._on_this_gpu(target, lambda here: self._combine(here, reduction))
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        self._on_this_gpu(buffer, lambda here: self._spread(here, root))
+
+    def all_gather(self, buffer: Array) -> list[Array]:
+        library = self.library(buffer)
+        here = library.here(buffer)
+        with library.device():
+            return self._gather(here)
+
+    def explain(self, rest: str) -> str:
+        return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"
+
+    # Help for the ways
+
+    def library(self, buffer: Array) -> DeviceLibrary:
+        kind = is_torch(buffer)
+        if kind not in self._libraries:
+            self._libraries[kind] = library_of(buffer, self._index)
+        return self._libraries[kind]
+
+    def combine_on_host(self, buffer: Array, reduction: Reduction) -> None:
+        self.wait_for_current_stream(buffer)
+        host = to_host(buffer)
+        self.host.all_reduce(host, reduction)
+        buffer[...] = to_device_of(host, buffer)
+
+    def wait_for_current_stream(self, buffer: Array) -> None:
+        """Until what the program has given to the GPU so far is done, `buffer` included."""
+        library = self.library(buffer)
+        self.wait(library, library.record(library.current_stream()))
+
+    def wait(self, library: DeviceLibrary, event: Any) -> None:
+        wait_until(lambda: library.is_done(event), self._station)
+
+    def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
+        library = self.library(buffer)
+        here = library.here(buffer)
+        with library.device():
+            collective(here)
+        if here is not buffer:
+            buffer[...] = to_device_of(to_host(here), buffer)

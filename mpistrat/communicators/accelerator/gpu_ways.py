@@ -1,0 +1,104 @@
+"""Which way buffers on GPUs go: chosen by what all ranks have told each other, so the same on all of them.
+
+NCCL, where each rank has a GPU of its own; else an MPI that is proven to take device memory; else pinned host memory.
+
+mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpistrat.cluster_resolver.start_deadline import start_deadline
+from mpistrat.communicators.accelerator import nccl
+from mpistrat.communicators.accelerator.cuda_aware import CudaAwareTransport, is_proven
+from mpistrat.communicators.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.accelerator.staging import StagedTransport
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.router import Router
+from mpistrat.communicators.transport import Transport
+from mpistrat.liveness.abort_channel import Alarm
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that a rank uses: `name` is as of `devices.seen_gpus`, and says which it is on node number `node`."""
+
+    node: int
+    name: str
+
+
+def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> None:
+    """From now on `communicator` takes buffers on GPUs, too. Collective; what is done already is left.
+
+    Args:
+        gpus: each rank's, in rank order.
+        index: the number of this rank's in this process.
+    """
+    assert isinstance(communicator, Router), "one rank alone moves nothing"
+    if not communicator.takes_device_buffers:
+        with start_deadline(
+            "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
+        ):
+            communicator.move_by(_best_way(communicator, gpus, index))
+
+
+def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transport:
+    station, comm = communicator.station, communicator.mpi.comm
+    assert station is not None
+    host = Router(communicator.transports)  # inside calls that are checked
+    torch = sys.modules.get("torch")
+    library = (
+        TorchLibrary(index)
+        if torch is not None and torch.cuda.is_available()
+        else CupyLibrary(index)
+    )
+    why_not = shared_gpu(gpus) or missing_nccl(host.all_gather_object(_nccl_version()))
+    if not why_not:
+        by_nccl = nccl.NcclTransport(host, index, station, "through NCCL", Alarm(comm))
+        why_not = by_nccl.start(library)
+        if not why_not:
+            return by_nccl
+    first_on_node = [gpu.node for gpu in gpus].index(gpus[host.rank].node) == host.rank
+    kind = "torch" if isinstance(library, TorchLibrary) else "cupy"
+    proven = not first_on_node or is_proven(kind, index)
+    if all(host.all_gather_object(proven)):
+        why = f"through MPI, which was seen to take device memory, and not through NCCL ({why_not})"
+        return CudaAwareTransport(host, index, station, why, comm)
+    why = (
+        f"in chunks through pinned host memory: not through NCCL ({why_not}), and MPI was not seen to take "
+        "device memory"
+    )
+    return StagedTransport(host, index, station, why)
+
+
+def shared_gpu(gpus: Sequence[Gpu]) -> str:
+    """Why NCCL, which refuses a GPU that several ranks use, cannot be used; "" if none is."""
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        if first < rank:
+            return f"ranks {first} and {rank} share a GPU"
+    return ""
+
+
+def missing_nccl(versions: Sequence[int | str]) -> str:
+    """Why the ranks cannot use NCCL together; "" if they can.
+
+    Args:
+        versions: each rank's, or why it has none.
+    """
+    for rank, version in enumerate(versions):
+        if isinstance(version, str):
+            return f"rank {rank} has none: {version}"
+        if version != versions[0]:
+            return f"rank 0 has version {versions[0]}, rank {rank} {version}"
+    return ""
+
+
+def _nccl_version() -> int | str:
+    try:
+        return nccl.version()
+    except Exception as error:  # of CuPy's import: there is more than one way to have no CUDA
+        return f"{type(error).__name__}: {error}"

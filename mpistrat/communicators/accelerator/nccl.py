@@ -1,0 +1,209 @@
+"""Buffers on GPUs through NCCL.
+
+`_Cupy` is all that is known of `cupy.cuda.nccl`: another binding of NCCL (NVIDIA's nccl4py) takes its place by another
+such class. cupy is imported by it alone, on first use, and after torch where that is used: both then share the libnccl
+that torch brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpistrat.arrays import Array, dtype_name, is_torch, num_elements
+from mpistrat.communicators.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.accelerator.library import DeviceLibrary
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.errors import StallError
+from mpistrat.liveness.abort_channel import Alarm
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import Station
+
+DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
+
+
+class _Cupy:
+    """One rank's end of an NCCL communicator; made by all ranks together, each with its GPU as the current device."""
+
+    def __init__(self, size: int, unique_id: Any, rank: int) -> None:
+        from cupy.cuda import nccl
+
+        self._comm = nccl.NcclCommunicator(size, unique_id, rank)
+        self._dtypes = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES}
+        self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
+        self._group_start, self._group_end = nccl.groupStart, nccl.groupEnd
+
+    @staticmethod
+    def version() -> int:
+        """22705 is NCCL 2.27.5. Raises: ImportError when there is none."""
+        from cupy.cuda import nccl
+
+        if not nccl.available:
+            raise ImportError("CuPy finds no libnccl")
+        return int(nccl.get_version())
+
+    @staticmethod
+    def unique_id() -> Any:
+        from cupy.cuda import nccl
+
+        return nccl.get_unique_id()
+
+    def all_reduce(self, pointer: int, count: int, dtype: str, op: str, stream: int) -> None:
+        self._comm.allReduce(pointer, pointer, count, self._dtypes[dtype], self._ops[op], stream)
+
+    def broadcast_bytes(self, pointers: list[int], counts: list[int], stream: int) -> None:
+        """`counts[r]` bytes at `pointers[r]`, from each rank r."""
+        byte = self._dtypes["uint8"]
+        self._group_start()
+        for root, (pointer, count) in enumerate(zip(pointers, counts, strict=True)):
+            if count:
+                self._comm.broadcast(pointer, pointer, count, byte, root, stream)
+        self._group_end()
+
+    def raise_if_failed(self) -> None:
+        self._comm.check_async_error()
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+
+def version() -> int:
+    """Of the NCCL that would be used; ImportError without one."""
+    return _Cupy.version()
+
+
+class NcclTransport(DeviceTransport):
+    """One GPU per rank. NCCL works on a stream of its own, after what the caller's current stream was given so far.
+
+    16-bit floats are summed as float32, as everywhere; what NCCL does not know (complex numbers, booleans, integers of
+    16 bits) goes through the host.
+
+    An error of NCCL's, a stall, or another rank's error aborts the communicator on all ranks that wait in it: no
+    buffer on a GPU can be combined any more.
+
+    Args:
+        alarm: between the ranks of `host`.
+    """
+
+    def __init__(
+        self, host: Communicator, index: int, station: Station, why: str, alarm: Alarm
+    ) -> None:
+        super().__init__(host, index, station, why)
+        self._alarm = alarm
+        self._nccl: _Cupy | None = None
+        self._failed = ""
+        self._streams: dict[type[DeviceLibrary], Any] = {}
+
+    def start(self, library: DeviceLibrary) -> str:
+        """Join the ranks, and prove it by a first reduction; why it cannot be used, "" if it can. Collective."""
+        unique_id, why = None, ""
+        if self.rank == 0:
+            try:
+                unique_id = _Cupy.unique_id()
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+        unique_id, why = self.host.broadcast_object((unique_id, why))
+        if not why:
+            try:
+                with library.device():
+                    self._nccl = _Cupy(self.size, unique_id, self.rank)
+                    ones = library.empty((1,), "float32")
+                    ones[...] = 1
+                    self._combine(ones, SUM)
+                if float(ones[0]) != self.size:
+                    why = f"its sum of {self.size} ones is {float(ones[0])}"
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(self.host.all_gather_object(why)):
+            if text:
+                self._abort(text)
+                return f"NCCL does not start on rank {rank}: {text}"
+        return ""
+
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
+        name = dtype_name(buffer)
+        if name.startswith(SUMMED_AS_FLOAT32):
+            wide = buffer.float() if is_torch(buffer) else buffer.astype("float32")
+            self._combine(wide, reduction)
+            buffer[...] = wide
+            return
+        if name not in DTYPES:
+            self.combine_on_host(buffer, reduction)
+            return
+        library = self.library(buffer)
+        pointer, count, op = library.pointer(buffer), num_elements(buffer), reduction.op
+        self._run(library, lambda nccl, stream: nccl.all_reduce(pointer, count, name, op, stream))
+        if reduction.scale is not None:
+            buffer *= reduction.scale
+
+    def _spread(self, buffer: Array, root: int) -> None:
+        library = self.library(buffer)
+        counts = [int(buffer.nbytes) if rank == root else 0 for rank in range(self.size)]
+        pointers = [library.pointer(buffer)] * self.size
+        self._run(library, lambda nccl, stream: nccl.broadcast_bytes(pointers, counts, stream))
+
+    def _gather(self, buffer: Array) -> list[Array]:
+        library = self.library(buffer)
+        shapes = self.host.all_gather_object(tuple(buffer.shape))
+        parts = [library.empty(shape, buffer.dtype) for shape in shapes]
+        parts[self.rank][...] = buffer
+        pointers, counts = [library.pointer(p) for p in parts], [int(p.nbytes) for p in parts]
+        self._run(library, lambda nccl, stream: nccl.broadcast_bytes(pointers, counts, stream))
+        return parts
+
+    def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
+        """`call` NCCL on our stream, and return when the GPU has done it."""
+        if self._nccl is None:
+            raise RuntimeError(
+                f"rank {self.rank}: NCCL cannot be used any more: {self._failed}. Save what you need and end the "
+                "program"
+            )
+        try:
+            stream = self._stream_of(library)
+            stream.wait_event(library.record(library.current_stream()))
+            call(self._nccl, library.handle(stream))
+            self.wait(library, library.record(stream))
+        except StallError as error:  # on all ranks that wait here
+            self._abort(str(error))
+            raise
+        except _ToldByAnother as told:
+            self._abort(str(told))
+            raise RuntimeError(f"NCCL was aborted on all ranks: {told}") from None
+        except BaseException as error:
+            text = f"rank {self.rank}: {type(error).__name__}: {error}"
+            self._alarm.ring(text)
+            self._abort(text)
+            if not isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"NCCL was aborted on all ranks: {text}") from error
+
+    def wait(self, library: DeviceLibrary, event: Any) -> None:
+        """Also for an error: NCCL's own, or another rank's. Its kernels would then never end."""
+
+        def done() -> bool:
+            told = self._alarm.heard()
+            if told is not None:
+                raise _ToldByAnother(told)
+            if self._nccl is not None:
+                self._nccl.raise_if_failed()
+            return library.is_done(event)
+
+        wait_until(done, self._station)
+
+    def _stream_of(self, library: DeviceLibrary) -> Any:
+        kind = type(library)
+        if kind not in self._streams:
+            self._streams[kind] = library.new_stream()
+        return self._streams[kind]
+
+    def _abort(self, why: str) -> None:
+        self._failed = why
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.abort()
+
+
+class _ToldByAnother(Exception):
+    pass

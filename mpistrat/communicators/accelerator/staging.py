@@ -1,0 +1,77 @@
+"""Buffers on GPUs through pinned host memory, in chunks: three of them are on their way at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat.arrays import Array, is_torch, itemsize, num_elements
+from mpistrat.communicators.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.accelerator.library import DeviceLibrary
+from mpistrat.communicators.reduction import Reduction
+
+CHUNK = (
+    1 << 22
+)  # bytes: large enough for full speed on the bus, small enough that the first is soon there
+BUFFERS = 3
+
+
+class StagedTransport(DeviceTransport):
+    """While chunk i is combined on the host, i + 1 comes from the GPU and i - 1 goes back."""
+
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
+        library = self.library(buffer)
+        stages = self._stages_of(buffer, library)
+        flat = library.flat(buffer)
+        step = CHUNK // itemsize(flat)
+        chunks = [flat[start : start + step] for start in range(0, num_elements(flat), step)]
+        stages.begin()
+        hosts = [stages.fetch(0, chunks[0])] if chunks else []
+        for i, chunk in enumerate(chunks):
+            if i + 1 < len(chunks):
+                hosts.append(stages.fetch(i + 1, chunks[i + 1]))
+            host, fetched = hosts[i]
+            self.wait(library, fetched)
+            self.host.all_reduce(host, reduction)
+            stages.send(i, host, chunk)
+        stages.end()
+
+    def _stages_of(self, buffer: Array, library: DeviceLibrary) -> _Stages:
+        stages = self._stages.get(is_torch(buffer))
+        if stages is None:
+            stages = self._stages[is_torch(buffer)] = _Stages(library)
+        return stages
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stages: dict[bool, _Stages] = {}
+
+
+class _Stages:
+    """Pinned buffers that chunks take in turn, a stream for each direction, and when each buffer is free again."""
+
+    def __init__(self, library: DeviceLibrary) -> None:
+        self._library = library
+        with library.device():
+            self._memory = [library.pinned(CHUNK) for _ in range(BUFFERS)]
+            self._down, self._up = library.new_stream(), library.new_stream()
+        self._sent: list[Any] = [None] * BUFFERS  # the last copy out of each
+
+    def begin(self) -> None:
+        """What the program has given to the GPU so far comes first."""
+        self._down.wait_event(self._library.record(self._library.current_stream()))
+
+    def fetch(self, number: int, chunk: Array) -> tuple[Array, Any]:
+        """Chunk `number` on the host, once the event has come."""
+        place = number % BUFFERS
+        if self._sent[place] is not None:
+            self._down.wait_event(self._sent[place])
+        host = self._library.fetch(chunk, self._memory[place], self._down)
+        return host, self._library.record(self._down)
+
+    def send(self, number: int, host: Array, chunk: Array) -> None:
+        self._library.send(host, chunk, self._up)
+        self._sent[number % BUFFERS] = self._library.record(self._up)
+
+    def end(self) -> None:
+        """What the program gives to the GPU from now on comes after the copies."""
+        self._library.current_stream().wait_event(self._library.record(self._up))

@@ -1,0 +1,235 @@
+"""A folder in shared memory for the ranks of a job on one node, and the removal of those that killed jobs left behind.
+
+Each process of the job holds a shared lock on the folder's lock file; the kernel releases it when the process ends, in
+whatever way. So a folder whose lock can be had exclusively belongs to nobody, and a living job's is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import time
+
+from mpistrat.machine.private_files import create, make_folder
+
+SHARED_MEMORY = "/dev/shm"
+_LOCK = ".lock"
+_MAPPINGS = "mappings-"
+_RECORD = "rank-"
+
+
+def ranks_in(folder: str) -> list[int]:
+    """The ranks that have a record there, or are just making it."""
+    names = (name.removeprefix(_RECORD) for name in os.listdir(folder) if name.startswith(_RECORD))
+    return sorted(int(rank) for rank in names)
+
+
+def record_of(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"{_RECORD}{rank}")
+
+
+def stacks_of(folder: str, rank: int) -> str:
+    """What faulthandler writes for the rank."""
+    return os.path.join(folder, f"stacks-{rank}")
+
+
+def report_of(folder: str) -> str:
+    """Where the observer's words are kept while the job lives."""
+    return os.path.join(folder, "report")
+
+
+# What the MPI libraries and what they stand on make in /dev/shm, and nobody removes when they are killed
+_OF_MPI = re.compile(
+    r"/dev/shm/("
+    r"mpich_shm_|mpich_|"  # mpich_shm_e381180_0
+    r"sm_segment\.|vader_segment\.|open_mpi\.|ompi\.|"  # Open MPI: sm_segment.node7.0.1a2b0001.0
+    r"ucx_shm_|"  # UCX: ucx_shm_posix_5f3a
+    r"(im)?pi_shm_|Intel_MPI_|shm-col-space-|"  # Intel MPI: Intel_MPI_k3b2c1
+    r"mvapich|"
+    r"fi_shm_|psm2_shm\.|psm3_shm\."  # libfabric and PSM
+    r")"
+)
+SECONDS_TO_BE_MAPPED = 60.0
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
+_INIT = "1"  # of that namespace: never a rank
+_OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
+
+
+def _roots() -> list[str]:
+    import tempfile  # here, because it makes importing mpistrat slower
+
+    return [
+        os.path.join(place, f"mpistrat-{os.getuid()}")
+        for place in (SHARED_MEMORY, tempfile.gettempdir())
+    ]
+
+
+def _is_ours(root: str) -> bool:
+    """Whether it is a folder, no link, of this user's, that nobody else can write to."""
+    status = os.lstat(root)
+    private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and private
+
+
+class JobFolder:
+    """Held from when it is made until this process ends."""
+
+    def __init__(self, path: str) -> None:
+        """Join the folder that another process of the job has made."""
+        self.path = path
+        self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    @classmethod
+    def create(cls, name: str) -> tuple[JobFolder, bool]:
+        """The folder of the job that `name` stands for, in memory if there is any, and whether it is new.
+
+        Raises: OSError.
+        """
+        error: OSError | None = None
+        for root in _roots():
+            try:
+                make_folder(root)
+                if not _is_ours(root):
+                    raise PermissionError(f"{root} is not a folder of this user's alone")
+                return cls._locked(os.path.join(root, name))
+            except OSError as failed:
+                error = failed
+        raise error or OSError("no folder for temporary files")
+
+    @classmethod
+    def _locked(cls, path: str) -> tuple[JobFolder, bool]:
+        while True:
+            os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            with contextlib.suppress(FileNotFoundError):  # a cleaner was faster than our lock
+                folder = cls(path)
+                if os.stat(path + _LOCK).st_ino == os.fstat(folder._lock).st_ino:
+                    try:
+                        os.mkdir(path, 0o700)
+                    except FileExistsError:
+                        return folder, False
+                    return folder, True
+
+    def remember_mappings(self, rank: int) -> None:
+        """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
+        with create(os.path.join(self.path, f"{_MAPPINGS}{rank}")) as file:
+            file.writelines(f"{inode} {path}\n" for inode, path in sorted(_shared_mappings()))
+
+    def remove_if_last(self) -> bool:
+        """Remove the folder and the mappings that are noted in it, unless another process of the job holds it."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # the attempt may have lost it
+            return False
+        _remove(self.path)
+        return True
+
+
+def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
+    """(inode, path) of MPI's files in /dev/shm that are mapped by a process."""
+    found = set()
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) < 6 or fields[5].endswith(" (deleted)"):
+                continue
+            if _OF_MPI.match(fields[5]):
+                found.add((int(fields[4]), fields[5]))
+    return found
+
+
+def remove_leftovers() -> list[str]:
+    """Remove what this user's killed jobs left on this machine; returns the folders and files removed."""
+    removed = []
+    for root in _roots():
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(root)) if _is_ours(root) else ():
+                path = os.path.join(root, name.removesuffix(_LOCK))
+                of_a_job = name.endswith(_LOCK) and _OF_A_JOB.fullmatch(os.path.basename(path))
+                if of_a_job and _remove_if_abandoned(path):
+                    removed.append(path)
+    with contextlib.suppress(OSError):
+        removed += _remove_unmapped()
+    return removed
+
+
+def _remove_unmapped() -> list[str]:
+    """Remove this user's files of MPI that no process maps: of jobs that were killed before they had a folder.
+
+    Where processes may be hidden, in a container with numbers of its own, nothing is removed; nor is a file of the last
+    minute, which a starting job may be about to map.
+    """
+    if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE:
+        return []
+    old = time.time() - SECONDS_TO_BE_MAPPED
+    left = {
+        entry.inode(): entry.path
+        for entry in os.scandir(SHARED_MEMORY)
+        if _OF_MPI.match(entry.path)
+        and entry.is_file(follow_symlinks=False)
+        and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+        and entry.stat(follow_symlinks=False).st_mtime < old
+    }
+    for pid in os.listdir("/proc") if left else ():
+        if pid.isdigit():
+            try:
+                mapped = _shared_mappings(pid)
+            except PermissionError:
+                if pid != _INIT and _is_process_of_ours(pid):  # it does not show what it maps
+                    return []
+            except OSError:  # it has ended
+                continue
+            else:
+                for inode, _ in mapped:
+                    left.pop(inode, None)
+    for path in left.values():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return list(left.values())
+
+
+def _is_process_of_ours(pid: str) -> bool:
+    """By its real user: those that the kernel protects seem to be root's."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
+        for line in status:
+            if line.startswith("Uid:"):
+                return int(line.split()[1]) == os.getuid()
+    return False
+
+
+def _remove_if_abandoned(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        file = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(path)
+            return True
+        finally:
+            os.close(file)
+    return False
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            if name.startswith(_MAPPINGS):
+                _remove_mappings(os.path.join(path, name))
+    import shutil  # here, because it makes importing mpistrat slower
+
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.unlink(path + _LOCK)
+
+
+def _remove_mappings(listed: str) -> None:
+    with open(listed, encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            inode, path = line.rstrip("\n").split(" ", 1)
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)  # the same name may be another job's file by now
+                if status.st_ino == int(inode) and status.st_uid == os.getuid():
+                    os.unlink(path)

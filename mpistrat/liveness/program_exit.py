@@ -1,0 +1,100 @@
+"""What ended this program, as far as Python lets us know it from inside an atexit handler.
+
+CPython forgets the SystemExit that ends a program before it runs the handlers. So calls of `sys.exit`, `exit` and
+`quit` are remembered here, and what passes a frame of ours; elsewhere `raise SystemExit(n)` and the end of the script
+look the same.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mpistrat.liveness.call_site import call_site
+
+_last_exit: SystemExit | None = None
+_last_exit_how = ""
+
+
+@dataclass(frozen=True)
+class ProgramExit:
+    """`code` is what this process will return (0 if unknown), `how` a sentence without its subject."""
+
+    code: int
+    how: str
+    failed: bool = False  # by an uncaught exception, which has been printed
+
+
+def remember_exits() -> None:
+    """Wrap `sys.exit`, and `exit` and `quit` outside of interactive use, once."""
+    if getattr(sys.exit, "remembers", False):
+        return
+    sys.exit = _remembering(sys.exit, "sys.exit")
+    if not sys.flags.interactive and not hasattr(sys, "ps1"):
+        for name in ("exit", "quit"):
+            if hasattr(builtins, name):  # not under `python -S`
+                setattr(builtins, name, _remembering(getattr(builtins, name), name))
+
+
+def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., NoReturn]:
+    def exit(code: Any = None) -> NoReturn:  # the name that tracebacks show
+        try:
+            original(code)
+        except SystemExit as error:
+            given = "" if code is None else repr(code)
+            _remember(error, f"called {name}({given}) at {call_site(sys._getframe(1))}")
+            raise
+
+    exit.__doc__ = original.__doc__
+    exit.remembers = True  # type: ignore[attr-defined]
+    return exit
+
+
+def remember_raised(error: SystemExit) -> None:
+    """Called by: a frame that `error` passes."""
+    if error is not _last_exit:
+        _remember(error, f"raised SystemExit({error.code!r})")
+
+
+def _remember(error: SystemExit, how: str) -> None:
+    global _last_exit, _last_exit_how
+    if threading.current_thread() is threading.main_thread():
+        _last_exit, _last_exit_how = error, how
+
+
+def program_exit() -> ProgramExit:
+    """To be called at exit, in the main thread."""
+    uncaught = getattr(sys, "last_value", None)  # also set by pytest, for exceptions that it caught
+    if uncaught is not None and _ended_the_program(uncaught):
+        return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
+    if _last_exit is not None and _ended_the_program(_last_exit):
+        return ProgramExit(exit_status(_last_exit.code), _last_exit_how)
+    return ProgramExit(0, "came to its end (of the script, or by `raise SystemExit`)")
+
+
+def exit_status(code: object) -> int:
+    """The status of a process that ends by SystemExit(code)."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _ended_the_program(error: BaseException) -> bool:
+    """Whether the outermost frame that `error` is known to have passed ended by it: nobody caught it.
+
+    Such a frame stopped at the call that raised, or raised again at the end of a `with` or `finally`.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    frame = trace.tb_frame
+    if frame.f_lasti == trace.tb_lasti:
+        return True
+    instruction, argument = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    name = dis.opname[instruction]
+    return name == "RERAISE" or (name == "RAISE_VARARGS" and argument == 0)

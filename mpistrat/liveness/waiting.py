@@ -1,0 +1,77 @@
+"""The one way to wait for another rank, for what it writes into shared memory or for its messages."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from mpistrat.errors import StallError
+from mpistrat.liveness.job_folder import report_of
+from mpistrat.liveness.record import ABORT, GROUP, LIMIT, LOOKED, RAISE, RANK, STALLED, RankRecord
+from mpistrat.liveness.watch import Station
+
+SPIN_SECONDS = 200e-6
+YIELD_SECONDS = 2e-3
+LONGEST_PAUSE = 1e-3
+SHORTEST_PAUSE = 50e-6
+# The observer reports at the limit, and looks twice a second: one that has not looked for so long is gone.
+SECONDS_FOR_THE_OBSERVER = 5.0
+SECONDS_OF_A_PAUSE = 1.0
+
+
+def wait_until(arrived: Callable[[], bool], station: Station, *, yields: bool = True) -> None:
+    """Return once `arrived()` is true: the other ranks of the station's communicator have done their part.
+
+    It spins for 0.2 ms, yields the core until 2 ms have passed, and then sleeps for 3 % of the time waited so far
+    (50 us to 1 ms). Where ranks outnumber cores it does not spin: the others need the core.
+
+    Args:
+        yields: False sleeps instead of yielding: a core that is yielded is taken again at once.
+    Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, or when nobody observes this
+        node. Otherwise a reported stall ends the process from another thread. RankLostError when one of the ranks has
+        failed, and the others are to go on without it.
+    """
+    started = time.monotonic()
+    if not station.crowded:
+        spin_until = started + SPIN_SECONDS
+        while time.monotonic() < spin_until:
+            if arrived():
+                return
+    words = station.record.words
+    limit = words[LIMIT] / 1e9
+    looked = started
+    while not arrived():
+        now = time.monotonic()
+        if now - looked > SECONDS_OF_A_PAUSE:
+            started += now - looked  # the job was suspended
+        looked = now
+        waited = now - started
+        if yields and waited < YIELD_SECONDS:
+            os.sched_yield()
+            continue
+        raise_if_stalled(station)
+        if station.family is not None:
+            station.family.raise_if_lost()
+        observed = now - words[LOOKED] / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
+        if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
+            raise StallError(
+                f"rank {words[RANK]} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
+                f"{limit:g} s), and no observer runs on this node that could say which are missing"
+            )
+        time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
+
+
+def raise_if_stalled(station: Station) -> None:
+    """Raises: StallError when it was decided so for this communicator."""
+    words = station.record.words
+    if words[ABORT] == RAISE and words[STALLED] == words[station.board + GROUP]:
+        raise StallError(_report(station.record))
+
+
+def _report(record: RankRecord) -> str:
+    try:
+        with open(report_of(record.folder), encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return f"rank {record.words[RANK]} waited too long for the other ranks; see the report on stderr"

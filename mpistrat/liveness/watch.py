@@ -1,0 +1,45 @@
+"""What a communicator of this process shares with those of its node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.liveness.record import RankRecord
+
+if TYPE_CHECKING:
+    from mpistrat.liveness.revocable_group import Family
+
+
+def _private() -> RankRecord:
+    return RankRecord(None)
+
+
+@dataclass
+class Station:
+    """A rank's place in one communicator.
+
+    Attributes:
+        record: where this rank writes what it does.
+        board: this communicator's board in it.
+        peers: the other ranks' words and the board of this communicator in them, if all of them are on this node and
+            can be read by all; else None.
+        crowded: the communicator has more ranks on this node than the node has cores for them.
+        of_part: given the flat communicator of a part of this one, and its name: what moves the part's bytes best, and
+            its station; collective over the part.
+        family: of the communicator, where it outlives its ranks; else None.
+    """
+
+    record: RankRecord = field(default_factory=_private)
+    board: int = -1
+    peers: list[tuple[memoryview, int]] | None = None
+    crowded: bool = False
+    of_part: Callable[[Any, str], tuple[Any, Station]] | None = None
+    family: Family | None = None
+
+    def __post_init__(self) -> None:
+        if self.board < 0:
+            board = self.record.new_board(0, 1)
+            assert board is not None
+            self.board = board

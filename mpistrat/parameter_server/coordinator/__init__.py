@@ -1,0 +1,1 @@
+"""The coordinator of a ParameterServerStrategy: functions that any worker executes, in any order."""

@@ -1,0 +1,206 @@
+"""The chief's side: which worker gets which closure, and what comes of it."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.errors import UnavailableError
+from mpistrat.machine.notices import tell
+from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, Unfinished
+from mpistrat.parameter_server.coordinator.failures import unpack
+from mpistrat.parameter_server.coordinator.resources import RecipeBook
+from mpistrat.parameter_server.coordinator.worker import (
+    CLOSURES,
+    OUTCOMES,
+    RETURNED,
+    SECONDS_TO_KEEP,
+)
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.rpc.rpc import Post
+
+# What a worker has in hand while it works: for so many seconds, and so many closures at most.
+_SECONDS_AHEAD = 5e-3
+_MOST_AHEAD = 64
+_FEWEST_OVER = 64  # closures, for servers to be told of them
+
+
+class Dispatcher:
+    """Hands closures of `queue` to workers as they become free.
+
+    A worker that has short ones gets several at a time, and the next before it has ended those. Closures of a worker
+    that dies go to the others; when a server dies, there is nothing to go on with. A thread reads what comes until
+    `end`, or the program's end.
+
+    Args:
+        workers: their ranks, by worker index.
+        over: is told ids of closures that will not be executed again, and the id before which none will.
+        is_needed: whether nothing can be executed without a rank that has died.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        workers: Sequence[int],
+        queue: ClosureQueue,
+        book: RecipeBook,
+        over: Callable[[list[int], int], None],
+        is_needed: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        self._post, self._queue, self._book, self._over = post, queue, book, over
+        self._lock = threading.RLock()  # taken before the queue's
+        self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
+        self._is_needed = is_needed
+        self._ended = False
+        post.handle(OUTCOMES, self._take_outcomes)
+        post.handle(RETURNED, self._take_back)
+        post.on_lost(self._lose)
+        for rank in sorted(post.mail.lost):
+            self._lose(rank)
+        # Runs before the job's handler, which tells the workers that there is no more: last in, first out.
+        atexit.register(self.end)
+        threading.Thread(target=self._attend, name="mpistrat coordinator", daemon=True).start()
+
+    def hand_out(self) -> None:
+        """Called by: whoever has put something into the queue, or taken it out of a worker's hands."""
+        with self._lock:
+            for worker in sorted(self._workers.values(), key=lambda one: len(one.in_hand)):
+                waiting = len(self._queue)
+                if not waiting:
+                    return
+                room = worker.ahead - len(worker.in_hand)
+                share = min(room, math.ceil(waiting / len(self._workers)))
+                # Not one by one to a worker that has some to go on with.
+                if share > 0 and (not worker.in_hand or share >= worker.ahead // 2):
+                    self._send(worker, self._queue.take(share))
+
+    def end(self) -> None:
+        """Nothing is handed out any more, and what has not ended has failed."""
+        atexit.unregister(self.end)
+        with self._lock:  # not between another thread's taking a closure and sending it
+            self._ended = True
+            left = self._queue.close(
+                UnavailableError("the strategy was shut down: its workers have left")
+            )
+        self._post.mail.wake()
+        _tell_of(left)
+
+    def _send(self, worker: _Worker, closures: list[Closure]) -> None:
+        if not closures:
+            return
+        recipes: dict[int, bytes] = {}
+        for closure in closures:
+            worker.in_hand[closure.id] = closure
+            closure.result.worker = worker.index
+            for recipe in closure.recipes:
+                for one in recipe.with_needs():
+                    if one.id not in worker.known:
+                        worker.known.add(one.id)
+                        recipes[one.id] = one.packed_for(worker.index)
+        while self._book.dropped:
+            dropped = self._book.dropped.popleft()
+            for other in self._workers.values():
+                if dropped in other.known:
+                    other.known.remove(dropped)
+                    other.dropped.append(dropped)
+        body = [(one.id, one.name, one.payload) for one in closures]
+        dropping, worker.dropped = worker.dropped, []
+        self._post.tell(worker.rank, CLOSURES, (recipes, dropping, body))
+
+    def _take_outcomes(self, source: int, body: Any) -> None:
+        outcomes, seconds = body
+        with self._lock:
+            worker = self._workers.get(source)
+            if worker is None or self._ended:  # lost, and others have its closures
+                return
+            worker.took(seconds / len(outcomes))
+            told_by = self._post.name_of(source)
+            ended = []
+            for closure_id, packed, failure in outcomes:
+                closure = worker.in_hand.pop(closure_id)
+                error = None if failure is None else unpack(failure, told_by, self._book.resolve)
+                ended.append((closure, packed, error))
+            self._queue.end(ended)
+            over, over_before = self._queue.over(_FEWEST_OVER)
+            if over:
+                self._over(over, over_before)
+            self.hand_out()
+
+    def _take_back(self, source: int, ids: Any) -> None:
+        with self._lock:
+            worker = self._workers.get(source)
+            if worker is None:
+                return
+            worker.took(SECONDS_TO_KEEP)
+            self._queue.put_back([worker.in_hand.pop(one) for one in ids])
+            self.hand_out()
+
+    def _lose(self, rank: int) -> None:
+        if self._is_needed(rank):
+            self._queue.close(self._post.gone(rank))
+            return
+        with self._lock:
+            worker = self._workers.pop(rank, None)
+            if worker is None:
+                return
+            for closure in worker.in_hand.values():
+                closure.repeated = True
+            self._queue.put_back(list(worker.in_hand.values()))
+            if not self._workers:
+                self._queue.close(
+                    UnavailableError(
+                        f"no worker is left to execute closures: the last one, {self._post.name_of(rank)}, has died, "
+                        "and under MPI none comes back"
+                    )
+                )
+            self.hand_out()
+
+    def _attend(self) -> None:
+        try:
+            self._post.attend(lambda: self._ended)
+        except Exception as error:  # nobody else would hear of it
+            failed = UnavailableError(
+                f"the chief cannot hear its workers any more: {type(error).__name__}: {error}"
+            )
+            failed.__cause__ = error
+            self._queue.close(failed)
+
+
+def _tell_of(left: Unfinished) -> None:
+    told = []
+    if left.waiting or left.under_way:
+        told.append(
+            f"of the scheduled functions {left.waiting} were not executed, and of {left.under_way} it is not known"
+        )
+    if left.error is not None:
+        told.append(f"one has raised {type(left.error).__name__}: {left.error!s:.300}")
+    if told:
+        tell(f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(told)}")
+
+
+class _Worker:
+    """A worker that lives.
+
+    Attributes:
+        in_hand: the closures that it was given and has not ended, in order.
+        ahead: how many it may have in hand.
+        known: ids of the recipes that it has.
+        dropped: ids of those that it is to forget.
+    """
+
+    def __init__(self, index: int, rank: int) -> None:
+        self.index, self.rank = index, rank
+        self.in_hand: dict[int, Closure] = {}
+        self.ahead = 1
+        self.known: set[int] = set()
+        self.dropped: list[int] = []
+        self._seconds = 0.0  # that a closure takes: lately, or long ago and longer
+
+    def took(self, seconds: float) -> None:
+        """A closure took so long."""
+        self._seconds = max(seconds, 0.8 * self._seconds + 0.2 * seconds)
+        self.ahead = max(1, min(_MOST_AHEAD, int(_SECONDS_AHEAD / max(self._seconds, 1e-9))))

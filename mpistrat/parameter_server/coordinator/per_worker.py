@@ -1,0 +1,149 @@
+"""Values with a part on each worker: which one a closure gets depends on who executes it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from mpistrat.errors import OutOfRangeError
+from mpistrat.input.batches import spec_of
+from mpistrat.input.distributed_dataset import beside_mpi
+from mpistrat.input.distributed_iterator import Optional
+from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
+from mpistrat.parameter_server.coordinator.resources import PerWorker, Recipe, RecipeBook
+
+Call = Callable[[Callable[..., Any], Any], Any]  # a function and its argument, on any worker
+
+
+class PerWorkerValues(PerWorker):
+    """A value for each worker, in their order; a scheduled function gets that of the worker that executes it.
+
+    Args: values: RemoteValues.
+    Raises: AssertionError for anything else.
+    """
+
+    def __init__(self, values: Sequence[RemoteValue]) -> None:
+        for value in values:
+            if not isinstance(value, RemoteValue):
+                raise AssertionError(
+                    f"PerWorkerValues takes a RemoteValue for each worker, got {value!r:.60}"
+                )
+        self._values = tuple(values)
+        self._recipe: Recipe | None = None
+
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({list(self._values)!r:.400})"
+
+    def recipe(self, book: RecipeBook) -> Recipe:
+        """Waits for the values. Raises: their errors; ValueError for another number of them."""
+        if len(self._values) != book.workers:
+            raise ValueError(
+                f"PerWorkerValues has {len(self._values)} values, and there are {book.workers} workers"
+            )
+        if self._recipe is None:
+            makes = [functools.partial(_same, value.get()) for value in self._values]
+            self._recipe = book.write(*makes)
+        return self._recipe
+
+
+class PerWorkerDataset(PerWorker, Iterable[Any]):
+    """A dataset that each worker has for itself; made by `ClusterCoordinator.create_per_worker_dataset`."""
+
+    def __init__(self, recipe: Recipe, book: RecipeBook, call: Call) -> None:
+        self._recipe, self._book, self._call = recipe, book, call
+
+    def recipe(self, book: RecipeBook) -> Recipe:
+        return self._recipe
+
+    def __iter__(self) -> PerWorkerDistributedIterator:
+        """An iterator for each worker, which begins when a closure first gets it."""
+        return PerWorkerDistributedIterator(self, self._book)
+
+    @functools.cached_property
+    def element_spec(self) -> Any:
+        """The structure of an element, with an ArraySpec for each array; a worker reads its first one."""
+        return self._call(DatasetOfWorker.element_spec, self)
+
+
+class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
+    """An iterator for each worker: pass it to `schedule`, as an argument.
+
+    The function gets its worker's own, on which it calls `next`; where that ends with StopIteration, the closure's
+    error is an OutOfRangeError.
+    """
+
+    def __init__(self, dataset: PerWorkerDataset, book: RecipeBook) -> None:
+        self._dataset = dataset
+        self._recipe = book.write(functools.partial(_iterate, dataset))
+
+    def recipe(self, book: RecipeBook) -> Recipe:
+        return self._recipe
+
+    @property
+    def element_spec(self) -> Any:
+        return self._dataset.element_spec
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError(
+            "each worker has an iterator of its own: pass this one to ClusterCoordinator.schedule, as an argument, and "
+            "call next() in the scheduled function"
+        )
+
+    get_next = __next__
+    get_next_as_optional = __next__
+
+
+class DatasetOfWorker:
+    """A worker's dataset."""
+
+    def __init__(self, source: Any) -> None:
+        dataset = source if isinstance(source, Iterable) else source()
+        if not isinstance(dataset, Iterable):
+            raise ValueError(
+                f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
+            )
+        self._dataset = beside_mpi(dataset)
+        self._begun: Iterator[Any] | None = None  # for its first element, which it still gives
+
+    def iterate(self) -> IteratorOfWorker:
+        elements, self._begun = self._begun or iter(self._dataset), None
+        return IteratorOfWorker(elements)
+
+    def element_spec(self) -> Any:
+        elements = self._begun or iter(self._dataset)
+        first = list(itertools.islice(elements, 1))
+        self._begun = itertools.chain(first, elements)
+        if not first:
+            raise ValueError("the dataset has no elements: what they look like is not known")
+        return spec_of(first[0])
+
+
+class IteratorOfWorker(Iterator[Any]):
+    """A worker's iterator, as a scheduled function gets it."""
+
+    def __init__(self, elements: Iterator[Any]) -> None:
+        self._elements = elements
+
+    def __next__(self) -> Any:
+        return next(self._elements)
+
+    def get_next(self) -> Any:
+        """Raises: OutOfRangeError at the end."""
+        for element in self._elements:
+            return element
+        raise OutOfRangeError("the worker's dataset has no more elements")
+
+    def get_next_as_optional(self) -> Optional:
+        for element in self._elements:
+            return Optional(element, True)
+        return Optional(None, False)
+
+
+def _iterate(dataset: Any) -> IteratorOfWorker:
+    return dataset.iterate()
+
+
+def _same(value: Any) -> Any:
+    return value

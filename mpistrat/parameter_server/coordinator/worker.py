@@ -1,0 +1,175 @@
+"""A worker: executes closures that the chief sends."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.parameter_server.coordinator.current_worker import executing
+from mpistrat.parameter_server.coordinator.failures import Failure, pack
+from mpistrat.parameter_server.coordinator.pickling import References, dumps, explain, loads
+from mpistrat.parameter_server.coordinator.resources import Kitchen
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.rpc.rpc import Post
+
+# Notices: from the chief, and to it.
+CLOSURES = "closures"  # recipes by id, ids of dropped recipes, [(id, name, payload)]
+OUTCOMES = "outcomes of closures"  # [(id, packed value, failure)], seconds they took
+RETURNED = "closures not begun"  # ids
+
+_MOST_OUTCOMES = 16  # in a message
+_SECONDS_TO_COLLECT_OUTCOMES = 1e-3
+_SECONDS_TO_READ = 1e-3
+SECONDS_TO_KEEP = 0.05  # closures that wait behind another one here
+
+Outcome = tuple[int, bytes | None, Failure | None]
+
+
+class Worker:
+    """Executes closures one after the other, in the thread that calls `serve`.
+
+    Args:
+        chief: its rank.
+        index: of this worker, from 0.
+        in_closure: entered around each closure with its id, in which updates are applied once; its exit waits for them.
+        scope: entered around each closure.
+        unpacked: called when a closure is, and is executed next.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        chief: int,
+        index: int,
+        references: References,
+        in_closure: Callable[[int], AbstractContextManager[Any]],
+        scope: Callable[[], AbstractContextManager[Any]],
+        unpacked: Callable[[], None],
+    ) -> None:
+        self._post, self._chief, self._index = post, chief, index
+        self._in_closure, self._scope, self._unpacked = in_closure, scope, unpacked
+        self._kitchen = Kitchen(references)
+        self._waiting: collections.deque[tuple[int, str, bytes]] = collections.deque()
+        self._begun = 0.0  # when the closure under way was
+        self._busy = threading.Event()
+        self._ending = False
+        self._outcomes: list[Outcome] = []
+        self._seconds = 0.0  # that the outcomes took
+        self._sent = 0.0  # when outcomes last were
+        self._sending = threading.Lock()
+        post.handle(CLOSURES, self._receive)
+
+    def serve(self, until: Callable[[], bool]) -> None:
+        """Until `until()`, which is asked when something has come. Closures that are not begun then are left."""
+        watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
+        watch.start()
+        try:
+            while not until():
+                self._post.attend(lambda: bool(self._waiting) or until())
+                if not until():
+                    self._execute_all()
+        finally:
+            self._ending = True
+            self._busy.set()
+
+    def _receive(self, source: int, body: Any) -> None:
+        recipes, dropped, closures = body
+        self._kitchen.learn(recipes)
+        self._kitchen.forget(dropped)
+        self._waiting.extend(closures)
+
+    def _execute_all(self) -> None:
+        self._begun = time.perf_counter()
+        self._busy.set()
+        while True:
+            try:
+                closure = self._waiting.popleft()
+            except IndexError:
+                break
+            outcome = self._execute(*closure)
+            now = time.perf_counter()
+            with self._sending:
+                self._outcomes.append(outcome)
+                self._seconds += now - self._begun
+                if (
+                    len(self._outcomes) >= _MOST_OUTCOMES
+                    or now - self._sent > _SECONDS_TO_COLLECT_OUTCOMES
+                    or not self._waiting
+                ):
+                    self._send_outcomes(now)
+            self._begun = now
+        self._busy.clear()
+
+    def _execute(self, closure: int, name: str, payload: bytes) -> Outcome:
+        try:
+            with executing(self._index), self._scope(), self._in_closure(closure):
+                function, args, kwargs = loads(payload, self._kitchen.resolve)
+                self._unpacked()
+                value = function(*args, **kwargs)
+                return closure, self._packed(value, name), None
+        except KeyboardInterrupt:  # of the job, not of the closure
+            raise
+        except BaseException as error:
+            return closure, None, pack(error, self._kitchen.reference_of)
+
+    def _packed(self, value: Any, name: str) -> bytes:
+        if value is None:
+            return NONE
+        try:
+            return dumps(value, self._kitchen.reference_of)
+        except Exception as error:
+            told = f"what {name} returned"
+            raise explain(value, told, self._kitchen.reference_of, error) from error
+
+    def _send_outcomes(self, now: float) -> None:
+        """Called by: who holds `_sending`."""
+        if self._outcomes:
+            self._post.tell(self._chief, OUTCOMES, (self._outcomes, self._seconds))
+        self._outcomes, self._seconds, self._sent = [], 0.0, now
+
+    def _keep_returning(self) -> None:
+        try:
+            self._return_what_waits()
+        except Exception as error:  # nobody else would hear of it, and closures may be lost
+            from mpistrat.liveness.job_end import end_job  # here, because it starts MPI
+
+            who = self._post.name_of(self._post.rank)
+            what = f"{type(error).__name__}: {error}"
+            end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
+
+    def _return_what_waits(self) -> None:
+        """Where one closure takes long, those behind it are for others, and nobody waits for what has ended."""
+        while True:
+            self._busy.wait()
+            if self._is_sent():
+                time.sleep(SECONDS_TO_KEEP)
+            else:  # what finds no room in a pipe goes out while somebody here reads
+                self._post.attend(self._is_sent, SECONDS_TO_KEEP)
+            if self._ending:
+                return
+            now = time.perf_counter()
+            if not self._busy.is_set() or now - self._begun < SECONDS_TO_KEEP:
+                continue
+            # More may have come, which nobody has read.
+            self._post.attend(lambda: False, _SECONDS_TO_READ)
+            back: list[int] = []
+            while True:
+                try:
+                    back.append(self._waiting.pop()[0])
+                except IndexError:
+                    break
+            with self._sending:
+                self._send_outcomes(now)
+            if back:
+                self._post.tell(self._chief, RETURNED, back[::-1])
+
+    def _is_sent(self) -> bool:
+        return not self._post.mail.unsent((self._chief,))
+
+
+NONE = dumps(None, lambda value: None)

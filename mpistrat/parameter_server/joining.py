@@ -1,0 +1,112 @@
+"""How a rank joins a job with parameter servers, and what its strategy's arguments must be for that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
+from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.machine.devices import check_devices
+from mpistrat.strategies.binding import bind
+from mpistrat.strategies.mirrored import communicator_of
+from mpistrat.strategies.threads import share_cores
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.parameter_server.job import ServerJob
+
+_WHAT = "strategy with parameter servers"
+
+
+def join_job(
+    cluster_resolver: ClusterResolver | None,
+    num_ps: int | None,
+    comm: MPI.Intracomm | None,
+    devices: Sequence[str] | None,
+    *,
+    chief: bool | None,
+    told: str | None = None,
+    replication: int = 1,
+) -> tuple[ServerJob, tuple[str, ...]]:
+    """This rank's job, and its devices. Called by: every rank of `comm`.
+
+    Args:
+        told: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
+        replication: on how many servers each variable is to be.
+    Raises: CollectiveMismatchError on all ranks, when they were given different ones; ValueError when workers have
+        different numbers of devices, or there is but one server for two copies; what `job_roles` raises.
+    """
+    checked = check_devices(devices) if devices else None
+    resolver = MPIClusterResolver(comm)
+    if resolver.comm is None:  # without MPI: what one rank lacks is told as with it
+        job_roles(resolver.topology(), lambda own: [own], cluster_resolver, num_ps, chief=chief)
+    from mpistrat.parameter_server.job import ServerJob, meeting
+
+    with meeting():
+        topology = resolver.topology()
+        communicator = communicator_of(resolver, "always", _WHAT)
+        roles = job_roles(
+            topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
+        )
+        own = told and f"{told}, replication={replication}"
+        asked = own, replication, len(checked) if checked else 1
+        strategies, copies, replicas = zip(
+            *communicator.all_gather_object(asked, label="strategies"), strict=True
+        )
+        if len({one for one in strategies if one is not None}) > 1:
+            raise CollectiveMismatchError(
+                f"the ranks make different strategies, by rank: {[*strategies]}"
+            )
+        clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
+        if len({replicas[rank] for rank in clients}) > 1:
+            given = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
+            raise ValueError(
+                f"all workers, and a chief, need the same number of devices, got {given}"
+            )
+        replication = max(copies)  # a `Server` is not told
+        if replication > len(roles.ranks["ps"]):
+            raise ValueError(
+                f"replication={replication} needs as many parameter servers, each with a copy of its own, but there is "
+                "1: give num_ps=2 or more, or list more of them"
+            )
+        share_cores(communicator, topology)
+        job = ServerJob(resolver.comm, roles, replication > 1)
+        serves = roles.task_type == "ps"
+        # Servers need no GPU: what a node has is for the others.
+        bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
+    if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
+        warnings.warn(
+            f"replication={replication} is of no use here, where the death of any rank is that of the job: "
+            f"{job.why_not_fault_tolerant}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    job.begin(chief is True and roles.task_type == "chief")
+    return job, bound
+
+
+def resolver_of(roles: JobRoles) -> ClusterResolver:
+    """Tells a program its rank's task, as one of TF_CONFIG would."""
+    return SimpleClusterResolver(
+        roles.cluster_spec, task_type=roles.task_type, task_id=roles.task_id
+    )
+
+
+def check_partitioner(partitioner: Any) -> None:
+    if partitioner is not None and not callable(partitioner):
+        raise ValueError(
+            f"variable_partitioner must be a function of shape and dtype, such as ms.experimental.partitioners."
+            f"FixedShardsPartitioner(2), got {partitioner!r:.60}"
+        )
+
+
+def check_replication(replication: Any) -> None:
+    if type(replication) is not int or replication not in (1, 2):
+        raise ValueError(
+            "replication must be the number of parameter servers that have a copy of each variable, 1 or 2, got "
+            f"{replication!r:.60}"
+        )

@@ -1,0 +1,1 @@
+"""Torch modules whose parameters are on servers."""

@@ -1,0 +1,196 @@
+"""Embeddings whose rows stay on servers: a forward pulls the rows that it looks up, and no rank has all of them.
+
+The weight remains the program's `Parameter`, without memory of its own. What looks rows up gets a small tensor of them;
+backward leaves a sparse gradient in `.grad`, as `nn.Embedding(sparse=True)` does. Everything else that computes with
+the weight works on a copy of all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from mpistrat.parameter_server.client import Change, Client
+from mpistrat.parameter_server.modules.remote_tensor import ServedTensor
+
+_LOOKUPS = (functional.embedding, functional.embedding_bag)
+# Of a tensor, what is known without its numbers.
+_ABOUT = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__"),
+        *("is_floating_point", "is_complex", "is_signed", "get_device", "untyped_storage"),
+        *("is_contiguous", "stride", "storage_offset", "requires_grad_", "backward"),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    )
+)
+_NUMBERS = ("data", "T", "mT", "H", "mH", "real", "imag")
+
+
+def looks_up(module: torch.nn.Module) -> bool:
+    """Whether its weight is used by rows alone."""
+    embeds = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    return embeds and module.max_norm is None
+
+
+def leave_on_servers(
+    parameter: torch.Tensor, served: ServedTensor, client: Client, owns: bool
+) -> None:
+    """Free the parameter's memory: its values are those on the servers, of `served`."""
+    shape = parameter.shape
+    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
+    parameter.__class__ = ServedRows
+    assert isinstance(parameter, ServedRows)
+    parameter.source = _Source(served, client, owns)
+
+
+class _Source:
+    """Args: owns: whether what this rank writes counts."""
+
+    def __init__(self, served: ServedTensor, client: Client, owns: bool) -> None:
+        self._served, self._client, self._owns = served, client, owns
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Args: indices: ascending."""
+        count = sum(self._served.rows)
+        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
+            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
+            raise IndexError(f"row {wrong} of an embedding of {count} rows")
+        parts = [
+            self._client.rows(address, (indices[part] - first).cpu().numpy())
+            for address, first, part in self._served.by_part(indices)
+            if part.start < part.stop or not self._served.split
+        ]
+        if not parts:
+            return self.rows(indices.new_zeros(1))[:0]
+        return torch.cat(parts).to(indices.device)
+
+    def whole(self, like: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self._client.pull_into(self._served.pieces(out))
+        return out
+
+    def assign(self, value: torch.Tensor) -> None:
+        if self._owns:
+            pieces = self._served.pieces(value.detach())
+            self._client.change([Change(address, "assign", piece) for address, piece in pieces])
+
+
+class ServedRows(torch.nn.Parameter):
+    """What the class of such a parameter becomes."""
+
+    source: _Source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _LOOKUPS:
+                return _look_up(func, args, kwargs)
+            name = func.__name__
+            if name in ("__get__", "__set__", "__delete__"):
+                reads = getattr(func, "__self__", None) in _number_properties()
+                if name == "__set__" and reads:
+                    raise RuntimeError(
+                        "an embedding whose rows are on servers cannot be moved, or given other memory: do that in "
+                        "strategy.scope(), before it is left"
+                    )
+                if not reads:
+                    return func(*args, **kwargs)
+            elif name in _ABOUT:
+                return func(*args, **kwargs)
+            elif name.endswith("_") and not name.endswith("__"):
+                return _write(func, args, kwargs)
+            args, kwargs = pytree.tree_map_only(cls, _whole, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """All of it, here."""
+        copy = torch.nn.Parameter(self.source.whole(self), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.source.whole(self), self.requires_grad).__reduce_ex__(
+            protocol
+        )
+
+
+@functools.cache
+def _number_properties() -> tuple[Any, ...]:
+    return tuple(getattr(torch.Tensor, name) for name in _NUMBERS)
+
+
+def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`func` of the rows that are looked up, instead of the weight."""
+    given = inspect.getcallargs(func, *args, **kwargs)
+    weight, padding = given["weight"], given["padding_idx"]
+    if given["max_norm"] is not None:
+        raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
+    if not isinstance(weight, ServedRows):
+        raise TypeError("indices are not parameters")
+    indices, given["input"] = torch.unique(given["input"], return_inverse=True)
+    given["weight"] = _Rows.apply(weight, indices)
+    if padding is not None:
+        found = (indices == padding % len(weight)).nonzero()
+        given["padding_idx"] = int(found[0]) if len(found) else None
+    given["sparse"] = False
+    return func(**given)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a weight; its gradient is sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: ServedRows, indices: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        ctx.save_for_backward(indices)
+        return weight.source.rows(indices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        sparse = torch.sparse_coo_tensor(
+            indices.unsqueeze(0), gradient, ctx.shape, is_coalesced=True, check_invariants=False
+        )
+        return sparse, None
+
+
+class _Whole(torch.autograd.Function):
+    """All of a weight; its gradient is dense."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: ServedRows) -> torch.Tensor:
+        return weight.source.whole(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def _whole(weight: ServedRows) -> torch.Tensor:
+    whole: torch.Tensor = _Whole.apply(weight)
+    return whole
+
+
+def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """An operation in place, on its first tensor: if that is such a weight, on all of it, which is then sent."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    target = leaves[at]
+    leaves = [_whole(leaf) if isinstance(leaf, ServedRows) else leaf for leaf in leaves]
+    if not isinstance(target, ServedRows):
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return func(*args, **kwargs)
+    leaves[at] = target.source.whole(target)
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    func(*args, **kwargs)
+    target.source.assign(leaves[at])
+    return target

@@ -1,0 +1,109 @@
+"""A variable whose array is on a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.context import get_strategy, has_strategy
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.client import Address, Change, Client
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.variables.updates import fitting_operand
+from mpistrat.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+
+class ServedVariable(Variable):
+    """One array on a server, which every worker reads and changes.
+
+    `read_value` copies the array; what was read before stays what it was. An update is made by the server, at once and
+    whole, between those of other workers; what it returns is the value then where the array is small (4 KB), else the
+    variable, which reads as what it is when it is used.
+
+    Attributes:
+        address: where it is.
+        device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        client: Client,
+        address: Address,
+        trainable: bool = True,
+        synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> None:
+        self.strategy, self.address = strategy, address
+        self.name, self.trainable = address.name, trainable
+        self.synchronization, self.aggregation = synchronization, aggregation
+        self._client = client
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.address.kind.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.address.kind.empty().dtype
+
+    @property
+    def device(self) -> str:
+        task = self._client.servers.index(self.address.server)
+        return f"/job:ps/replica:0/task:{task}/device:CPU:0"
+
+    def read_value(self) -> Array:
+        self._check_strategy()
+        return self._client.pull(self.address)
+
+    def state(self) -> Array:
+        return self._client.pull(self.address)
+
+    def load_state(self, state: Any) -> None:
+        self._update("assign", state)
+
+    def sparse_read(self, indices: Any) -> Array:
+        """The rows at `indices`, integers of shape [n], in their order; only they are read."""
+        self._check_strategy()
+        rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
+        if not self.shape:
+            raise ValueError(f"variable {self.name!r} is a number, and has no rows")
+        if rows.ndim != 1 or not (arrays.is_integer(rows) or not rows.size):
+            raise ValueError(
+                f"sparse_read of variable {self.name!r} takes integers of shape [n], got {arrays.dtype_name(rows)} "
+                f"of shape {list(rows.shape)}"
+            )
+        rows = rows.astype(np.int64, copy=False)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
+            wrong = rows.min() if rows.min() < 0 else rows.max()
+            raise IndexError(
+                f"row {wrong} of variable {self.name!r} is out of bounds: it has rows 0 to {self.shape[0] - 1}"
+            )
+        return self._client.rows(self.address, rows)
+
+    def change(self, method: str, operand: Any) -> Change:
+        """The update, checked here: the server is asked for nothing that does not fit."""
+        fits = fitting_operand(method, self.address.kind.empty(), operand, self.name)
+        if isinstance(fits, IndexedSlices):
+            values = arrays.cast_like(arrays.detach_read(fits.values), self.address.kind.empty())
+            indices = arrays.to_numpy(fits.indices).astype(np.int64, copy=False)
+            fits = IndexedSlices(values, indices)
+        return Change(self.address, method, fits)
+
+    def _update(self, method: str, operand: Any) -> Any:
+        self._check_strategy()
+        value = self._client.change([self.change(method, operand)])[0]
+        return self if value is None else value
+
+    def _check_strategy(self) -> None:
+        if has_strategy() and get_strategy() is not self.strategy:
+            raise RuntimeError(
+                f"variable {self.name!r} belongs to {self.strategy} and was used while {get_strategy()} is in force; "
+                "strategies must not be mixed"
+            )

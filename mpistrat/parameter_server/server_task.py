@@ -1,0 +1,85 @@
+"""`Server`: a rank that is told its task, and does its work when it is asked to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from mpistrat.cluster_resolver.task_roles import ServerDef, make_server_def
+from mpistrat.parameter_server.joining import join_job
+from mpistrat.parameter_server.strategy import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.cluster_resolver.cluster_spec import ClusterDef
+    from mpistrat.parameter_server.job import ServerJob
+
+
+class Server:
+    """A parameter server, or a worker of a coordinator; `join` does its work.
+
+    The other ranks make their strategies, or servers, meanwhile: all of them meet in the constructors.
+
+    Called by: the ranks that are to be servers; all ranks of the job (or of `comm`) make one, or a strategy.
+    Args:
+        server_or_cluster_def: the cluster: a dict such as {"ps": ["n1"], "worker": ["n2"]}, a ClusterSpec, a
+            ClusterDef, or a ServerDef. MPI carries the bytes: addresses are only names.
+        job_name, task_index: this rank's task; left out where the cluster allows only one answer.
+        protocol, config: accepted for compatibility, and not used.
+        start: False waits for `start()`.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: dict[str, Any] | ClusterSpec | ClusterDef | ServerDef,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+        *,
+        comm: MPI.Intracomm | None = None,
+    ) -> None:
+        given = server_or_cluster_def
+        self.server_def = (
+            given
+            if isinstance(given, ServerDef)
+            else make_server_def(given, job_name, task_index, protocol)
+        )
+        self._comm = comm
+        self._job: ServerJob | None = None
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Meet the other ranks. Collective."""
+        if self._job is not None:
+            return
+        mine = self.server_def
+        spec = ClusterSpec(mine.cluster)
+        resolver = SimpleClusterResolver(spec, task_type=mine.job_name, task_id=mine.task_index)
+        self._job, self._devices = join_job(resolver, None, self._comm, None, chief=None)
+
+    @property
+    def target(self) -> str:
+        """Names this rank, such as "mpi://3"; nobody connects to it."""
+        if self._job is None:
+            raise RuntimeError("the server was made with start=False: call start() first")
+        return f"mpi://{self._job.post.rank}"
+
+    def join(self) -> None:
+        """Do this rank's work; return when nobody needs it any more."""
+        if self._job is None:
+            raise RuntimeError("the server was made with start=False: call start() first")
+        if self.server_def.job_name == "ps":
+            self._job.serve()
+        elif self.server_def.job_name == "worker" and "chief" in self._job.roles.ranks:
+            ParameterServerStrategy.of_worker(self._job, self._devices).work()
+        else:
+            raise RuntimeError(
+                f"a {self.server_def.job_name} has no work to join where no other rank is its chief: make a strategy "
+                "on its rank instead"
+            )

@@ -1,0 +1,252 @@
+"""A chief that has workers run functions, with variables on servers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.input.input_context import InputContext
+from mpistrat.liveness import interrupts
+from mpistrat.options import InputOptions, RunOptions
+from mpistrat.parameter_server.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
+from mpistrat.parameter_server.coordinator.worker import Worker
+from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
+from mpistrat.parameter_server.extended import ServedExtended
+from mpistrat.parameter_server.joining import (
+    check_partitioner,
+    check_replication,
+    join_job,
+    resolver_of,
+)
+from mpistrat.parameter_server.modules.worker_modules import Travelling
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategy import Strategy
+from mpistrat.variables.arguments import VariableArguments
+from mpistrat.variables.partitioners import Partitioner
+from mpistrat.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.modules.object_references import TravellingModules
+
+
+class _CoordinatedExtended(ServedExtended):
+    """
+    Attributes:
+        cluster: what the chief's coordinator needs; None on other ranks.
+    """
+
+    cluster: Cluster | None = None
+
+    @contextlib.contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """Between functions of the coordinator: none is half executed."""
+        coordinator = None if self.cluster is None else self.cluster.coordinator
+        with (
+            contextlib.nullcontext() if coordinator is None else coordinator.paused(),
+            super().unchanging(),
+        ):
+            yield
+
+    def _new_variable(self, asked: VariableArguments) -> Variable:
+        if self.job.roles.task_type == "worker":
+            raise ValueError(
+                f"variable {asked.name!r} was made on {self.job.name_of(self.job.post.rank)}, inside a scheduled "
+                "function or a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
+            )
+        return super()._new_variable(asked)
+
+
+class ParameterServerStrategy(Strategy):
+    """A chief that has workers run functions, with variables on servers; see `ClusterCoordinator`.
+
+    The chief makes variables, and schedules functions; workers run them, each when it is free, and read and change the
+    variables there. On the ranks of workers and servers the constructor works for the chief, and leaves by SystemExit
+    when the chief has come to its end: what follows it in the program is the chief's alone. What is said elsewhere of
+    all ranks holds of the one that calls: `run`, `reduce`, `gather` and a replica's collectives, on the chief or in a
+    function, are of its own replicas.
+
+    Called by: every rank of the job (or of `comm`).
+    Args:
+        cluster_resolver: names each rank's task, one of them "chief"; its addresses are not used, MPI carries the
+            bytes. None with `num_ps`, TF_CONFIG, or a heterogeneous Slurm job, whose first component has the chief and
+            the servers.
+        variable_partitioner: how variables are split over servers; None splits none.
+        num_ps: so many ranks are servers, the last of each node in turn; rank 0 is the chief.
+        replication: 2 keeps a second copy of each server's variables, and of their optimizers' state, on the next
+            server, which goes on with them when the first has died; fault tolerant MPI is needed for that. A change
+            is answered for when both have it.
+        devices: of each worker, one replica each; None is one replica on the rank's own device. With several, torch
+            modules in the scope raise NotImplementedError.
+        gradients: as of `MirroredStrategy`, over the replicas of one worker.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+    """
+
+    _extended: _CoordinatedExtended
+    _mirroring: TravellingModules | None = None
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        num_ps: int | None = None,
+        replication: int = 1,
+        devices: Sequence[str] | None = None,
+        gradients: str | None = None,
+        comm: MPI.Intracomm | None = None,
+    ) -> None:
+        check_strategy_arguments(None, gradients)
+        check_partitioner(variable_partitioner)
+        check_replication(replication)
+        job, devices = join_job(
+            cluster_resolver,
+            num_ps,
+            comm,
+            devices,
+            chief=True,
+            told=type(self).__name__,
+            replication=replication,
+        )
+        self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
+        self._gradients = gradients
+        self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
+        if job.roles.task_type == "ps":
+            job.serve()
+            raise SystemExit(0)
+        if job.roles.task_type == "worker":
+            self.work()
+            raise SystemExit(0)
+        if job.roles.task_type != "chief":
+            return  # an evaluator, which reads the variables
+        references = Travelling(self, job)
+        self._extended.cluster = Cluster(
+            job.post,
+            job.workers,
+            references,
+            job.client.forget,
+            self._refresh,
+            is_needed=job.client.routes.is_lost_with,
+        )
+
+    @classmethod
+    def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
+        """What the functions on a worker have, whose rank has joined the job already."""
+        strategy = cls.__new__(cls)
+        strategy._extended = _CoordinatedExtended(strategy, job, devices, None)
+        return strategy
+
+    def work(self) -> None:
+        """Run the chief's functions until it has come to its end. Called by: a worker."""
+        job = self._extended.job
+        seed_for_worker(job.roles.task_id)
+        worker = Worker(
+            job.post,
+            job.roles.ranks["chief"][0],
+            job.roles.task_id,
+            Travelling(self, job),
+            self._in_closure,
+            self.scope,
+            self._begin_closure,
+        )
+        with interrupts.unheeded():
+            worker.serve(lambda: job.ended)
+        job.done()
+
+    @contextlib.contextmanager
+    def _in_closure(self, closure: int) -> Iterator[None]:
+        with self._extended.job.client.within(closure):
+            if self._mirroring is not None:
+                self._mirroring.clear()
+            yield
+            if self._mirroring is not None:
+                self._mirroring.after_run()
+
+    def _begin_closure(self) -> None:
+        if self._mirroring is not None:
+            self._mirroring.begin()
+
+    def _refresh(self) -> None:
+        """What the chief's modules have is what the servers have."""
+        if self._mirroring is not None:
+            self._mirroring.before_run()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        self._warn_on_chief("run")
+        result = super().run(fn, args, kwargs, options)
+        if self._mirroring is not None:
+            self._mirroring.after_run()
+        return result
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
+        self._warn_on_chief("reduce")
+        return super().reduce(reduce_op, value, axis)
+
+    def _warn_on_chief(self, method: str) -> None:
+        if self._extended.cluster is not None:
+            warnings.warn(
+                f"{method} works on the chief here, and on no worker: call it in a function that "
+                "ClusterCoordinator.schedule is given",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def _sees_modules(self) -> bool:
+        return True
+
+    def _torch(self) -> TravellingModules:
+        if self._mirroring is None:
+            from mpistrat.parameter_server.modules import object_references as travelling_modules
+
+            extended = self._extended
+            on_chief = extended.makes_variables
+            kind = (
+                travelling_modules.ModulesOfChief
+                if on_chief
+                else travelling_modules.ModulesOfWorker
+            )
+            self._mirroring = kind(
+                self,
+                self._gradients,
+                extended.job.client,
+                lambda name, tensor: extended.place(tensor, name),
+                on_chief,
+                None,
+            )
+        return self._mirroring
+
+    def experimental_distribute_dataset(  # type: ignore[override]
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """For `ClusterCoordinator.create_per_worker_dataset`: each worker makes its own."""
+        return UnbuiltDataset(dataset)
+
+    def distribute_datasets_from_function(  # type: ignore[override]
+        self, dataset_fn: Any, options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """For `ClusterCoordinator.create_per_worker_dataset`: each worker calls `dataset_fn(InputContext())`."""
+        return UnbuiltDataset(functools.partial(dataset_fn, InputContext()))
+
+    def shutdown(self) -> None:
+        """Let workers and servers leave. Called by: the chief, which can use neither after it."""
+        cluster = self._extended.cluster
+        if cluster is not None and cluster.coordinator is not None:
+            cluster.coordinator.end()
+        self._extended.job.done()

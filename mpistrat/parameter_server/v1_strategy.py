@@ -1,0 +1,226 @@
+"""Workers that train each by itself, with variables on servers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpistrat.cluster_resolver.job_roles import check_num_ps, works_alone
+from mpistrat.communicators import LocalCommunicator
+from mpistrat.cross_device_ops.cross_device_ops import check_pairs
+from mpistrat.machine.devices import check_devices, task_of
+from mpistrat.options import CommunicationOptions, RunOptions
+from mpistrat.parameter_server.extended import ServedExtended
+from mpistrat.parameter_server.joining import (
+    check_partitioner,
+    check_replication,
+    join_job,
+    resolver_of,
+)
+from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.strategies.binding import bind
+from mpistrat.strategies.central_storage import CentralStorageExtended
+from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategy import Strategy
+from mpistrat.variables.partitioners import Partitioner
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.pytorch.modules.mirroring import Mirroring
+
+
+class _BetweenGraphExtended(ServedExtended):
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        self._check_worker(destinations)
+        return super().reduce_to(reduce_op, value, destinations, options)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        check_pairs(value_destination_pairs)
+        for _, destinations in value_destination_pairs:
+            self._check_worker(destinations)
+        return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
+
+    def _check_worker(self, destinations: Any) -> None:
+        """As TensorFlow does; a server's device is as good as this worker's."""
+        task = task_of(destinations) if isinstance(destinations, str) else None
+        own = self.job.roles.task_type, self.job.roles.task_id
+        if task is not None and task[0] == own[0] and task != own:
+            raise ValueError(
+                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.post.rank)}"
+            )
+
+
+class BetweenGraphStrategy(Strategy):
+    """Workers that train each by itself, with variables on servers: `mpistrat.compat.v1.ParameterServerStrategy`.
+
+    Every worker runs the same program. A step reads what the servers have then and sends them its updates; nobody waits
+    for other workers, unless `max_staleness` says so. Worker 0's initial values are everybody's. A worker with several
+    replicas combines what they do first.
+
+    What is said elsewhere of all ranks, or of replicas in sync, holds of this worker's replicas: `reduce`, `gather` and
+    a replica's collectives combine these only, and wait for no other worker. Of a DataLoader that shuffles each worker
+    has its own sampler: seeded alike, together they read each example once. What a checkpoint has beside variables is
+    what the worker has that saves: the first that is alive. A signal that ends the job ends servers at once.
+
+    Called by: every rank of the job (or of `comm`). On a server's rank the constructor serves, and leaves by SystemExit
+    when all workers have come to their ends.
+    Args:
+        cluster_resolver: names each rank's task; its addresses are not used, MPI carries the bytes. None with
+            `num_ps`, TF_CONFIG, or a heterogeneous Slurm job, whose first component has the servers. One rank of which
+            nothing tells a task keeps the variables itself.
+        num_ps: so many ranks are servers, the last of each node in turn.
+        variable_partitioner: how variables are split over servers; None splits none.
+        max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous. With 0
+            a run whose optimizers step returns when the steps of all workers are made, and raises what they could not
+            be made for; the gradients of one that raises are dropped.
+        replication: as of `mpistrat.ParameterServerStrategy`.
+        devices: this worker's devices, one replica each; None is one replica on the rank's own device.
+        gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,
+            too, where an optimizer's step is refused as long as nothing says which.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        num_ps: int | None = None,
+        replication: int = 1,
+        variable_partitioner: Partitioner | None = None,
+        max_staleness: int | None = None,
+        devices: Sequence[str] | None = None,
+        gradients: str | None = None,
+        comm: MPI.Intracomm | None = None,
+    ) -> None:
+        check_strategy_arguments(None, gradients)
+        check_partitioner(variable_partitioner)
+        check_replication(replication)
+        _check_max_staleness(max_staleness)
+        if num_ps is not None:
+            check_num_ps(num_ps)
+        self._cluster_resolver = cluster_resolver
+        self._gradients = gradients
+        topology = MPIClusterResolver(comm).topology()
+        if works_alone(topology, cluster_resolver):
+            mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
+            self._extended = CentralStorageExtended(self, LocalCommunicator(), mine)
+            self._clock: WorkerClock | None = None
+            return
+        job, devices = join_job(
+            cluster_resolver,
+            num_ps,
+            comm,
+            devices,
+            chief=False,
+            told=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
+            replication=replication,
+        )
+        self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
+        if job.roles.task_type == "ps":
+            job.serve()
+            raise SystemExit(0)
+        self._extended = _BetweenGraphExtended(self, job, devices, variable_partitioner)
+        self._clock = WorkerClock(job.client, max_staleness)
+        if self._clock.combines:
+            self.workers_combined = len(job.trainers)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """One step of this worker: call `fn` on each of its replicas, with what the servers have now.
+
+        Called by: each worker, as often as it likes; with `max_staleness` it waits for those that are behind.
+        Args: as of `Strategy.run`.
+        Returns: what `fn` returned; with several replicas a structure of `PerReplica` values.
+        Raises: what `fn` raised: then it counts as no step, and what was sent to be combined is dropped. StallError:
+            others are too far behind for too long. With `max_staleness=0`, why a step by all workers' gradients could
+            not be made.
+        """
+        if self._clock is None:
+            return super().run(fn, args, kwargs, options)
+        self._clock.begin()
+        try:
+            result = super().run(fn, args, kwargs, options)
+            if self._mirroring is not None:
+                self._mirroring.after_run()
+        except BaseException:
+            self._clock.fail()
+            raise
+        self._clock.end()
+        return result
+
+    @functools.cached_property
+    def _sees_modules(self) -> bool:
+        return self._clock is not None or super()._sees_modules
+
+    def _torch(self) -> Mirroring:
+        if self._clock is None:
+            return super()._torch()
+        if self._mirroring is None:
+            from mpistrat.parameter_server.modules.remote_modules import ServedModules
+
+            extended = self._extended
+            assert isinstance(extended, ServedExtended)
+            self._mirroring = ServedModules(
+                self,
+                self._gradients,
+                extended.job.client,
+                lambda name, tensor: extended.place(tensor, name),
+                extended.makes_variables,
+                self._clock,
+            )
+        return self._mirroring
+
+    def shutdown(self) -> None:
+        """Use the servers no more, as at the program's end: this worker holds nobody back; they leave with the last."""
+        if self._clock is not None:
+            assert isinstance(self._extended, ServedExtended)
+            self._extended.job.done()
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many times each worker has called `run`, such as {"worker 0 (rank 0)": 17}: who lags, and how far."""
+        if self._clock is None:
+            return {"worker 0 (rank 0)": self.runs}
+        assert isinstance(self._extended, ServedExtended)
+        name_of = self._extended.job.name_of
+        return {name_of(rank): steps for rank, steps in self._clock.all_steps().items()}
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """How many bytes of variables this worker has {"pulled": from servers, "pushed": to them} so far."""
+        if self._clock is None:
+            return {"pulled": 0, "pushed": 0}
+        assert isinstance(self._extended, ServedExtended)
+        client = self._extended.job.client
+        return {"pulled": client.bytes_pulled, "pushed": client.bytes_pushed}
+
+
+def _check_max_staleness(max_staleness: Any) -> None:
+    if max_staleness is None:
+        return
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ValueError(
+            "max_staleness must be a number of steps, 0 (synchronous) or more, or None (asynchronous), got "
+            f"{max_staleness!r:.60}"
+        )

@@ -1,0 +1,1 @@
+"""From the hook of a parameter to the reduced gradient in .grad."""

@@ -1,0 +1,221 @@
+"""Whether gradients leave while `backward()` runs: as asked for, else as measured.
+
+Overlap gains where a message waits (a network, a device), and may lose where a reduction is work for the cores that
+backward needs. So both ways are timed over the first steps, and the faster one stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpistrat.communicators import reducing
+from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.cross_device_ops.packing import Packer
+from mpistrat.machine.cpu_share import cpu_share
+from mpistrat.pytorch.gradients.buckets import Buckets
+from mpistrat.pytorch.gradients.wires import Wires
+
+if TYPE_CHECKING:
+    from mpistrat.strategies.extended import StrategyExtended
+
+# Below, in bytes of all gradients, there is nothing to hide.
+SMALLEST = 1 << 20
+# Backwards of each way that are timed; before each as many that are not.
+_TIMED, _UNTIMED = 5, 2
+# Overlap stays if it takes less than this part of the time of reducing afterwards.
+_GAIN = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What a rank knows of itself."""
+
+    asked: bool | None
+    thread_multiple: bool
+    on_cpu: bool
+    nbytes: int
+    cpus: frozenset[int]
+    threads: int
+
+
+class Overlap:
+    """Decides for each backward, the same on all ranks.
+
+    Called by: one replica per rank, equally often on all.
+    """
+
+    def __init__(self, extended: StrategyExtended, packer: Packer, wires: Wires) -> None:
+        self._extended, self._packer, self._wires = extended, packer, wires
+        options = extended.cross_replica_ops.options
+        self._asked, self._nbytes = options.overlap, options.bytes_per_pack
+        self._thread: CommunicationThread | None = None
+        self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
+        self._last: tuple[int, ...] = ()
+        self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
+        self._seconds: tuple[list[float], list[float]] = ([], [])  # sequential, overlapped
+        self._started = 0.0
+        self._overlaps: bool | None = None
+        self._why = "not measured yet"
+        self._has_wire = options.wire_dtype is not None or options.wire_format is not None
+        if extended.replicas.count > 1:
+            self.decline("several replicas of a rank take turns")
+        elif extended.deterministic:
+            # What is accumulated once more after its bucket has left would be added in another order.
+            self.decline("deterministic=True")
+        elif extended.cross_replica_ops.has_custom_ops:
+            self.decline("a cross_device_ops of the program's own sees all gradients first")
+
+    def forget(self) -> None:
+        """Slots have got other numbers. Called by: all ranks."""
+        self._expected, self._last, self._like = None, (), {}
+
+    def begin(
+        self, parameters: Sequence[torch.Tensor | None], scale: float | None
+    ) -> Buckets | None:
+        """The buckets of the backward that begins; None if its gradients are reduced afterwards.
+
+        Not collective: a rank that skips this backward is found out at its end.
+        """
+        if self._thread is None or not self._expected:
+            return None
+        turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
+        buckets = None
+        if self._overlaps or turn:
+            # A model that the program has dropped goes when Python collects it, on each rank at another time.
+            like = [self._like.get(s) if p is None else p for s, p in enumerate(parameters)]
+            if any(not (like[s].is_cpu or like[s].is_meta) for s in self._expected):  # type: ignore[union-attr]
+                return None  # they were moved to a device
+            buckets = Buckets(
+                self._thread, self._packer, self._wires, like, self._expected, scale, self._nbytes
+            )
+        self._started = time.perf_counter()
+        return buckets
+
+    def end(
+        self,
+        slots: Sequence[int],
+        parameters: Sequence[torch.Tensor | None],
+        buckets: Buckets | None,
+    ) -> None:
+        """A backward has ended, in which `slots` got dense gradients on some rank. Collective."""
+        if self._overlaps is False:
+            return
+        if self._overlaps is None and self._started:
+            self._seconds[buckets is not None].append(time.perf_counter() - self._started)
+            self._decide()
+        self._started = 0.0
+        last, self._last = self._last, tuple(slots)
+        # Where parameters take turns, those of the other turn would be sent for nothing.
+        self._expect(last if last == self._last else None, parameters)
+
+    def _expect(
+        self,
+        last: tuple[int, ...] | None,
+        parameters: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Collective."""
+        self._expected = last
+        if last and self._like.keys() != set(last):
+            self._like = {
+                s: p.detach().to("meta") for s in last if (p := parameters[s]) is not None
+            }
+            on_cpu = all(p.device.type == "cpu" for s in last if (p := parameters[s]) is not None)
+            if self._thread is not None or self._can_overlap(on_cpu):
+                assert self._thread is not None
+                # Has the ranks share the window, which is collective, now that all of them are here.
+                like = [self._like.get(s) for s in range(len(parameters))]
+                for _ in self._packer.packs(like, last, self._thread.communicator):
+                    pass
+
+    def state(self) -> dict[str, Any]:
+        """Which gradients leave in the next backward, for `load`; the same on all ranks."""
+        return {"last": self._last, "expected": self._expected}
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        parameters: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Collective."""
+        if self._overlaps is not False:
+            self._last = state["last"]
+            self._expect(state["expected"], parameters)
+
+    def explain(self) -> str:
+        how = "while backward() runs" if self._overlaps else "when backward() has ended"
+        return f"gradients are reduced {how}: {self._why}"
+
+    def _can_overlap(self, on_cpu: bool) -> bool:
+        """Decided once, before the first. Collective."""
+        communicator = self._extended.communicator
+        facts = _Facts(
+            self._asked,
+            communicator.thread_multiple,
+            on_cpu,
+            sum(p.numel() * p.element_size() for p in self._like.values()),
+            frozenset(os.sched_getaffinity(0)),
+            torch.get_num_threads(),
+        )
+        everyone = communicator.all_gather_object(
+            facts, label="overlap of gradients with backward()"
+        )
+        why_not = _why_not(everyone, communicator.on_one_node)
+        if not why_not:
+            self._thread = CommunicationThread.beside(communicator)
+            if self._asked:
+                self._overlaps, self._why = True, "as asked for"
+            elif self._has_wire:
+                # A trial would lose what is held back of the buffers that are given up.
+                self._overlaps, self._why = True, "as wire formats are better off"
+            return True
+        self.decline(why_not)
+        return False
+
+    def decline(self, why: str) -> None:
+        """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
+        self._overlaps, self._why = False, why
+        if self._asked and self._extended.communicator.rank == 0:
+            warnings.warn(
+                f"overlap=True, but gradients are reduced when backward() has ended: {why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _decide(self) -> None:
+        sequential, overlapped = self._seconds
+        if len(overlapped) < _UNTIMED + _TIMED:
+            return
+        medians = np.array([statistics.median(one[_UNTIMED:]) for one in (sequential, overlapped)])
+        self._extended.communicator.all_reduce(medians, reducing("max", "times of backward()"))
+        self._overlaps = bool(medians[1] < _GAIN * medians[0])
+        self._why = (
+            f"measured {medians[1] * 1e3:.3g} ms with overlap, {medians[0] * 1e3:.3g} ms without"
+        )
+
+
+def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
+    """Why gradients cannot leave, or had better not leave, while backward runs; empty if they may."""
+    asked = [facts.asked for facts in everyone]
+    if False in asked:
+        return "as asked for"
+    if not all(facts.thread_multiple for facts in everyone):
+        return "MPI was started without MPI_THREAD_MULTIPLE"
+    if not all(facts.on_cpu for facts in everyone):
+        return "parameters are on a device"
+    if None not in asked:
+        return ""
+    if everyone[0].nbytes < SMALLEST:
+        return f"{everyone[0].nbytes} bytes are too few"
+    masks = [facts.cpus for facts in everyone]
+    if on_one_node and any(cpu_share(f.cpus, masks) < f.threads + 1 for f in everyone):
+        return "no core of the node is free, and memory does not wait"
+    return ""

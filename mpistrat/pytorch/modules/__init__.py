@@ -1,0 +1,1 @@
+"""The torch modules that scope() sees: recorded, placed, mirrored, and their buffers averaged."""

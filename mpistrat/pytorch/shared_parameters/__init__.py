@@ -1,0 +1,1 @@
+"""One copy of the parameters per node, of which each rank updates a slice."""

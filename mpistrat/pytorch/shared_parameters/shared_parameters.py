@@ -1,0 +1,284 @@
+"""`shared_parameters=True`: the ranks of a node keep one copy of the parameters, and one of their gradients.
+
+Each rank owns a slice of both: it sums that slice of all gradients, and its optimizer steps update that slice of the
+parameters (`slice_steps`); so nothing is copied back. Parameters and `.grad` are views that are copied on write
+(`common_memory`): whatever else a program does to them, clipping, scaling, loading, averaging weights, each rank does
+to memory of its own, as it would without sharing. At the next step owners publish what was written to parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from mpistrat.communicators import Communicator, reducing
+from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.common_memory import PAGE, Part
+from mpistrat.cross_device_ops.packing import is_dense
+from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
+
+
+class SharedParameters:
+    """Which parameters of a strategy lie in memory that the ranks of a node share. One replica per rank."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
+        self._places: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
+        self._blocks_made = 0
+        self._told_of_devices = False
+        self._refused = False
+
+    def place_of(self, parameter: torch.Tensor) -> Place | None:
+        """None where it is not shared."""
+        kept = self._places.get(id(parameter))
+        return kept[1] if kept is not None and kept[0]() is parameter else None
+
+    def has_moved(self, parameter: torch.Tensor) -> bool:
+        """Whether a shared parameter has been given other memory: by `.data = …`, or a module's `.to(dtype)`."""
+        place = self.place_of(parameter)
+        return (
+            place is not None
+            and parameter.data_ptr() != place.block.value_view.address + place.first
+        )
+
+    def moved(self, registry: Registry) -> list[tuple[str, torch.Tensor]]:
+        """The mirrored parameters that `has_moved` is true of, with their names."""
+        pairs = zip(registry.slots, registry.parameters(), strict=True)
+        return [(slot.name, p) for slot, p in pairs if p is not None and self.has_moved(p)]
+
+    def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
+        """RuntimeError on all ranks if one of them has been given other memory since the last `run` began."""
+        for parameter in parameters:
+            if self.has_moved(parameter):
+                self.communicator.raise_together(
+                    RuntimeError(
+                        f"a shared parameter of shape {list(parameter.shape)} was given other memory inside run, by "
+                        "`.data = …` or a module's .to(); do it outside run, where the next run shares it again, or "
+                        "write in place: parameter.copy_(…)"
+                    )
+                )
+
+    def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
+        """Move `parameters`, equal on all ranks, to shared memory where they are not there yet.
+
+        Collective. Then all parameters are equal to what the owners of their slices have.
+        Args: registry: of all mirrored parameters, these among them.
+        """
+        everyone = [p for p in registry.parameters() if p is not None]
+        alone = self._alone(registry)
+        pending = {id(p): p for p in parameters if self.place_of(p) is None or self.has_moved(p)}
+        for key in pending:
+            self._places.pop(key, None)
+        eligible = [] if self._refused else self._eligible(list(pending.values()), alone)
+        if eligible:
+            self._make_block(eligible)
+        self.settle()
+        blocks = self.blocks(everyone)
+        for parameter in everyone:
+            if id(parameter) not in alone:
+                self._places.pop(id(parameter), None)
+        self._leave(blocks, [p for p in everyone if self.place_of(p) is None])
+
+    def _alone(self, registry: Registry) -> set[int]:
+        """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
+        parameters = registry.parameters()
+        storages = [0 if p is None else _storage(p) for p in parameters]
+        in_storage = collections.Counter(storages)
+        flags = np.array([not s or in_storage[s] == 1 for s in storages], np.uint8)
+        if flags.size:  # a rank may have freed a parameter that others still have
+            self.communicator.all_reduce(flags, reducing("min", "storages of parameters"))
+        return {id(p) for p, flag in zip(parameters, flags, strict=True) if flag}
+
+    def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
+        """Those that can be shared; the others are each rank's own, as without sharing.
+
+        Not what lies on a GPU, nor tensors that lie in one storage, which must go on doing so, nor single numbers,
+        whose state in an optimizer could not be told from its counters.
+        """
+        shared = []
+        for parameter in parameters:
+            if id(parameter) in alone and _is_plain(parameter):
+                shared.append(parameter)
+            elif parameter.device.type != "cpu" and not self._told_of_devices:
+                self._told_of_devices = True
+                self._warn(f"parameters on {parameter.device.type} are each rank's own")
+        return shared
+
+    @staticmethod
+    def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
+        """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
+
+        Made of a shared parameter's memory (`Parameter(shared.data)`), they are stepped whole, by each rank; a block's
+        pages that were written are filled again from what is shared. What lay in one storage goes on doing so.
+        """
+        storages: dict[int, torch.UntypedStorage] = {}
+        for parameter in parameters:
+            address = _storage(parameter)
+            if any(block.value_view.holds(address) for block in blocks):
+                if address not in storages:
+                    storages[address] = parameter.untyped_storage().clone()
+                layout = parameter.storage_offset(), parameter.shape, parameter.stride()
+                own = torch.empty(0, dtype=parameter.dtype)
+                parameter.data = own.set_(storages[address], *layout)
+
+    def _make_block(self, parameters: list[torch.Tensor]) -> None:
+        parameters = sorted(parameters, key=lambda p: str(p.dtype))  # a stable order of dtypes
+        firsts, nbytes = [], 0
+        for parameter in parameters:
+            firsts.append(nbytes)
+            nbytes += -(-parameter.nbytes // PAGE) * PAGE
+        values, why = self.communicator.common_memory(nbytes)
+        gradients = None
+        if values is not None:
+            gradients, why = self.communicator.common_memory(nbytes, summed=True)
+        if values is None or gradients is None:
+            self._refused = True
+            self._warn(f"each rank keeps a copy of its own: {why}")
+            return
+        block = Block(values, gradients)
+        self._blocks_made += 1
+        places = []
+        for parameter, first in zip(parameters, firsts, strict=True):
+            given = (parameter.dtype, parameter.shape, parameter.stride())
+            place = Place(block, first, parameter.nbytes, *given)
+            start, end = place.own(values)
+            place.flat(values.shared)[start:end] = place.in_order(parameter.detach())[start:end]
+            places.append(place)
+        self.communicator.barrier(label="shared parameters")  # all slices are there
+        for parameter, place in zip(parameters, places, strict=True):
+            self._keep(parameter, place)
+            parameter.data = place.in_shape(place.flat(block.value_view.memory))
+
+    def _keep(self, parameter: torch.Tensor, place: Place) -> None:
+        places, key = self._places, id(parameter)
+
+        def forget(reference: weakref.ref[torch.Tensor]) -> None:
+            if key in places and places[key][0] is reference:
+                del places[key]
+
+        places[key] = (weakref.ref(parameter, forget), place)
+
+    def _warn(self, what: str) -> None:
+        if self.communicator.rank == 0:
+            warnings.warn(f"shared_parameters=True, but {what}", RuntimeWarning, stacklevel=2)
+
+    def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
+        """Those that `parameters` lie in."""
+        places = (self.place_of(p) for p in parameters)
+        return list(dict.fromkeys(place.block for place in places if place is not None))
+
+    def settle(self) -> None:
+        """Make one copy again of what ranks wrote into parameters: what the owners of the slices wrote. Collective."""
+        blocks = dict.fromkeys(place.block for _, place in self._places.values())
+        if self._blocks_made:  # the same on all ranks, which blocks still live is not
+            settling = Settling(self.communicator, "publishing shared parameters")
+            for block in blocks:
+                settling.add(block.values, block.value_view)
+            settling.begin()
+            settling.end()
+
+    def reduce(
+        self,
+        slots: Sequence[int],
+        parameters: Sequence[torch.Tensor | None],
+        contributions: Sequence[torch.Tensor | None],
+        aside: dict[int, torch.Tensor],
+        scale: float | None,
+    ) -> dict[int, torch.Tensor]:
+        """The reduced gradients of those of `slots` that are shared, added to those in `aside`, which are taken out.
+
+        Args:
+            parameters, contributions: by slot; None of the latter counts as zero.
+            aside: by slot, the gradients of earlier backwards.
+            scale: multiplied to the sums, or None.
+        """
+        by_block: dict[Block, dict[int, Place]] = {}
+        for slot in slots:
+            parameter = parameters[slot]
+            place = None if parameter is None else self.place_of(parameter)
+            if place is not None:
+                by_block.setdefault(place.block, {})[slot] = place
+        reduced: dict[int, torch.Tensor] = {}
+        for block, places in by_block.items():
+            self.check_unmoved(parameters[slot] for slot in places)  # type: ignore[misc]
+            before = {slot: aside.pop(slot) for slot in places if slot in aside}
+            reduced.update(self._reduce_block(block, places, contributions, before, scale))
+        return reduced
+
+    def _reduce_block(
+        self,
+        block: Block,
+        places: dict[int, Place],
+        contributions: Sequence[torch.Tensor | None],
+        before: dict[int, torch.Tensor],
+        scale: float | None,
+    ) -> dict[int, torch.Tensor]:
+        block.bring(list(places.values()), [contributions[slot] for slot in places])
+        view = block.gradient_view
+        grown = {slot for slot, tensor in before.items() if places[slot].holds(tensor, view)}
+        block.make_way(place for slot, place in places.items() if slot not in grown)
+        if block.gradient_view is not view:
+            view, grown = block.gradient_view, set()
+        for slot, tensor in before.items():
+            if slot not in grown:  # it lies elsewhere: the program put it there
+                flat = places[slot].flat(view.memory)
+                flat.copy_(places[slot].in_order(tensor.detach()))
+        parts = _parts([(place, slot in before) for slot, place in places.items()])
+        reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
+        self.communicator.sum_into(block.gradients, parts, view, reduction)
+        written = view.written()
+        if written.any():
+            used = np.zeros_like(written)
+            for place in places.values():
+                used[place.pages] = True
+            written &= used
+        view.renew(written)
+        return {
+            slot: before[slot] if slot in grown else block.lend(place)
+            for slot, place in places.items()
+        }
+
+
+def _storage(parameter: torch.Tensor) -> int:
+    """The address of what `parameter` lies in; 0 for one that lies nowhere on the host, or in a way of its own."""
+    if (
+        parameter.device.type == "cpu"
+        and parameter.layout is torch.strided
+        and type(parameter.data) is torch.Tensor
+    ):
+        return parameter.untyped_storage().data_ptr()
+    return 0
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return (
+        _storage(parameter) != 0
+        and not parameter.is_inference()
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and arithmetic_of(parameter, "sum") is not None
+        and parameter.numel() > 1
+        and is_dense(parameter)
+    )
+
+
+def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
+    """As few parts as `places`, in ascending order, allow. The bytes between them are zeros in all memories."""
+    parts: list[Part] = []
+    first = end = 0
+    run: tuple[torch.dtype, bool] | None = None
+    for place, added in sorted(places, key=lambda one: one[0].first):
+        if run != (place.dtype, added) or end != place.first:
+            if run is not None:
+                parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))
+            first, run = place.first, (place.dtype, added)
+        end = place.pages.stop * PAGE
+    if run is not None:
+        parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))
+    return parts

@@ -1,0 +1,248 @@
+"""Optimizer steps of shared parameters: each rank updates its own slice, and keeps the optimizer's state of it.
+
+A step is taken by a twin of the optimizer, whose parameters are one-dimensional slices of the shared ones; so an
+exception cannot leave the optimizer itself in between. Its state is shared as parameters are: in `optimizer.state`
+each rank sees all of it, in the parameters' shapes. So `state_dict()` is a plain one, on any rank, and what
+`load_state_dict` puts there is taken over by the next step.
+
+Every rank has a slice of every parameter, be it empty: counters of steps are then the same on all.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mpistrat.communicators.common_memory import CommonMemory, View
+from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
+from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
+from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
+
+
+class SliceSteps:
+    """The steps of all optimizers over shared parameters of one strategy."""
+
+    def __init__(self, shared: SharedParameters) -> None:
+        self._shared = shared
+        self._slices: weakref.WeakKeyDictionary[Optimizer, _Slices] = weakref.WeakKeyDictionary()
+        self._whole: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """What `step` is called with instead, or None. Collective; `args` begin with the optimizer."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(self._shared.place_of(p) is None for p in parameters):
+            return None
+        self._shared.check_unmoved(parameters)
+        why = _why_not_by_slice(optimizer, args, kwargs)
+        if why:
+            # Each rank updates what it sees, which is its own as soon as it writes it; then it is made one again.
+            if optimizer not in self._whole:
+                self._whole.add(optimizer)
+                if self._shared.communicator.rank == 0:
+                    warnings.warn(
+                        f"shared_parameters=True, but {why}: every rank computes whole steps of this "
+                        f"{type(optimizer).__name__}, and keeps all of its state",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            return None
+        slices = self._slices.get(optimizer)
+        if slices is None:
+            slices = self._slices[optimizer] = _Slices(self._shared)
+        return (slices.begin(optimizer, parameters), *args[1:]), kwargs
+
+    def after(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """`step` was called on `stepped`. Collective."""
+        if stepped is not optimizer:
+            self._slices[optimizer].end(optimizer, stepped)
+        elif optimizer in self._whole:
+            self._shared.settle()
+
+
+def _why_not_by_slice(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
+    if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
+        return "step(closure) reads whole parameters"
+    return why_not_elementwise(type(optimizer))
+
+
+class _Slice:
+    """This rank's slice of one parameter."""
+
+    def __init__(self, parameter: torch.Tensor, place: Place) -> None:
+        self.parameter, self.place = parameter, place
+        self.first, self.end = place.own(place.block.values)
+        self.tensor = self.of(place.block.values.shared, place.dtype)
+        # What is shared of the parameter's state: this rank's slice, and the whole as this rank sees it.
+        self.state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gradient: tuple[View, torch.Tensor] | None = None
+
+    def of(self, memory: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The slice of what `memory`, a block's, holds at the parameter's place."""
+        start = self.place.first
+        size = self.place.dtype.itemsize
+        piece = memory[start + self.first * size : start + self.end * size]
+        return torch.from_numpy(piece).view(dtype)
+
+    def take_gradient(self) -> None:
+        gradient = self.parameter.grad
+        if gradient is None:
+            self.tensor.grad = None
+            return
+        view = self.place.block.gradient_view
+        if not self.place.holds(gradient, view):  # the program put it there
+            self._gradient = None
+            self.tensor.grad = self.place.in_order(gradient.detach())[self.first : self.end]
+            return
+        if self._gradient is None or self._gradient[0] is not view:
+            self._gradient = (view, self.of(view.memory, self.place.dtype))
+        if self.tensor.grad is not self._gradient[1]:
+            self.tensor.grad = self._gradient[1]
+
+    def leave(self, state: dict[str, Any]) -> None:
+        """Let what is shared of `state`, the parameter's, be this rank's own from now on."""
+        for name, (_, whole) in self.state.items():
+            if state.get(name) is whole:
+                state[name] = whole.clone()
+
+
+class _Slices:
+    """Of the parameters of one optimizer. It does not refer to the optimizer."""
+
+    def __init__(self, shared: SharedParameters) -> None:
+        self._shared = shared
+        self._slices: dict[torch.Tensor, _Slice] = {}
+        self._state: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+        self._memories: dict[tuple[Block, str], tuple[CommonMemory, View]] = {}
+        self._settling: Settling | None = None
+
+    def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
+        """The twin that steps."""
+        self._find_slices(optimizer, parameters)
+        self._settling = settling = Settling(
+            self._shared.communicator, "optimizer.step() of shared parameters"
+        )
+        blocks = self._shared.blocks(self._slices)
+        for block in blocks:
+            settling.add(block.values, block.value_view)
+        self._memories = {key: kept for key, kept in self._memories.items() if key[0] in blocks}
+        for memory, view in self._memories.values():
+            settling.add(memory, view)
+        settling.begin()
+        self._take_state(optimizer)
+        for one in self._slices.values():
+            one.take_gradient()
+        twin: Optimizer = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        twin.state = self._state  # type: ignore[assignment]
+        twin.param_groups = [
+            {**group, "params": [self._stepped(p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return twin
+
+    def _stepped(self, parameter: torch.Tensor) -> torch.Tensor:
+        one = self._slices.get(parameter)
+        return parameter if one is None else one.tensor
+
+    def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            place = self._shared.place_of(parameter)
+            one = self._slices.get(parameter)
+            if place is None:
+                if one is not None:  # shared no more
+                    one.leave(optimizer.state[parameter])
+                    del self._slices[parameter]
+            elif one is None or one.place is not place:
+                self._slices[parameter] = _Slice(parameter, place)
+
+    def _take_state(self, optimizer: Optimizer) -> None:
+        """Take over what the program has changed in `optimizer.state` since the last step."""
+        self._state.clear()
+        for parameter, whole in optimizer.state.items():
+            one = self._slices.get(parameter) if isinstance(parameter, torch.Tensor) else None
+            if one is None:
+                self._state[parameter] = whole
+                continue
+            state = self._state[one.tensor]
+            for name, value in whole.items():
+                kept = one.state.get(name)
+                if kept is not None and value is kept[1]:
+                    state[name] = kept[0]
+                elif isinstance(value, torch.Tensor) and value.shape == one.place.shape:
+                    piece, view = self._share(one, name, value)
+                    piece.copy_(one.place.in_order(value.detach())[one.first : one.end])
+                    state[name], whole[name] = piece, view
+                else:
+                    state[name] = value
+
+    def _share(
+        self, one: _Slice, name: str, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shared memory for the state `name` of a parameter: the slice, and the whole. Collective."""
+        kept = one.state.get(name)
+        if kept is not None and kept[0].dtype is value.dtype:
+            return kept
+        place = one.place
+        communicator = self._shared.communicator
+        if value.dtype.itemsize != place.dtype.itemsize:
+            communicator.raise_together(
+                RuntimeError(
+                    f"shared_parameters=True: the optimizer keeps {name} of a parameter of {place.dtype} as "
+                    f"{value.dtype}; both must have the same size. Use shared_parameters=False"
+                )
+            )
+        if (place.block, name) not in self._memories:
+            memory, why = communicator.common_memory(len(place.block.values.shared))
+            if memory is None:
+                communicator.raise_together(
+                    RuntimeError(
+                        f"shared_parameters=True: no shared memory for {name}, the optimizer's state: {why}"
+                    )
+                )
+            self._memories[place.block, name] = (memory, memory.view())
+        memory, view = self._memories[place.block, name]
+        whole = torch.from_numpy(view.memory[place.first : place.end]).view(value.dtype)
+        one.state[name] = (one.of(memory.shared, value.dtype), place.in_shape(whole))
+        return one.state[name]
+
+    def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
+        """Give the optimizer what the step of its twin has changed."""
+        for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
+            for key, value in stepped.items():
+                if key != "params":
+                    group[key] = value
+        own = ("state", "param_groups")
+        optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
+        by_tensor = {one.tensor: one for one in self._slices.values()}
+        # To torch the parameters were not written; a graph that still needs what they were must hear of it.
+        torch.autograd.graph.increment_version(
+            [one.parameter for one in self._slices.values() if one.tensor.grad is not None]
+        )
+        for key, state in self._state.items():
+            one = by_tensor.get(key) if isinstance(key, torch.Tensor) else None
+            if one is None:
+                optimizer.state[key] = state
+            else:
+                self._give_state(one, state, optimizer.state[one.parameter])
+        assert self._settling is not None
+        self._settling.end()
+        self._settling = None
+
+    def _give_state(self, one: _Slice, state: dict[str, Any], whole: dict[str, Any]) -> None:
+        for name in whole.keys() - state.keys():
+            del whole[name]
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != one.tensor.shape:
+                whole[name] = value
+                continue
+            kept = one.state.get(name)
+            if kept is None or value is not kept[0]:  # new, or replaced by another tensor
+                kept = self._share(one, name, value)
+                kept[0].copy_(value)
+                state[name] = kept[0]
+            whole[name] = kept[1]

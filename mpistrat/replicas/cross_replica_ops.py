@@ -1,0 +1,349 @@
+"""Combining values over all replicas of all ranks: this rank's policy, then the communicator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.communicators import Communicator
+from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce, accumulation
+from mpistrat.cross_device_ops.cross_device_ops import (
+    check_destinations,
+    components_of,
+    place,
+)
+from mpistrat.cross_device_ops.ordered_all_reduce import OrderedAllReduce
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp, VariableAggregation
+from mpistrat.values import DistributedValues, Mirrored, PerReplica
+from mpistrat.variables.variable import SyncOnReadVariable, Variable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AllReduceCall:
+    """What one replica wants reduced: the leaves of a structure that `label` describes.
+
+    An object of its own, so that regrouping the replicas' calls does not walk into the leaves.
+    """
+
+    op: ReduceOp
+    leaves: Sequence[Any]
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.op.name} of {self.label or '*'}"
+
+
+class CrossReplicaOps:
+    """What `Strategy` and `ReplicaContext` mean by reduce, gather and broadcast, without their guards.
+
+    Every method that combines is called by every rank, in the same order. Operands are distributed
+    values with a component per replica of this rank, or plain values.
+
+    Args:
+        communicator: the ranks.
+        replicas_of_ranks: how many replicas each of them has, in rank order.
+        cross_device_ops: the user's policy for the components on one rank, or None.
+        options: defaults of every collective.
+        deterministic: whether sums are not to depend on how replicas are spread over ranks.
+
+    Attributes:
+        over_ranks: what combines the replicas of all ranks.
+        has_custom_ops: the user gave a policy of their own.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        replicas_of_ranks: tuple[int, ...],
+        cross_device_ops: CrossDeviceOps | None,
+        options: CommunicationOptions,
+        deterministic: bool = False,
+    ) -> None:
+        self.communicator = communicator
+        self.num_local_replicas = replicas_of_ranks[communicator.rank]
+        self.num_replicas = sum(replicas_of_ranks)
+        self._custom = cross_device_ops
+        self.has_custom_ops = cross_device_ops is not None
+        self.options = options
+        self.over_ranks = (
+            OrderedAllReduce(communicator, replicas_of_ranks, options)
+            if deterministic
+            else MpiAllReduce(communicator, options)
+        )
+        # A plain value counts once for its rank, however many replicas that has.
+        self._of_plain = (
+            OrderedAllReduce(communicator, (1,) * communicator.size, options)
+            if deterministic and max(replicas_of_ranks) > 1
+            else self.over_ranks
+        )
+        self._unequal = min(replicas_of_ranks) < max(replicas_of_ranks)
+        self._rank_of_most = replicas_of_ranks.index(max(replicas_of_ranks))
+
+    def components(self, value: Any) -> tuple[Any, ...]:
+        """What each replica of this rank contributes; one object passed by all counts for each."""
+        if not isinstance(value, DistributedValues):
+            return (value,) * self.num_local_replicas
+        components = value.values
+        if isinstance(value, Variable) and len(components) == 1:  # kept in one place for all
+            return components * self.num_local_replicas
+        if len(components) != self.num_local_replicas:
+            raise ValueError(
+                f"this strategy has {self.num_local_replicas} replicas per rank, but got a "
+                f"{type(value).__name__} of {len(components)} components; was it made by another strategy?"
+            )
+        return components
+
+    def all_reduce(
+        self, calls: Sequence[AllReduceCall], options: CommunicationOptions | None
+    ) -> list[Any]:
+        """Reduce what the replicas of this rank gave to one `ReplicaContext.all_reduce`."""
+        if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
+            given = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
+            self.communicator.raise_together(
+                InvalidArgumentError(f"the all_reduce calls of the replicas differ; got {given}")
+            )
+        op, label = calls[0].op, calls[0].label
+        values = list(zip(*(call.leaves for call in calls), strict=True))
+        if self._custom is not None:
+            with self.communicator.raising_together():
+                operands = [PerReplica(components_of(PerReplica(value))) for value in values]
+            return self.batch_reduce(op, [(value, value) for value in operands], options)
+        reduced = self.over_ranks.all_reduce(op, values, options, label)
+        return [
+            total if arrays.is_number(total) else place(total, PerReplica(value))
+            for total, value in zip(reduced, values, strict=True)
+        ]
+
+    def reduce(
+        self,
+        op: ReduceOp,
+        flat: list[Any],
+        axis: int | Sequence[int] | None,
+        label: str,
+    ) -> list[Any]:
+        """The work of `Strategy.reduce` on the leaves of a structure that `label` describes."""
+        if axis is None:
+            return self._reduce_elements(op, flat, label)
+        return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
+
+    def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
+        results: list[Any] = [None] * len(flat)
+        others: dict[int, Sequence[Any]] = {}
+        for i, leaf in enumerate(flat):
+            with self.communicator.raising_together():
+                if self._is_local(leaf):
+                    results[i] = arrays.detach_read(self._reduce_local(op, leaf))
+                else:
+                    others[i] = self._components_of_rank(leaf)
+        for over_ranks, chosen in self._by_kind({i: flat[i] for i in others}):
+            reduced = over_ranks.all_reduce(op, [others[i] for i in chosen], label=label)
+            for i, result in zip(chosen, reduced, strict=True):
+                results[i] = result
+        return results
+
+    def _reduce_axis(
+        self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
+    ) -> list[Any]:
+        """Sum on each replica, then over replicas; a mean sums the numbers of elements alongside."""
+        sums: list[list[Any]] = []
+        counts: list[list[Any]] = []
+        try:
+            for leaf in flat:
+                components = [_as_dense(component) for component in self.components(leaf)]
+                axes = [arrays.check_axes(component, axis) for component in components]
+                sums.append(
+                    [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
+                )
+                counts.append(
+                    [arrays.count_over(c, ax) for c, ax in zip(components, axes, strict=True)]
+                )
+        except Exception as error:
+            self.communicator.raise_together(error)
+        if op is ReduceOp.SUM:
+            return self.over_ranks.all_reduce(op, sums, label=label)
+        label = f"mean {label}"
+        reduced = self.over_ranks.all_reduce(ReduceOp.SUM, sums + counts, label=label)
+        totals, elements = reduced[: len(sums)], reduced[len(sums) :]
+        return [arrays.true_divide(t, int(n)) for t, n in zip(totals, elements, strict=True)]
+
+    def _by_kind(self, values: Mapping[int, Any]) -> list[tuple[MpiAllReduce, list[int]]]:
+        """Who adds up which of `values`: those with a component per replica, and the plain ones. Called by every rank.
+
+        What `run` returned is plain on a rank with one replica; so where others have several, one of these tells.
+        """
+        if not values or self._of_plain is self.over_ranks:
+            return [(self.over_ranks, list(values))] if values else []
+        plain = [i for i, value in values.items() if not isinstance(value, DistributedValues)]
+        if self._unequal:
+            plain = self.communicator.broadcast_object(
+                plain, root=self._rank_of_most, label="which values are plain"
+            )
+        kinds = (
+            (self.over_ranks, [i for i in values if i not in plain]),
+            (self._of_plain, [i for i in values if i in plain]),
+        )
+        return [(over_ranks, chosen) for over_ranks, chosen in kinds if chosen]
+
+    def _components_of_rank(self, value: Any) -> tuple[Any, ...]:
+        """Like `components`, but a plain value counts once for its rank."""
+        return self.components(value) if isinstance(value, DistributedValues) else (value,)
+
+    def _is_local(self, value: Any) -> bool:
+        """Whether `value` is reduced without the other ranks. A plain value is one rank's, and counts once."""
+        if self.num_replicas == 1:
+            return True
+        if isinstance(value, DistributedValues):
+            copies = isinstance(value, Variable) and not isinstance(value, SyncOnReadVariable)
+            return copies or isinstance(value, Mirrored)
+        return self.communicator.size == 1
+
+    def _reduce_local(self, op: ReduceOp, value: Any) -> Any:
+        """Reduce what needs no communication: all replicas have the same value, or there is only one."""
+        if self.num_replicas == 1:
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        if op is ReduceOp.MEAN:
+            return value
+        if isinstance(value, DistributedValues):
+            raise AssertionError(
+                f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
+            )
+        number = arrays.is_number(value)
+        if (number or arrays.is_array(value)) and not (arrays.as_array(value) != 0).any():
+            return value  # zero, however often it counts
+        raise ValueError(
+            "SUM needs a value per replica, as run returns it: a plain value might be meant to count "
+            f"once, or once per replica; got {value!r:.80}"
+        )
+
+    def reduce_to(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
+    ) -> Any:
+        if self.num_replicas == 1:
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        with self.communicator.raising_together():
+            check_destinations(destinations)
+            if self._is_local(value):
+                return place(self._reduce_local(op, value), destinations)
+            components = self._components_of_rank(value)
+        ((over_ranks, _),) = self._by_kind({0: value})
+        (reduced,) = over_ranks.all_reduce(op, [components], options)
+        if arrays.is_number(reduced):
+            return reduced
+        return place(reduced, destinations)
+
+    def batch_reduce(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
+        if self.num_replicas == 1:
+            return [self.reduce_to(op, value, where, options) for value, where in pairs]
+        if self._custom is None:
+            return self._batch_reduce_over_ranks(op, pairs, options)
+        if self.communicator.size == 1:
+            return self._custom.batch_reduce(op, pairs, options)
+        with self.communicator.raising_together():
+            firsts = self.sum_by_custom_ops(pairs, options)
+        totals = self.over_ranks.all_reduce(ReduceOp.SUM, [(value,) for value in firsts], options)
+        if op is ReduceOp.MEAN:
+            totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
+        return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
+
+    def sum_by_custom_ops(
+        self, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """The sums over this rank's replicas of (value, destinations) pairs, by the user's policy. Not collective."""
+        assert self._custom is not None
+        local = self._custom.batch_reduce(ReduceOp.SUM, pairs, options)
+        return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
+
+    def _batch_reduce_over_ranks(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        results: list[Any] = [None] * len(pairs)
+        for over_ranks, chosen in self._by_kind({i: value for i, (value, _) in enumerate(pairs)}):
+            reduced = over_ranks.batch_reduce(op, [pairs[i] for i in chosen], options)
+            for i, result in zip(chosen, reduced, strict=True):
+                results[i] = result
+        return results
+
+    def gather(self, value: Any, axis: int, label: str = "") -> Any:
+        """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""
+        plain = not isinstance(value, PerReplica)
+        if self.num_replicas == 1 or (plain and self.communicator.size == 1):
+            accumulation.check_no_slices([value])
+            return value.values[0] if isinstance(value, DistributedValues) else value
+        return self._join(value, axis, None, label)
+
+    def all_gather(
+        self, components: Sequence[Any], axis: int, options: CommunicationOptions | None, label: str
+    ) -> Any:
+        """What the replicas of this rank gave to one `ReplicaContext.all_gather`, with all others'."""
+        value = PerReplica(components)
+        return place(self._join(value, axis, options, label), value)
+
+    def _join(
+        self, value: Any, axis: int, options: CommunicationOptions | None, label: str
+    ) -> arrays.Array:
+        if self.communicator.size == 1 and self._custom is not None:
+            return self._custom.gather(value, self.components(value)[0], axis, options)
+        with self.communicator.raising_together():
+            components = components_of(PerReplica(self._components_of_rank(value)))
+            accumulation.check_no_slices(components)
+            merged = self.options.merge(options)
+        return self.over_ranks.all_gather(components, axis, label, merged)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
+        return (self._custom or self.over_ranks).broadcast(tensor, destinations)
+
+    def aggregate(self, aggregation: VariableAggregation, operand: Any, label: str) -> Any:
+        """Combine what the replicas of all ranks give to a variable. Called by every rank.
+
+        Args:
+            label: which variable, and what for; equal on all ranks.
+        """
+        components = self.components(operand)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self.from_first_replica(components[0], label)
+        if self.num_replicas == 1:
+            return components[0]
+        if aggregation is VariableAggregation.SUM and arrays.is_number(components[0]):
+            self.communicator.raise_together(
+                ValueError(
+                    f"{label}: aggregation SUM of {self.num_replicas} replicas needs arrays; whether the "
+                    f"Python number {components[0]!r} counts once or once per replica is not clear"
+                )
+            )
+        op = ReduceOp.from_variable_aggregation(aggregation)
+        return self.over_ranks.all_reduce(op, [components], label=label)[0]
+
+    def from_first_replica(self, value: Any, label: str) -> Any:
+        """The first rank's `value`, an array, a number or `IndexedSlices`, on every rank."""
+        if self.communicator.size == 1:
+            return value
+        label = f"{label}, of the first replica"
+        if isinstance(value, IndexedSlices) or arrays.is_number(value):
+            return self.communicator.broadcast_object(value, label=label)
+        with self.communicator.raising_together():
+            host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
+        self.communicator.broadcast(host, label=label)
+        return arrays.to_device_of(host, value)
+
+
+def _as_dense(component: Any) -> arrays.Array:
+    """A component of any kind, a number or sparse rows too, as an array cut off from autograd."""
+    if isinstance(component, IndexedSlices):
+        zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
+        return arrays.scatter(zeros, component.indices, component.values, "add")
+    return arrays.as_array(arrays.detach_read(component))

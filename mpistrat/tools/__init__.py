@@ -1,0 +1,1 @@
+"""Commands around the library: mpistrat doctor, mpistrat-bench, and the merging of traces."""

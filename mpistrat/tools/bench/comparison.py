@@ -1,0 +1,115 @@
+"""`mpistrat-bench compare`: the same work by mpistrat and by its peers, in one run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrat.tools.bench import peers
+from mpistrat.tools.bench.rounds import ROUNDS, all_ranks, compare, medians
+
+Contestants = dict[str, Callable[[], Any]]
+OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
+
+
+def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
+    """One rank alone, all peers, and mpistrat; and the peers left out, with the reason. Called by: every rank."""
+    from mpistrat.tools.bench.work import alone, with_mpistrat
+
+    others, left_out = peers.contestants("training_steps", work)
+    return {ALONE: alone(work), **others, OURS: with_mpistrat(work, options)}, left_out
+
+
+def compare_training(
+    contestants: Mapping[str, Any], num_rounds: int = ROUNDS
+) -> list[dict[str, Any]]:
+    """A row for each contestant; their losses show whether they have done the same. Called by: every rank."""
+    rounds = compare(contestants, num_rounds=num_rounds)
+    times = medians(rounds)
+    losses = {
+        name: statistics.fmean(all_ranks().all_gather_object(float(step())))
+        for name, step in contestants.items()
+    }
+    return [
+        {
+            "training step": name,
+            "ms": us / 1000,
+            "mpistrat / this": times[OURS] / us,
+            "loss": losses[name],
+            "wrong": name != ALONE and not math.isclose(losses[name], losses[OURS], rel_tol=1e-4),
+            "samples": [sample / 1000 for sample in rounds[name]],
+        }
+        for name, us in times.items()
+    ]
+
+
+def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
+    """Who sums `nbytes` of float32, in which way; and the peers left out. Called by: every rank."""
+    ours = all_ranks()
+    given = operand(max(1, nbytes // 4), ours.rank, ours.size)
+    result, in_place, other = given.copy(), given.copy(), given.copy()
+    memory = ours.window_buffer(given.nbytes)
+    window = given.copy() if memory is None else memory.view(np.float32)
+    window[:] = given
+
+    def into_another() -> np.ndarray:
+        ours.all_reduce(given, out=result)
+        return result
+
+    def over_itself(buffer: np.ndarray) -> np.ndarray:
+        ours.all_reduce(buffer)
+        return buffer
+
+    others, left_out = peers.contestants("all_reduces", given)
+    contestants = {
+        **others,
+        "ordinary": into_another,
+        "ordinary, in place": lambda: over_itself(in_place),
+        "in the window": lambda: over_itself(window),
+        COPY: lambda: np.copyto(other, given),
+    }
+    return contestants, left_out
+
+
+def operand(count: int, rank: int, ranks: int) -> np.ndarray:
+    """Adds up to zeros over several ranks, so that sums in place do not grow with each call."""
+    sign = 1 if rank == 0 else -1 if rank == ranks - 1 else 0
+    return (np.arange(count) % 3 + 1).astype(np.float32) * sign
+
+
+_RATIOS = {
+    "MPI / ordinary": ("MPI", "ordinary"),
+    "in place": ("MPI, in place", "ordinary, in place"),
+    "MPI / window": ("MPI, in place", "in the window"),
+    "gloo / window": ("gloo", "in the window"),
+    "ring / window": ("TensorFlow, ring", "in the window"),
+    "window / copy": ("in the window", "copy"),
+}
+
+
+def compare_all_reduce(
+    nbytes: int, contestants: Mapping[str, Any], num_rounds: int = 15
+) -> dict[str, Any]:
+    """The row of one size. Called by: every rank."""
+    expected = operand(max(1, nbytes // 4), 0, 1) if all_ranks().size == 1 else 0
+    wrong = sum(
+        int((call() != expected).sum()) for name, call in contestants.items() if name != COPY
+    )
+    repeat = max(1, min(100, (1 << 23) // nbytes))
+    rounds = compare(contestants, repeat, num_rounds)
+    times = medians(rounds)
+    return {
+        "bytes": nbytes,
+        **{f"{name} us": us for name, us in times.items()},
+        **{
+            name: times[one] / times[other]
+            for name, (one, other) in _RATIOS.items()
+            if one in times and other in times
+        },
+        "wrong": sum(all_ranks().all_gather_object(wrong)),
+        "samples": rounds,
+    }

@@ -1,0 +1,105 @@
+"""Real input: pictures with labels, or the bytes of a file."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from mpistrat.strategy import Strategy
+from mpistrat.tools.bench.models.model import Model
+from mpistrat.tools.bench.usage_error import UsageError
+
+SYNTHETIC, DIGITS = "synthetic", "digits"
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Pictures(Dataset[Batch]):
+    """Of `images` [examples, height, width(, channels)], each resized when it is asked for."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._images = images if images.ndim == 4 else images[..., None]
+        self._scale = 1.0 / max(1.0, float(images.max()))
+        self._labels, self._shape = labels, shape
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> Batch:
+        channels, height, width = self._shape
+        image = torch.from_numpy(self._images[index].astype(np.float32)).permute(2, 0, 1)
+        resized = functional.interpolate(
+            image[None].mul_(self._scale), (height, width), mode="bilinear", align_corners=False
+        )[0]
+        return resized.expand(channels, height, width), torch.tensor(int(self._labels[index]))
+
+
+class Text(Dataset[Batch]):
+    """Pieces of a file; the targets are the bytes one further on."""
+
+    def __init__(self, file: Path, length: int) -> None:
+        self._bytes, self._length = np.memmap(file, np.uint8, mode="r"), length
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        first = index * self._length
+        piece = torch.from_numpy(self._bytes[first : first + self._length + 1].astype(np.int64))
+        return piece[:-1], piece[1:]
+
+
+def batches(
+    strategy: Strategy, model: Model, source: str, batch_size: int
+) -> Iterator[Batch] | None:
+    """This rank's parts of global batches, epoch after epoch; None for synthetic input. Called by: every rank.
+
+    Raises: UsageError, on all ranks, where `source` is no input of this model's.
+    """
+    if source == SYNTHETIC:
+        return None
+    found, mistake = None, ""
+    try:
+        found = _dataset(model, source)
+        if len(found) < batch_size:  # type: ignore[arg-type]
+            mistake = f"the {len(found)} examples of {source} are less than a batch of {batch_size}"  # type: ignore[arg-type]
+    except (UsageError, ImportError, OSError, ValueError, KeyError) as error:
+        mistake = f"--input {source}: {error}"
+    mistakes = strategy.extended.communicator.all_gather_object(mistake)
+    if any(mistakes):
+        raise UsageError(next(filter(None, mistakes)))
+    assert found is not None
+    order = torch.Generator().manual_seed(0)
+    loader = DataLoader(found, batch_size, shuffle=True, drop_last=True, generator=order)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    return itertools.chain.from_iterable(itertools.repeat(distributed))
+
+
+def _dataset(model: Model, source: str) -> Dataset[Any]:
+    if model.tokens:
+        if source == DIGITS:
+            raise UsageError("this model reads text; give a file, whose bytes are its tokens")
+        return Text(Path(source), model.input_shape[0])
+    if source == DIGITS:
+        from sklearn.datasets import load_digits  # ImportError says what is missing
+
+        digits = load_digits()
+        return Pictures(digits.images, digits.target, model.input_shape)
+    with np.load(source) as arrays:
+        images, labels = arrays["images"], arrays["labels"]
+    if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
+        raise UsageError(
+            f"images of shape {list(images.shape)} and labels of shape {list(labels.shape)}; expected "
+            "[examples, height, width(, channels)] and [examples]"
+        )
+    if not 0 <= labels.min() <= labels.max() < model.classes:
+        raise UsageError(
+            f"labels from {labels.min()} to {labels.max()}; this model has classes 0 to {model.classes - 1}"
+        )
+    return Pictures(images, labels, model.input_shape)

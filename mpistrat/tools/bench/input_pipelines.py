@@ -1,0 +1,179 @@
+"""`mpistrat-bench input`: distributed datasets beside a DistributedSampler, and beside the same batches alone."""
+
+from __future__ import annotations
+
+import collections
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from mpistrat.input import BatchedDataset, FileDataset
+from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+
+IMAGE, BATCH = (3, 32, 32), 64  # BATCH examples per rank and step
+BYTES = 3 * 32 * 32
+ROUNDS_OF_EPOCHS = 15
+EXAMPLES = 16384  # of an epoch whose throughput is measured
+STEPS = 400  # of an epoch whose overhead is measured
+
+
+class Images(Dataset[tuple[torch.Tensor, int]]):
+    """Byte images in one file, of which each is read, made floats and normalised when it is asked for."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._examples = os.path.getsize(path) // BYTES
+        self._file: int | None = None
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self._file is None:  # opened by the process that reads
+            self._file = os.open(self.path, os.O_RDONLY)
+        pixels = np.frombuffer(os.pread(self._file, BYTES, index * BYTES), np.uint8)
+        image = (pixels.astype(np.float32) - 127.5) / 64.0
+        return torch.from_numpy(image.reshape(IMAGE)), index % 10
+
+
+def write_images(path: str, examples: int) -> str:
+    pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
+    pixels.tofile(path)
+    return path
+
+
+def through(batches: Iterable[Any]) -> Callable[[], object]:
+    """An epoch of `batches`."""
+    return lambda: collections.deque(batches, maxlen=0)
+
+
+def with_sampler(path: str, **how: Any) -> Callable[[], object]:
+    """An epoch of the loop that people write for DistributedDataParallel."""
+    images = Images(path)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        images, all_ranks().size, all_ranks().rank, shuffle=True
+    )
+    loader = DataLoader(images, BATCH, sampler=sampler, **how)
+    epoch = through(loader)
+
+    def shuffled_epoch() -> None:
+        sampler.set_epoch(sampler.epoch + 1)
+        epoch()
+
+    return shuffled_epoch
+
+
+def throughput(
+    examples: int = EXAMPLES, num_rounds: int = ROUNDS_OF_EPOCHS
+) -> list[dict[str, Any]]:
+    """Examples per second of all ranks, with and without a worker process per rank. Called by: every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_images(os.path.join(folder, "images"), examples)
+        return _throughput(path, num_rounds)
+
+
+def _throughput(path: str, num_rounds: int) -> list[dict[str, Any]]:
+    strategy = MultiWorkerMirroredStrategy()
+
+    def ours(**how: Any) -> Callable[[], object]:
+        loader = DataLoader(Images(path), BATCH * all_ranks().size, shuffle=True, **how)
+        return through(strategy.experimental_distribute_dataset(loader))
+
+    worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    rows = []
+    for workers, contestants in (
+        (0, {"DistributedSampler": with_sampler(path), "mpistrat": ours()}),
+        (
+            1,
+            {
+                "DistributedSampler, fork": with_sampler(path, **worker),
+                "DistributedSampler, forkserver": with_sampler(
+                    path, multiprocessing_context="forkserver", **worker
+                ),
+                "mpistrat": ours(**worker),
+            },
+        ),
+    ):
+        rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
+        times = medians(rounds)
+        rows += [
+            {
+                "DataLoader": name,
+                "workers per rank": workers,
+                "examples/s": os.path.getsize(path) // BYTES / us * 1e6,
+                "mpistrat / this": us / times["mpistrat"],
+                "samples": rounds[name],
+            }
+            for name, us in times.items()
+        ]
+    return rows
+
+
+def rows_of_file(rows: np.ndarray) -> Iterator[np.ndarray]:
+    return iter(rows)
+
+
+class Endless:
+    """Batches of whose number nothing is known."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def overhead(num_rounds: int = ROUNDS_OF_EPOCHS) -> list[dict[str, Any]]:
+    """Microseconds per step of a distributed dataset beside those of the same batches, of this rank only.
+
+    Called by: every rank.
+    """
+    strategy = MultiWorkerMirroredStrategy()
+    distribute = strategy.experimental_distribute_dataset
+    rank, size = all_ranks().rank, all_ranks().size
+    whole = np.zeros((STEPS * 4 * size, 8), np.float32)
+    mine = np.split(whole, size)[rank]
+    files, my_files = np.split(whole, 4 * size), np.split(mine, 4)
+    tensors: Any = torch.from_numpy(whole)
+    my_tensors: Any = torch.from_numpy(mine)
+    batches = np.split(mine, STEPS)
+    pairs: dict[str, tuple[Iterable[Any], Iterable[Any]]] = {
+        "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
+        "BatchedDataset": (BatchedDataset(mine, 4), distribute(BatchedDataset(whole, 4 * size))),
+        "FileDataset": (
+            FileDataset(my_files, rows_of_file, 4),
+            distribute(FileDataset(files, rows_of_file, 4 * size)),
+        ),
+        "function, of a list": (
+            batches,
+            strategy.distribute_datasets_from_function(lambda context: batches),
+        ),
+        "function, of an iterable without a length": (
+            Endless(batches),
+            strategy.distribute_datasets_from_function(lambda context: Endless(batches)),
+        ),
+    }
+    rows = []
+    for name, (alone, distributed) in pairs.items():
+        steps = sum(1 for _ in distributed)
+        assert steps == sum(1 for _ in alone) == STEPS
+        contestants = {"alone": through(alone), "distributed": through(distributed)}
+        rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
+        us = {which: median / STEPS for which, median in medians(rounds).items()}
+        rows.append(
+            {
+                "a step of": name,
+                "alone us": us["alone"],
+                "distributed us": us["distributed"],
+                "difference us": us["distributed"] - us["alone"],
+                "limit us": 30.0,
+                "samples": rounds,
+            }
+        )
+    return rows

@@ -1,0 +1,20 @@
+"""Multilayer perceptrons: large matrices, and little work for each of their gradients' bytes."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from mpistrat.tools.bench.models.model import Model
+
+
+def mlp(width: int, layers: int, classes: int = 10) -> nn.Module:
+    hidden: list[nn.Module] = []
+    for _ in range(layers):
+        hidden += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, classes))
+
+
+MLP = Model(functools.partial(mlp, 1024, 4), (1, 32, 32), 10)  # 4.2 million parameters
+MLP_LARGE = Model(functools.partial(mlp, 2048, 6), (1, 32, 64), 10)  # 25.2 million

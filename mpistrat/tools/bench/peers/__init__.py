@@ -1,0 +1,59 @@
+"""What mpistrat is compared with: for each peer a file that takes part in the work by the peer's own means.
+
+Each has two functions that give contestants by name: `training_steps(work)`, each of which takes a step and returns
+this rank's loss; and `all_reduces(given)`, each of which sums it over the ranks and returns the result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from mpistrat.tools.bench.rounds import all_ranks
+
+# File here, package to import, what to call it.
+PEERS = (
+    ("raw_mpi", "mpi4py", "raw MPI"),
+    ("torch_gloo", "torch", "torch, gloo"),
+    ("horovod", "horovod", "Horovod"),
+    ("tensorflow", "tensorflow", "TensorFlow"),
+)
+
+
+class CannotTakePart(Exception):
+    """Why a peer that is installed cannot do this work here."""
+
+
+def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """All peers' contestants by name, and the peers that are left out, with the reason.
+
+    Called by: every rank; a peer that one rank lacks is left out.
+    Args:
+        what: "training_steps" or "all_reduces"; `work` are its arguments.
+    """
+    there: dict[str, Callable[[], Any]] = {}
+    left_out: dict[str, str] = {}
+    everyone = all_ranks()
+    for file, package, name in PEERS:
+        reasons = everyone.all_gather_object("" if _installed(package) else "not installed")
+        if not any(reasons):
+            found, reason = _take_part(file, what, work)
+            reasons = everyone.all_gather_object(reason)
+        if any(reasons):
+            left_out[name] = next(filter(None, reasons))
+        else:
+            there |= found
+    return there, left_out
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _take_part(file: str, what: str, work: Any) -> tuple[dict[str, Callable[[], Any]], str]:
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{file}"), what)(*work), ""
+    except (CannotTakePart, ImportError) as error:
+        return {}, str(error)

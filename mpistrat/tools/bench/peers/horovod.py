@@ -1,0 +1,40 @@
+"""Horovod, where it is installed with torch and the job's MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from mpistrat.tools.bench.peers import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.work import Step, Work, step_of
+
+
+def _start() -> None:
+    ranks = all_ranks().size
+    hvd.init()
+    if hvd.size() != ranks:
+        raise CannotTakePart(f"sees {hvd.size()} of {ranks} ranks: built without this MPI")
+
+
+def training_steps(work: Work) -> dict[str, Step]:
+    _start()
+    module, optimizer = work.build()
+    hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
+    return {"Horovod": step_of(work, module, wrapped)}
+
+
+def all_reduces(given: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+    _start()
+    buffer = given.copy()
+    tensor = torch.from_numpy(buffer)
+
+    def over_itself() -> np.ndarray:
+        hvd.allreduce_(tensor, op=hvd.Sum, name=f"of {given.nbytes} bytes")
+        return buffer
+
+    return {"Horovod": over_itself}

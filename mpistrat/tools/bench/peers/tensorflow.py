@@ -1,0 +1,88 @@
+"""tf.distribute.MultiWorkerMirroredStrategy, whose CPU collectives are TensorFlow's own ring over gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+
+from mpistrat.tools.bench.peers import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.work import Step, Work
+
+_strategy: Any = None
+
+
+def _start() -> Any:
+    """One strategy per process: a worker's server cannot be started twice."""
+    global _strategy
+    if _strategy is None:
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+        everyone = all_ranks()
+        hosts = set(everyone.all_gather_object(socket.gethostname()))
+        host = "127.0.0.1" if len(hosts) == 1 else socket.gethostname()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            address = f"{host}:{probe.getsockname()[1]}"
+        workers = everyone.all_gather_object(address)
+        task = {"type": "worker", "index": everyone.rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+        ring = tf.distribute.experimental.CollectiveCommunication.RING
+        options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+        _strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    return _strategy
+
+
+def training_steps(work: Work) -> dict[str, Step]:
+    """Of the perceptrons, with the same weights and batch."""
+    module, _ = work.build()
+    linear = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    if not isinstance(module, torch.nn.Sequential) or len(linear) * 2 != len(module):
+        raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
+    strategy = _start()
+    inputs, targets = (
+        tf.constant(tensor.flatten(1 if i == 0 else 0).numpy())
+        for i, tensor in enumerate(work.batch)
+    )
+    with strategy.scope():
+        weights = [tf.Variable(layer.weight.detach().numpy().T) for layer in linear]
+        biases = [tf.Variable(layer.bias.detach().numpy()) for layer in linear]
+    variables = weights + biases
+
+    def update(strategy: Any, gradients: Any) -> None:
+        for variable, gradient in zip(variables, gradients, strict=True):
+            strategy.extended.update(variable, lambda v, g: v.assign_sub(0.01 * g), (gradient,))
+
+    def replica_step() -> Any:
+        with tf.GradientTape() as tape:
+            hidden = inputs
+            for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
+                hidden = tf.nn.relu(tf.matmul(hidden, weight) + bias)
+            logits = tf.matmul(hidden, weights[-1]) + biases[-1]
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
+            loss = tf.reduce_mean(losses)
+        context = tf.distribute.get_replica_context()
+        gradients = context.all_reduce("MEAN", tape.gradient(loss, variables))
+        context.merge_call(update, (gradients,))
+        return loss
+
+    compiled = tf.function(lambda: strategy.run(replica_step))
+    return {"TensorFlow, ring": lambda: torch.from_numpy(np.array(compiled()))}
+
+
+def all_reduces(given: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+    strategy = _start()
+    tensor = tf.constant(given)
+
+    def sum_over_replicas() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tensor)
+
+    compiled = tf.function(lambda: strategy.run(sum_over_replicas))
+    return {"TensorFlow, ring": lambda: compiled().numpy()}

@@ -1,0 +1,88 @@
+"""One picture for each measurement."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mpistrat.machine.private_files import private
+
+
+def can_be_drawn() -> bool:
+    """Whether there is matplotlib."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextmanager
+def _picture(path: str, columns: int) -> Iterator[Any]:
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no screen on a compute node
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(11, 4), layout="constrained")
+    yield (figure, *axes) if columns > 1 else (figure, axes)
+    for one in figure.axes:
+        one.grid(alpha=0.3)
+    kind = os.path.splitext(path)[1].removeprefix(".") or "png"
+    with open(path, "wb", opener=private) as file:
+        figure.savefig(file, dpi=120, format=kind)
+    pyplot.close(figure)
+
+
+def _words(part: str) -> str:
+    return part.removesuffix("_ms").replace("_", " ")
+
+
+def over_sizes(
+    path: str,
+    nbytes: Sequence[int],
+    times: Mapping[str, Sequence[float]],
+    limit: Sequence[float],
+) -> None:
+    """Microseconds and bandwidth of each contestant; `limit`: in which all ranks at once copy as many bytes."""
+    with _picture(path, 2) as (figure, left, right):
+        for name, us, style in (
+            *((name, us, "o-") for name, us in times.items()),
+            ("all ranks copy as much", limit, "k--"),
+        ):
+            left.plot(nbytes, us, style, label=name)
+            bandwidth = [size / one / 1e3 for size, one in zip(nbytes, us, strict=True)]
+            right.plot(nbytes, bandwidth, style, label=name)
+        left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
+        right.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s (algbw)")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
+
+
+def side_by_side(path: str, title: str, unit: str, samples: Mapping[str, Sequence[float]]) -> None:
+    """The median of each contestant as a bar, its samples as points."""
+    with _picture(path, 1) as (_, axes):
+        names = list(samples)
+        axes.barh(
+            names, [statistics.median(samples[name]) for name in names], color="lightsteelblue"
+        )
+        for place, name in enumerate(names):
+            axes.plot(samples[name], [place] * len(samples[name]), "k.", alpha=0.4)
+        axes.invert_yaxis()
+        axes.set(xlabel=unit, title=title)
+
+
+def training(path: str, row: Mapping[str, Any]) -> None:
+    """Where the time of a step goes, and every step's time."""
+    with _picture(path, 2) as (figure, left, right):
+        below = 0.0
+        for part in ("input_ms", "compute_ms", "exposed_communication_ms"):
+            height = max(0.0, row[part])
+            left.bar([row["model"]], [height], 0.4, bottom=below, label=_words(part))
+            below += height
+        left.set(ylabel="ms per step", xlim=(-0.5, 1.5))
+        for part, ranks in row["samples"].items():
+            right.plot([max(step) for step in zip(*ranks, strict=True)], label=_words(part))
+        right.set(xlabel="step", ylabel="ms, the slowest rank's")
+        for axes in (left, right):
+            axes.legend()
+        figure.suptitle(f"{row['model']}, global batch {row['batch_size']}, {row['input']} input")

@@ -1,0 +1,261 @@
+"""How long an all-reduce would take on other numbers of nodes: measured parts, put together by a model.
+
+A node's ranks combine what they have in their memory, then each carries a slice between the nodes, so that
+
+    t(S, N) = node(S) + between(S, N),   node(S) = alpha + beta S,
+    between(S, N) = 2 ceil(log2 N) latency + 2 (N - 1) / N S byte
+
+for S bytes on N nodes. `node` is fitted to times of this run, with one alpha and beta for what the caches hold and
+others for what they do not. `latency` and `byte` are of the network, for all ranks of a node together: fitted to times
+between the nodes of this run by MPI's own algorithm, or given. Sums in pieces, which are taken where they were measured
+to be at most 1.1 times as slow, are not modelled on their own. Sources: `communicators/cost_model.py`. What the model
+does not know: switches that are shared with others, and more than one level of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.communicators import Communicator
+from mpistrat.communicators.cost_model import Cost, fitted, fitted_in_two, link, over_nodes
+from mpistrat.options import CommunicationImplementation
+from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.tools.bench.operations import AllReduce
+from mpistrat.tools.bench.report import oversubscription
+from mpistrat.tools.bench.surroundings import surroundings
+from mpistrat.tools.bench.sweep import measure
+from mpistrat.tools.bench.usage_error import UsageError
+from mpistrat.topology import Topology
+
+# Fitted from here, below which nothing goes by node, to the largest that is asked for, as far as memory should be had.
+SMALLEST, LARGEST = 1 << 16, 1 << 26
+_FACTOR = 2
+_CALLS = 15  # of each size
+_FLOAT32 = np.dtype("float32")
+
+
+def sizes_of(given: argparse.Namespace) -> list[int]:
+    """Bytes of the buffers that are asked for. Raises: UsageError for those that the model says nothing of."""
+    sizes = given.size or [1 << 20, 16 << 20, 64 << 20]
+    if given.model_parameters:
+        sizes = [4 * int(parameters) for parameters in given.model_parameters]
+    if min(sizes) < SMALLEST:
+        raise UsageError(
+            f"{min(sizes)} bytes go through MPI alone, of which the model says nothing; {SMALLEST} at least go by node"
+        )
+    return sizes
+
+
+def check_network(given: argparse.Namespace) -> None:
+    """Raises: UsageError for a network that is half described, or none."""
+    if (given.alpha_us is None) != (given.gbit is None):
+        raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
+    if given.gbit is not None and not (given.gbit > 0 and given.alpha_us >= 0):
+        raise UsageError(
+            f"--alpha-us must be >= 0 and --gbit > 0, got {given.alpha_us} and {given.gbit}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Of one all-reduce on N nodes.
+
+    Attributes:
+        ranks_per_node: which all nodes have.
+        in_caches, beyond_caches: within a node, of buffers of up to, and of more than, `caches` bytes.
+        latency, byte: seconds of one message, and per byte that leaves a node; None where no network is known.
+        network_error: of the fit, as `Cost.error`; None where the network was given.
+    """
+
+    ranks_per_node: int
+    caches: int
+    in_caches: Cost
+    beyond_caches: Cost
+    latency: float | None = None
+    byte: float | None = None
+    network_error: float | None = None
+
+    def seconds(self, nbytes: int, nodes: int) -> float:
+        node = self.in_caches if nbytes <= self.caches else self.beyond_caches
+        if nodes == 1:
+            return node.seconds(nbytes)
+        assert self.latency is not None
+        assert self.byte is not None
+        between = over_nodes(nodes, self.latency, self.byte)
+        return node.followed_by(between).seconds(nbytes)
+
+    def lines(self) -> list[str]:
+        """As a formula."""
+        told = [
+            f"t(S, N) = node(S) + between(S, N), for S bytes on N nodes of {self.ranks_per_node} ranks",
+            f"node(S) = {_line(self.in_caches)}, up to S = {self.caches}; then",
+            f"          {_line(self.beyond_caches)}",
+        ]
+        if self.latency is not None and self.byte is not None:
+            error = self.network_error
+            origin = "as given" if error is None else f"fitted within {100 * error:.0f} %"
+            speed = (
+                f"{8e-9 / self.byte:.3g} Gbit/s per node"
+                if self.byte
+                else "no matter how many bytes"
+            )
+            told.append(
+                f"between(S, N) = 2 ceil(log2 N) {self.latency * 1e6:.3g} us + 2 (N - 1) / N {self.byte * 1e9:.3g} ns "
+                f"S ({speed}), {origin}"
+            )
+        return told
+
+
+def _line(cost: Cost) -> str:
+    return str(cost).replace(" per byte", " S")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Times are microseconds; bandwidths are nccl-tests', in 1e9 bytes per second.
+
+    Attributes:
+        measured: the median in this run, where it runs on as many nodes and ranks.
+        off: predicted / measured - 1.
+    """
+
+    nodes: int
+    ranks: int
+    bytes: int
+    predicted: float
+    algbw: float
+    busbw: float
+    measured: float | None
+    off: float | None
+
+
+def predictions(given: argparse.Namespace) -> tuple[Model, list[Prediction], dict[str, Any]]:
+    """The model, what it says of the nodes and sizes asked for, and what it was measured on. Called by: every rank.
+
+    Raises: UsageError when this run cannot tell.
+    """
+    sizes = sizes_of(given)
+    check_network(given)
+    strategy = MultiWorkerMirroredStrategy()
+    communicator = strategy.extended.communicator
+    resolver = strategy.cluster_resolver
+    assert resolver is not None
+    topology = resolver.topology()
+    fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
+    per_node = given.ranks_per_node or fewest
+    if per_node > fewest:
+        raise UsageError(
+            f"--ranks-per-node {per_node}: this run has {fewest} on a node, and what more of them would make of its "
+            f"memory cannot be told from that; start {per_node} on each node"
+        )
+    if max(given.nodes) > 1 and topology.num_nodes == 1 and given.gbit is None:
+        raise UsageError(
+            "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, ask for "
+            "--nodes 1, or start ranks on several nodes"
+        )
+    model = _model(communicator, topology, per_node, sizes, given)
+    here = _measured_here(communicator, topology, per_node, sizes, given.nodes)
+    rows = [
+        predict(model, nodes, nbytes, here.get((nodes, nbytes)))
+        for nodes in given.nodes
+        for nbytes in sizes
+    ]
+    return model, rows, surroundings(communicator)
+
+
+def predict(model: Model, nodes: int, nbytes: int, measured: float | None) -> Prediction:
+    """`measured`: in microseconds, if it is known."""
+    predicted = model.seconds(nbytes, nodes) * 1e6
+    ranks = nodes * model.ranks_per_node
+    algbw = nbytes / predicted / 1e3 if predicted else 0.0
+    off = predicted / measured - 1 if measured else None
+    busbw = algbw * AllReduce.bus_factor(ranks)
+    return Prediction(nodes, ranks, nbytes, predicted, algbw, busbw, measured, off)
+
+
+def _model(
+    communicator: Communicator,
+    topology: Topology,
+    per_node: int,
+    wanted: Sequence[int],
+    given: argparse.Namespace,
+) -> Model:
+    """Fitted to what the first `per_node` ranks of each node measure. Collective."""
+    place, nodes = topology.local_rank, topology.num_nodes
+    takes_part = place < per_node
+    node = communicator.split(topology.node if takes_part else nodes + topology.node)
+    # By MPI's own algorithm, whose cost on more nodes is known.
+    across = communicator.split(place).by(CommunicationImplementation.MPI)
+    sizes = [SMALLEST]
+    while sizes[-1] < min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5)):
+        sizes.append(sizes[-1] * _FACTOR)
+
+    def slowest(part: Communicator, slices: int, label: str) -> list[float]:
+        mine = _seconds(part, sizes, slices) if takes_part else [0.0] * len(sizes)
+        return [
+            max(times)
+            for times in zip(*communicator.all_gather_object(mine, label=label), strict=True)
+        ]
+
+    node_model = (0, Cost(0.0, 0.0), Cost(0.0, 0.0))
+    if per_node > 1:
+        node_model = fitted_in_two(sizes, slowest(node, 1, "within nodes"))
+    if given.gbit is not None:
+        return Model(per_node, *node_model, given.alpha_us * 1e-6, 8e-9 / given.gbit)
+    if nodes == 1:
+        return Model(per_node, *node_model)
+    between = fitted(sizes, slowest(across, per_node, "between nodes"))
+    return Model(per_node, *node_model, *link(between, nodes), between.error)
+
+
+def _seconds(communicator: Communicator, sizes: Sequence[int], slices: int) -> list[float]:
+    """Of all-reduces of one of `slices` of each of `sizes`."""
+    return [_p50(communicator, nbytes // slices) * 1e-6 for nbytes in sizes]
+
+
+def _p50(communicator: Communicator, nbytes: int) -> float:
+    return measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS).p50
+
+
+def _measured_here(
+    communicator: Communicator,
+    topology: Topology,
+    per_node: int,
+    wanted: Sequence[int],
+    nodes_wanted: Sequence[int],
+) -> dict[tuple[int, int], float]:
+    """Microseconds by nodes and bytes, of what is asked for and what this run can try. Collective."""
+    nodes = topology.num_nodes
+    if nodes not in nodes_wanted or communicator.size != nodes * per_node:
+        return {}
+    return {
+        (nodes, nbytes): _p50(communicator, nbytes)
+        for nbytes in wanted
+        if nbytes <= LARGEST and communicator.size > 1
+    }
+
+
+def table(model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
+    """The model and its predictions, for people."""
+    columns = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
+    widths = [7, 7, 14, 16, 14, 14, 15, 8]
+    names = (*columns, "measured (us)", "off (%)")
+    lines = [
+        "# all_reduce, of buffers in shared memory as gradients are",
+        *(f"# {line}" for line in model.lines()),
+        "#",
+        "#" + "".join(name.rjust(width) for name, width in zip(names, widths, strict=True)),
+    ]
+    for row in rows:
+        cells = [str(row.nodes), str(row.ranks), str(row.bytes), f"{row.predicted:.1f}"]
+        cells += [f"{row.algbw:.2f}", f"{row.busbw:.2f}"]
+        cells += ["-", "-"]
+        if row.measured is not None and row.off is not None:
+            cells[-2:] = [f"{row.measured:.1f}", f"{100 * row.off:+.0f}"]
+        lines.append(" " + "".join(c.rjust(width) for c, width in zip(cells, widths, strict=True)))
+    return [*lines, *(f"# {warning}" for warning in oversubscription(where))]

@@ -1,0 +1,65 @@
+"""What a measurement was taken on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+
+from mpistrat.communicators import Communicator
+from mpistrat.machine.cpu_model import cpu_model
+
+
+def surroundings(communicator: Communicator) -> dict[str, Any]:
+    """Collective; equal on all ranks."""
+    cores = len(os.sched_getaffinity(0))
+    mine = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
+    everyone = communicator.all_gather_object(mine)
+    usable = len({(host, cpu) for host, cpus in everyone for cpu in cpus})
+    here = {
+        "tool": f"mpistrat {_version()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "cores_of_rank_0": cores,
+        "ranks": communicator.size,
+        "hosts": sorted({host for host, _ in everyone}),
+        "usable_cores": usable,
+        "oversubscribed": usable < communicator.size,
+        "mpi": _mpi(),
+        **_torch(),
+        "ways": communicator.explain().split("\n"),
+    }
+    told: dict[str, Any] = communicator.broadcast_object(here)
+    return told
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("mpistrat")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _mpi() -> str:
+    """The name and version of the library, of which some tell much more."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return "no MPI"
+    return " ".join(mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ").split())
+
+
+def _torch() -> dict[str, Any]:
+    """Its version, compute threads and GPUs, where a benchmark uses it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"torch": torch.__version__, "threads_per_rank": torch.get_num_threads(), "gpus": gpus}

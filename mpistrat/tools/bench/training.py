@@ -1,0 +1,210 @@
+"""`mpistrat-bench train`: steps of a training loop, and the same computation without communication beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpistrat.communicators import Communicator
+from mpistrat.options import CommunicationOptions
+from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.tools.bench import examples
+from mpistrat.tools.bench.models import model_named
+from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.surroundings import surroundings
+from mpistrat.tools.bench.usage_error import UsageError
+from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Work, alone, with_strategy
+
+WARM_UP = 3  # of what has no choice
+# Steps with and without communication take turns in blocks: a machine that gets slower slows both down.
+STEPS_PER_BLOCK = 5
+
+
+def train(
+    name: str,
+    batch_size: int | None,
+    steps: int,
+    source: str = examples.SYNTHETIC,
+    options: CommunicationOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `steps` steps took, as in benchmarks/README.md, and on what. Called by: every rank.
+
+    Args:
+        name, batch_size: as of `work_of`.
+        source: "synthetic", "digits" or a file.
+        options: the strategy's communication options.
+    Raises: UsageError on all ranks.
+    """
+    strategy = MultiWorkerMirroredStrategy(None, options, gradients="mean")
+    communicator = strategy.extended.communicator
+    work = work_of(name, batch_size, strategy.extended.worker_devices[0])
+    each = work.examples
+    batch_size = each * communicator.size
+    batches = examples.batches(strategy, work.model, source, batch_size)
+    step, module = with_strategy(work, strategy)
+    times, losses = _measure(communicator, work, batches, step, alone(work), steps)
+    where = surroundings(communicator)
+
+    everyone = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
+    # A step is as long as its slowest rank's.
+    slowest = dict(zip(times, everyone.max(axis=0), strict=True))
+    p50 = {part: float(np.median(values)) for part, values in slowest.items()}
+    compute = np.median(everyone[:, list(times).index("compute")], axis=1)
+    efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
+    parameters = sum(p.numel() for p in module.parameters())
+    row = {
+        "model": name,
+        "parameters": parameters,
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
+        "batch_size": batch_size,
+        "examples_per_rank": each,
+        "input": source,
+        "communication_options": _what_is_set(options or CommunicationOptions()),
+        "ways": strategy.extended.explain().split("\n"),
+        "steps": steps,
+        "step_ms": p50["step"],
+        "step_ms_p99": float(np.percentile(slowest["step"], 99)),
+        "input_ms": p50["input"],
+        "compute_ms": p50["compute"],
+        "exposed_communication_ms": p50["step"] - p50["input"] - p50["compute"],
+        "samples_per_s": batch_size / p50["step"] * 1e3,
+        "samples_per_s_per_rank": each / p50["step"] * 1e3,
+        "efficiency": efficiency,
+        "efficiency_refused": refused,
+        "slowest_rank": int(compute.argmax()),
+        "slowest_ratio": float(compute.max() / np.median(compute)),
+        "ranks_that_differ": ranks_that_differ(communicator, module),
+        "losses_finite": all(communicator.all_gather_object(all(map(math.isfinite, losses)))),
+        "samples": {f"{part}_ms": everyone[:, i].round(4).tolist() for i, part in enumerate(times)},
+    }
+    return row, where
+
+
+def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
+    """This rank's part of a global batch; None is what the model has for each rank. Called by: every rank.
+
+    Raises: UsageError on all ranks, when the batch does not divide by them.
+    """
+    model, ranks = model_named(name), all_ranks().size
+    each, rest = divmod(batch_size or model.examples_per_rank * ranks, ranks)
+    if rest:
+        raise UsageError(
+            f"--batch-size {batch_size} is the global batch and does not divide by {ranks} ranks; "
+            f"give a multiple, such as {max(1, each) * ranks}"
+        )
+    return Work(model, each, all_ranks().rank, device)
+
+
+def _what_is_set(options: CommunicationOptions) -> str:
+    default = CommunicationOptions()
+    names = [field.name for field in dataclasses.fields(options)]
+    given = [name for name in names if getattr(options, name) != getattr(default, name)]
+    return ", ".join(f"{name}={getattr(options, name)}" for name in given) or "default"
+
+
+def _measure(
+    communicator: Communicator,
+    work: Work,
+    batches: Iterator[examples.Batch] | None,
+    step: Callable[[], torch.Tensor],
+    plain: Callable[[], torch.Tensor],
+    steps: int,
+) -> tuple[dict[str, list[float]], list[float]]:
+    """This rank's seconds by part and step, and its losses."""
+    times: dict[str, list[float]] = {"step": [], "input": [], "compute": []}
+    losses: list[float] = []
+
+    def whole() -> None:
+        started = time.perf_counter()
+        if batches is not None:
+            work.take(next(batches))
+        read = time.perf_counter()
+        losses.append(float(step()))  # on a GPU, this waits for it
+        times["step"].append(time.perf_counter() - started)
+        times["input"].append(read - started)
+
+    def computation() -> None:
+        started = time.perf_counter()
+        float(plain())
+        times["compute"].append(time.perf_counter() - started)
+
+    for _ in range(STEPS_OF_TRIALS if communicator.size > 1 else WARM_UP):
+        whole()
+    for _ in range(WARM_UP):
+        computation()
+    for values in times.values():
+        values.clear()
+    for first in range(0, steps, STEPS_PER_BLOCK):
+        for turn in (whole, computation):
+            communicator.barrier()
+            for _ in range(min(STEPS_PER_BLOCK, steps - first)):
+                turn()
+    return times, losses
+
+
+def efficiency_of(
+    compute_ms: float, step_ms: float, where: Mapping[str, Any]
+) -> tuple[float | None, str]:
+    """The part of a step that is computation; or None, and why that would mislead."""
+    if where["oversubscribed"]:
+        reason = (
+            f"{where['ranks']} ranks share {where['usable_cores']} cores, and slow each other down"
+        )
+        return None, reason
+    return compute_ms / step_ms, ""
+
+
+def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> list[int]:
+    """Those whose parameters are not rank 0's, bit for bit. Called by: every rank."""
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digests = communicator.all_gather_object(digest.hexdigest())
+    return [rank for rank, other in enumerate(digests) if other != digests[0]]
+
+
+def wrong(row: Mapping[str, Any]) -> str:
+    """What the check of the results found; empty when all is right."""
+    found = []
+    if row["ranks_that_differ"]:
+        ranks = ", ".join(map(str, row["ranks_that_differ"]))
+        found.append(f"parameters of rank {ranks} are not rank 0's")
+    if not row["losses_finite"]:
+        found.append("a loss is not finite")
+    return "; ".join(found)
+
+
+def lines(row: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
+    """The row for people."""
+    mistake = wrong(row)
+    efficiency = row["efficiency"]
+    told = {
+        "parameters": f"{row['parameters']:,} ({row['gradient_bytes'] / 1e6:.1f} MB of gradients)",
+        "step": f"{row['step_ms']:.2f} ms (p50), {row['step_ms_p99']:.2f} ms (p99)",
+        "  input": f"{row['input_ms']:.2f} ms",
+        "  compute": f"{row['compute_ms']:.2f} ms (the same step without communication, all ranks at once)",
+        "  exposed communication": f"{row['exposed_communication_ms']:.2f} ms",
+        "samples/s": f"{row['samples_per_s']:.1f} in all, {row['samples_per_s_per_rank']:.1f} per rank",
+        "efficiency": f"not given: {row['efficiency_refused']}"
+        if efficiency is None
+        else f"{efficiency:.2f} (compute / step)",
+        "slowest rank": f"{row['slowest_rank']}, {row['slowest_ratio']:.2f} times the median rank's compute",
+        "check": f"FAILED: {mistake}"
+        if mistake
+        else "parameters equal on all ranks, losses finite: OK",
+    }
+    heading = (
+        f"# train {row['model']} over {where['ranks']} ranks · {where['mpi']} · {where['cpu']}, "
+        f"{where['usable_cores']} cores\n# global batch {row['batch_size']}, {row['examples_per_rank']} per rank · "
+        f"{row['input']} input · {row['steps']} steps · {row['communication_options']} "
+        "communication options"
+    )
+    ways = (f"# {way}" for way in row["ways"])
+    return [heading, *(f"{name:<24}{text}" for name, text in told.items()), *ways]

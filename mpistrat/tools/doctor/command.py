@@ -1,0 +1,115 @@
+"""`mpistrat doctor`: gathers, judges, prints. It speaks where what it looks at is broken, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from mpistrat.tools.doctor import (
+    cores,
+    cuda_driver,
+    gpus,
+    links,
+    memory,
+    mpi_library,
+    nodes,
+    software,
+)
+from mpistrat.tools.doctor.facts import Job, Rank
+from mpistrat.tools.doctor.finding import PROBLEM, WARNING, Finding, said_once
+from mpistrat.tools.doctor.printing import as_text, to_json
+from mpistrat.tools.doctor.supervision import Outcome, run_rank
+
+Check = Callable[[Job], Iterable[Finding]]
+SECONDS_FOR_RANK_0 = 10.0
+CHECKS: tuple[Check, ...] = (
+    mpi_library.check,
+    software.check,
+    cores.check,
+    memory.check,
+    nodes.check,
+    links.check,
+    gpus.check,
+)
+
+
+def run(in_json: bool) -> int:
+    """Returns the exit code: 0, or 1 where there is a problem. Called by: every rank."""
+    here = look()
+    outcome = run_rank(here)
+    if outcome.job is not None:
+        job = outcome.job
+    elif outcome.failure is None:
+        return 0  # rank 0 speaks for all
+    elif here.launch.speaks:
+        alone = dataclasses.replace(here, library=outcome.library)
+        job = Job([alone], outcome.failure)
+    else:
+        # Launcher and library are a node's: one of its ranks speaks, should rank 0 not have found the same.
+        of_node = outcome.failure.kind in ("topology", "library")
+        if not of_node or here.launch.first_on_node:
+            # Rank 0 has most likely failed, too, and says more; launchers then end the others.
+            time.sleep(SECONDS_FOR_RANK_0)
+            print(_one_line(here, outcome), file=sys.stderr, flush=True)
+        return 0 if of_node else 1  # an exit code could end the job before rank 0 has spoken
+    findings = judge(job)
+    if outcome.left:
+        findings.append(_bad_end(outcome.left))
+    text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
+    sys.stdout.write(text + "\n")  # in one piece: launchers mix lines
+    sys.stdout.flush()
+    return int(any(finding.level == PROBLEM for finding in findings))
+
+
+def look() -> Rank:
+    """What this process can tell without MPI."""
+    launch = nodes.look()
+    driver = cuda_driver.look()
+    return Rank(
+        rank=launch.rank or 0,
+        host=nodes.host(),
+        software=software.look(),
+        launch=launch,
+        cores=cores.look(),
+        memory=memory.look(),
+        driver=driver,
+        gpus=gpus.look(driver) if launch.first_on_node else None,
+    )
+
+
+def judge(job: Job) -> list[Finding]:
+    return said_once(finding for check in CHECKS for finding in _guarded(check, job))
+
+
+def _guarded(check: Check, job: Job) -> Iterator[Finding]:
+    """A check that fails itself does not keep the others from being heard."""
+    try:
+        yield from check(job)
+    except Exception as error:
+        name = check.__module__.rpartition(".")[2]
+        yield Finding(
+            name,
+            PROBLEM,
+            f"This check failed itself: {type(error).__name__}: {error}.",
+            "please report it, with what --json prints",
+        )
+
+
+def _bad_end(how: str) -> Finding:
+    return Finding(
+        mpi_library.CHECK,
+        WARNING,
+        f"Rank 0 did not end well after all had been told: {how}.",
+        "update MPI, or try another of its transports (--mca pml ob1, UCX_TLS=tcp,self)",
+    )
+
+
+def _one_line(here: Rank, outcome: Outcome) -> str:
+    failure = outcome.failure
+    assert failure is not None
+    words = f" ({failure.words})" if failure.words else ""
+    return (
+        f"mpistrat doctor: rank {here.rank} on {here.host}, {failure.stage}: {failure.text}{words}"
+    )

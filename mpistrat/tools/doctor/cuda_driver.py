@@ -1,0 +1,104 @@
+"""Which GPUs CUDA's driver gives a rank, after CUDA_VISIBLE_DEVICES and control groups: no tool of NVIDIA's is needed.
+
+`python -m mpistrat.tools.doctor.cuda_driver` prints them, in a process of its own: a driver may crash, hang, or take
+memory.
+Calls and error numbers are those of <cuda.h>.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from mpistrat.cluster_resolver.how_started import environment_of_others
+from mpistrat.tools.doctor.children import ask, last_words
+from mpistrat.tools.doctor.facts import Driver
+
+LIBRARY = "libcuda.so.1"  # comes with the driver, not with CUDA
+SECONDS_TO_ASK = 20.0  # ranks of other nodes wait in MPI_Init meanwhile
+BEGIN = '{"installed": '  # of the line that the child tells
+
+_SUCCESS = 0
+_STUB_LIBRARY = 34  # for linking only, where there is no driver
+_NO_DEVICE = 100
+
+
+def look() -> Driver:
+    answer = ask(
+        [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"],
+        SECONDS_TO_ASK,
+        environment_of_others(),
+    )
+    if answer.ended:
+        return _no_answer(answer.ended, answer.errors, answer.late)
+    lines = [line for line in answer.output.splitlines() if line.startswith(BEGIN)]
+    try:
+        told = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return _no_answer("it tells nothing", answer.output)
+    return Driver(**told)
+
+
+def _no_answer(why: str, said: str, late: bool = False) -> Driver:
+    """The driver need not be what failed: the child may not even have come to ask it."""
+    words = [why, *filter(None, [last_words(said, 1)])]
+    return Driver(
+        True, error=f"the question to CUDA's driver failed: {', '.join(words)}", hangs=late
+    )
+
+
+def driver_of(library: Any) -> Driver:
+    """What the driver tells through its library."""
+    try:
+        _call(library.cuInit, 0)
+        number = ctypes.c_int()
+        _call(library.cuDeviceGetCount, ctypes.byref(number))
+        return Driver(True, [_name(library, index) for index in range(number.value)])
+    except _CudaError as error:
+        code = error.args[0]
+        if code == _NO_DEVICE:
+            return Driver(True)
+        return Driver(code != _STUB_LIBRARY, error=_in_words(library, code))
+
+
+def _name(library: Any, index: int) -> str:
+    """A UUID, in hexadecimal; that of the slice where a GPU is divided (MIG)."""
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    _call(library.cuDeviceGet, ctypes.byref(device), index)
+    # Drivers before CUDA 11.4 have the first one only.
+    name_of = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    _call(name_of, ctypes.byref(uuid), device)
+    return bytes(uuid).hex()
+
+
+class _CudaError(Exception):
+    """With its number."""
+
+
+def _call(function: Any, *arguments: Any) -> None:
+    code = function(*arguments)
+    if code != _SUCCESS:
+        raise _CudaError(code)
+
+
+def _in_words(library: Any, code: int) -> str:
+    text = ctypes.c_char_p()
+    library.cuGetErrorString(code, ctypes.byref(text))
+    return f"CUDA error {code} ({(text.value or b'unknown').decode(errors='replace')})"
+
+
+def main() -> None:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        driver = Driver(False, error=str(error))
+    else:
+        driver = driver_of(library)
+    print(json.dumps(dataclasses.asdict(driver)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""How fast each pair of nodes exchanges bytes, and which link is slower than the others.
+
+Every node plays every other once, in rounds in which all play at once (a round-robin tournament by the circle method:
+Kirkman, On a problem in combinations, 1847). A round has its share of two seconds, whatever the number of nodes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpistrat.tools.doctor.facts import Job
+from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor.wording import count
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CHECK = "network"
+SECONDS = 2.0
+SHORTEST_ROUND = 0.005  # seconds
+SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a message
+SLOW, VERY_SLOW = 0.5, 0.25  # of the others' median
+UNUSED = 0.2  # of what the fastest device could do
+MOST_NAMED = 5
+
+
+def partner(node: int, turn: int, nodes: int) -> int | None:
+    """Whom `node` plays in round `turn` of `rounds(nodes)`; None: it rests."""
+    fixed = rounds(nodes)  # the last of an even number of players, of whom one may not be there
+    if node == fixed:
+        other = turn * ((fixed + 1) // 2) % fixed  # 2 * other = turn, modulo an odd number
+    else:
+        other = (turn - node) % fixed
+        other = fixed if other == node else other
+    return other if other < nodes else None
+
+
+def rounds(nodes: int) -> int:
+    return nodes - 1 if nodes % 2 == 0 else nodes
+
+
+def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
+    """The rounds that are played: all, as far as time allows; else some, evenly chosen."""
+    every, most = rounds(nodes), int(seconds / SHORTEST_ROUND)
+    return list(range(every)) if every <= most else [turn * every // most for turn in range(most)]
+
+
+def measure(
+    leaders: MPI.Intracomm,
+    begin: Callable[[int], None] = lambda other: None,
+    seconds: float = SECONDS,
+) -> list[list[float]]:
+    """Bytes per second between this node and others, as `Links.rates` has it.
+
+    Called by: the first rank of each node.
+    Args:
+        begin: told before each match, by the number of the other node.
+    Returns: of the pairs of which this is the node with the lower number.
+    """
+    data = np.zeros(LARGEST, np.uint8)
+    rates = []
+    played = turns(leaders.size, seconds)
+    leaders.Barrier()
+    started = time.perf_counter()
+    for index, turn in enumerate(played):
+        other = partner(leaders.rank, turn, leaders.size)
+        if other is None:
+            continue
+        begin(other)
+        if leaders.rank < other:
+            until = started + (index + 1) * seconds / len(played)
+            rates.append([leaders.rank, other, _lead(leaders, other, data, until)])
+        else:
+            _follow(leaders, other, data)
+    return rates
+
+
+def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> float:
+    """Messages to and fro until then, the larger the faster they are: bytes per second at the largest size."""
+    _exchange(comm, other, data[:1])  # MPI connects at the first message
+    size, samples = SMALLEST, dict[int, list[float]]()
+    while True:
+        took = _exchange(comm, other, data[:size])
+        samples.setdefault(size, []).append(took)
+        left = until - time.perf_counter()
+        if left < took:
+            break
+        if size < LARGEST and left > 3 * 2 * took:  # three of twice the size
+            size *= 2
+    comm.Send(np.zeros(1, np.int64), other)
+    return 2 * size / statistics.median(samples[size])
+
+
+def _exchange(comm: MPI.Intracomm, other: int, data: np.ndarray) -> float:
+    comm.Send(np.full(1, len(data), np.int64), other)
+    started = time.perf_counter()
+    comm.Send(data, other)
+    comm.Recv(data, other)
+    return time.perf_counter() - started
+
+
+def _follow(comm: MPI.Intracomm, other: int, data: np.ndarray) -> None:
+    size = np.zeros(1, np.int64)
+    while True:
+        comm.Recv(size, other)
+        if not size[0]:
+            return
+        comm.Recv(data[: size[0]], other)
+        comm.Send(data[: size[0]], other)
+
+
+def check(job: Job) -> Iterator[Finding]:
+    links = job.links
+    if links is None or not links.rates:
+        return
+    names = job.node_names()
+    rates = {(int(a), int(b)): rate for a, b, rate in links.rates}
+    slow = slower_than_others(rates)
+    yield from _named(slow, rates, names)
+    fast = [rate for pair, rate in rates.items() if pair not in slow]
+    yield from _unused(max(fast), links.speeds)
+    if not slow:
+        some = f" ({len(rates)} of {links.pairs} pairs)" if len(rates) < links.pairs else ""
+        middle = f", the median is {_speed(statistics.median(fast))}" if len(fast) > 2 else ""
+        yield Finding(
+            CHECK,
+            OK,
+            f"{count(len(names), 'node')} exchange {_range(min(fast), max(fast))} with each other{some}{middle}.",
+        )
+
+
+def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Pairs that are slow, and the median of the others."""
+    ordered = sorted(rates.values())
+    found = {}
+    for pair, rate in rates.items():
+        if len(ordered) > 1:
+            median = _median_without(ordered, bisect.bisect_left(ordered, rate))
+            if rate < SLOW * median:
+                found[pair] = median
+    return found
+
+
+def _median_without(ordered: Sequence[float], index: int) -> float:
+    left = len(ordered) - 1
+    low, high = (left - 1) // 2, left // 2
+    at = [ordered[position + (position >= index)] for position in (low, high)]
+    return sum(at) / 2
+
+
+def _named(
+    slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float], names: Sequence[str]
+) -> Iterator[Finding]:
+    """A node that is slow with all others once, and then the slowest of the other pairs."""
+    rest = dict(slow)
+    pairs_of: list[list[tuple[int, int]]] = [[] for _ in names]
+    for pair in rates:
+        for node in pair:
+            pairs_of[node].append(pair)
+    for name, own in zip(names, pairs_of, strict=True):
+        if len(own) > 1 and all(pair in slow for pair in own):
+            median = statistics.median(slow[pair] for pair in own)
+            speeds = [rates[pair] for pair in own]
+            yield Finding(
+                CHECK,
+                _level(max(speeds), median),
+                f"{name} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
+                "(median of the others).",
+                f"leave it out (srun --exclude={name}), and have its cable, port and speed looked at "
+                "(ethtool, ibstat)",
+            )
+            for pair in own:
+                rest.pop(pair, None)
+    for number, pair in enumerate(sorted(rest, key=lambda pair: rates[pair])):
+        if number == MOST_NAMED:
+            yield Finding(
+                CHECK,
+                WARNING,
+                f"{len(rest) - number} more pairs of nodes are slow.",
+                "see all in --json",
+            )
+            return
+        a, b = (names[node] for node in pair)
+        yield Finding(
+            CHECK,
+            _level(rates[pair], slow[pair]),
+            f"The link {a} <-> {b} is slow: {_speed(rates[pair])} of {_speed(slow[pair])} (median of the others).",
+            f"run it again, for another job may use that link now; else leave one out (srun --exclude={b}), and have "
+            "the cables and switches between them looked at",
+        )
+
+
+def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
+    """A network that is faster than the bytes that MPI moves: it goes another way."""
+    could = [max((bytes_of_link(text), text) for text in node) for node in speeds if node]
+    if len(could) < len(speeds) or not could:
+        return
+    speed, told = min(could)
+    if best < UNUSED * speed:
+        yield Finding(
+            CHECK,
+            WARNING,
+            f"No two nodes exchange more than {_speed(best)}, and each has a link of {told} ({_speed(speed)}): does "
+            "MPI use it?",
+            "name it: UCX_NET_DEVICES=mlx5_0:1 (see ucx_info -d) or --mca pml ucx for Open MPI, FI_PROVIDER=verbs or "
+            "cxi for libfabric; in a container, bind /dev/infiniband and the host's libraries",
+        )
+
+
+def bytes_of_link(text: str) -> float:
+    """Bytes per second of "25000 Mb/s" or "200 Gb/sec (4X HDR)"."""
+    number, unit = text.split()[:2]
+    return float(number) * {"G": 1e9, "M": 1e6}[unit[0]] / 8
+
+
+def _level(rate: float, median: float) -> str:
+    return PROBLEM if rate < VERY_SLOW * median else WARNING
+
+
+def _range(low: float, high: float) -> str:
+    return _speed(low) if _speed(low) == _speed(high) else f"{_speed(low)} to {_speed(high)}"
+
+
+def _speed(rate: float) -> str:
+    return f"{rate / 1e9:.2g} GB/s" if rate < 1e9 else f"{rate / 1e9:.1f} GB/s"

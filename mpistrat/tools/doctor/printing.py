@@ -1,0 +1,68 @@
+"""Findings for people, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+
+from mpistrat.tools.doctor.facts import Job, as_json
+from mpistrat.tools.doctor.finding import LEVELS, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor.wording import count
+
+SCHEMA = 1
+WIDTH = 110
+MOST_NAMED = 5  # nodes
+_MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  "}
+
+
+def as_text(findings: Sequence[Finding], nodes: int) -> str:
+    """The worst first; each fix below what it mends.
+
+    Args: nodes: how many the job has.
+    """
+    lines = []
+    for level in LEVELS:
+        for finding in findings:
+            if finding.level == level:
+                lines += _wrapped(
+                    _MARKS.get(level, "ok       "), f"{_subject(finding, nodes)}: {finding.text}"
+                )
+                if finding.fix:
+                    lines += _wrapped("    fix: ", finding.fix)
+    problems, warnings = (sum(f.level == level for f in findings) for level in (PROBLEM, WARNING))
+    if problems or warnings:
+        lines.append(f"{count(problems, 'problem')}, {count(warnings, 'warning')}.")
+    else:
+        lines.append("Nothing to fix.")
+    return "\n".join(lines)
+
+
+def to_json(findings: Sequence[Finding], job: Job) -> str:
+    content = {
+        "schema": SCHEMA,
+        "findings": [as_json(finding) for finding in findings],
+        "facts": as_json(job),
+    }
+    return json.dumps(content, indent=1)
+
+
+def _subject(finding: Finding, nodes: int) -> str:
+    named = finding.nodes
+    if not named or nodes == 1:
+        return finding.check
+    if len(named) == nodes:
+        return f"{finding.check} on all {nodes} nodes"
+    more = f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+    return f"{finding.check} on {', '.join(named[:MOST_NAMED])}{more}"
+
+
+def _wrapped(mark: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=mark,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

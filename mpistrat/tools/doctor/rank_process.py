@@ -1,0 +1,162 @@
+"""The process that is a rank: it starts MPI, which may crash or hang, and tells its parent how far it has come.
+
+`python -m mpistrat.tools.doctor.rank_process FD`: reads this rank's facts from stdin as JSON, and writes lines of
+JSON to the file descriptor FD: {"stage": …, "seconds": …} before what may hang, {"library": …}, {"failure": …}, and
+at last {"job": …} on rank 0, {"rank": …} on the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrat.cluster_resolver.library_search import visible_mpi_libraries
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver, library_path, start_mpi
+from mpistrat.cluster_resolver.start_deadline import START_SECONDS, seconds_setting
+from mpistrat.errors import TopologyError
+from mpistrat.machine.network_links import network_links
+from mpistrat.tools.doctor import links, nodes
+from mpistrat.tools.doctor.facts import Failure, Job, Library, Links, Rank, as_json, rank_from_json
+
+SECONDS_TO_LOAD = 60.0
+SECONDS_TO_START = "60"  # unless MPISTRAT_START_SECONDS says otherwise
+SECONDS_TO_GATHER = 120.0  # the first ranks of nodes try their GPUs meanwhile
+SECONDS_TO_MEASURE = 30.0
+LEVELS = ("single", "funneled", "serialized", "multiple")
+LOADING = "loading the MPI library"
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def main() -> None:
+    # A rank whose launcher has ended its parent must not stay.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    file = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+
+    def tell(**what: Any) -> None:
+        print(json.dumps(what), file=file, flush=True)
+
+    rank = rank_from_json(json.load(sys.stdin))
+    tell(stage=LOADING, seconds=SECONDS_TO_LOAD)
+    mpi, why_not = _import_mpi()
+    if mpi is None:
+        tell(failure=as_json(Failure(LOADING, "library", why_not)))
+        return
+    library = _library(mpi)
+    tell(library=as_json(library))
+    tell(stage="MPI_Init", seconds=seconds_setting(START_SECONDS, SECONDS_TO_START))
+    try:
+        start_mpi()
+    except TopologyError as error:
+        tell(failure=as_json(Failure("MPI_Init", "topology", _what_is_wrong(error))))
+        return
+    library = dataclasses.replace(library, thread_level=LEVELS[mpi.Query_thread()])
+    _meet(mpi, dataclasses.replace(rank, library=library), tell)
+
+
+def _import_mpi() -> tuple[Any, str]:
+    """mpi4py.MPI, not yet initialized; or None and the reason."""
+    try:
+        rc = importlib.import_module("mpi4py").rc
+        rc.initialize, rc.finalize = False, True
+        return importlib.import_module("mpi4py.MPI"), ""
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads
+        lines = str(error).splitlines()
+        tried = [line for line in lines[1:] if "No such file" not in line]
+        return None, "; ".join([*lines[:1], *tried[:3]])
+
+
+def _library(mpi: Any) -> Library:
+    finder = importlib.util.find_spec("mpi4py._mpiabi")
+    choices = vars(importlib.import_module("mpi4py._mpiabi")) if finder else {}
+    return Library(
+        path=library_path(),
+        version=mpi.Get_library_version().strip("\0 \n"),
+        standard=list(mpi.Get_version()),
+        candidates=[list(found) for found in visible_mpi_libraries()],
+        built_for_one="mpi4py.MPI" not in choices.get("_registry", {}),
+    )
+
+
+def _what_is_wrong(error: TopologyError) -> str:
+    """The error's first line: the doctor knows a fix that is nearer."""
+    return str(error).splitlines()[0].rstrip(".")
+
+
+def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
+    world = mpi.COMM_WORLD
+    tell(stage="the first message between all ranks", seconds=SECONDS_TO_GATHER)
+    topology = MPIClusterResolver().topology()
+    rank = dataclasses.replace(rank, rank=topology.rank, node=topology.node)
+    first = topology.local_rank == 0
+    gpus = rank.gpus
+    if first and gpus is not None and (gpus.torch_gpus or (rank.driver.gpus and gpus.cupy)):
+        from mpistrat.communicators.accelerator.cuda_aware import is_proven
+
+        proven = is_proven("torch" if gpus.torch_gpus else "cupy", 0)
+        rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_takes_gpu=proven))
+    ranks = gather_json(world, as_json(rank))
+
+    leaders = world.Split(0 if first else 1, topology.rank)
+    clocks, rates, speeds = [], [], []
+    if first and topology.num_nodes > 1:
+        tell(stage="comparing the clocks of nodes", seconds=SECONDS_TO_MEASURE)
+        clocks = nodes.compare_clocks(leaders)
+
+        def begin(other: int) -> None:
+            pair = f"{topology.hosts[topology.node]} and {topology.hosts[other]}"
+            tell(stage=f"measuring the link between {pair}", seconds=SECONDS_TO_MEASURE)
+
+        rates = gather_json(leaders, links.measure(leaders, begin))
+        speeds = gather_json(leaders, list(network_links()))
+    elif not first:
+        tell(stage="waiting for the first ranks of nodes", seconds=SECONDS_TO_GATHER)
+    _wait_for_all(world)
+    if topology.rank:
+        tell(rank=topology.rank)
+        return
+    pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
+    job = Job(
+        [rank_from_json(one) for one in ranks],
+        clocks=clocks,
+        links=Links([rate for own in rates for rate in own], speeds, pairs) if pairs else None,
+    )
+    tell(job=as_json(job))
+
+
+def gather_json(comm: Any, what: Any) -> list[Any]:
+    """Everybody's, on rank 0; [] elsewhere. As text, which nothing is run by."""
+    mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
+    sizes = np.zeros(comm.size, np.int64)
+    comm.Gather(np.full(1, mine.size, np.int64), sizes)
+    if comm.rank:
+        comm.Send(mine, 0)
+        return []
+    texts = [mine.tobytes()]
+    for rank in range(1, comm.size):
+        text = np.empty(sizes[rank], np.uint8)
+        comm.Recv(text, rank)
+        texts.append(text.tobytes())
+    return [json.loads(text) for text in texts]
+
+
+def _wait_for_all(comm: Any) -> None:
+    """A barrier that leaves the cores to those that measure."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    main()

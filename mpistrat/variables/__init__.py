@@ -1,0 +1,1 @@
+"""Variables: how their copies are kept, and how a strategy makes and changes them."""

@@ -1,0 +1,53 @@
+"""A variable of which several replicas have one copy in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.context import get_replica_context, per_thread
+from mpistrat.reduce_op import VariableAggregation
+from mpistrat.variables.variable import DistributedVariable, check_scatter
+
+if TYPE_CHECKING:
+    from mpistrat.strategy import Strategy
+
+
+class AggregatingVariable(DistributedVariable):
+    """One copy; what the replicas assign inside `run` is combined and applied once."""
+
+    def read_value(self) -> Any:
+        self._here()
+        return self._values[0].read_value()
+
+    def state(self) -> Any:
+        return self._values[0].state()
+
+    def load_state(self, state: Any) -> None:
+        self._update_all("assign", state)
+
+    def sparse_read(self, indices: Any) -> Any:
+        self._here()
+        return self._values[0].sparse_read(indices)
+
+    def _update(self, method: str, operand: Any) -> Any:
+        replica = self._here()
+        check_scatter(self, method)
+        if replica is None:
+            self._update_all(method, operand)
+            return self.read_value()
+        if per_thread.updated_replica is not None:
+            return self._values[0]._update(method, operand)
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"variable {self.name!r} has one copy for all replicas: to update it inside run, give it "
+                "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
+            )
+        context = get_replica_context()
+        assert context is not None
+        return context.merge_call(self._merge_update, (method, operand))
+
+    def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
+        combined = strategy.extended.cross_replica_ops.aggregate(
+            self.aggregation, operand, f"{method} to {self.name!r}"
+        )
+        return self._values[0]._update(method, combined)

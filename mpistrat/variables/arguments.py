@@ -1,0 +1,66 @@
+"""What a program asks of a variable that it makes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpistrat import arrays
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.variables.initial_values import initial_array
+
+
+class VariableArguments(NamedTuple):
+    """The arguments of `Variable`, those of them that may be left out filled in.
+
+    Attributes:
+        initial_value: an array, or what `initial_values` makes one of.
+        dtype, shape: what the array shall have; None is what it has.
+        synchronization: ON_WRITE or ON_READ.
+    """
+
+    initial_value: Any
+    trainable: bool
+    name: str
+    dtype: Any
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    shape: tuple[int, ...] | None
+
+    def initial_array(self) -> arrays.Array:
+        """The whole first value. Raises: what `initial_values.initial_array` raises."""
+        return initial_array(self.initial_value, self.dtype, self.shape)
+
+
+def checked_arguments(
+    initial_value: Any,
+    trainable: bool | None,
+    name: str | None,
+    dtype: Any,
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+    shape: Sequence[int] | None,
+) -> VariableArguments:
+    """ValueError or TypeError for arguments of `Variable` that no strategy takes."""
+    for argument, given, kind in (
+        ("synchronization", synchronization, VariableSynchronization),
+        ("aggregation", aggregation, VariableAggregation),
+    ):
+        if not isinstance(given, kind):
+            raise ValueError(f"{argument} must be a {kind.__name__}, got {given!r:.60}")
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError("VariableSynchronization.NONE is not supported; use ON_WRITE or ON_READ")
+    if not isinstance(trainable, (bool, type(None))):
+        raise TypeError(f"trainable must be True, False or None, got {trainable!r:.60}")
+    if not isinstance(name, (str, type(None))):
+        raise TypeError(f"name must be a string or None, got {name!r:.60}")
+    size = None if shape is None else tuple(operator.index(length) for length in shape)
+    if synchronization is not VariableSynchronization.ON_READ:
+        synchronization = VariableSynchronization.ON_WRITE
+    if trainable is None:
+        trainable = synchronization is VariableSynchronization.ON_WRITE
+    name = name or "Variable"
+    return VariableArguments(
+        initial_value, trainable, name, dtype, synchronization, aggregation, size
+    )

@@ -1,0 +1,117 @@
+"""Variables of which the ranks of a node keep one copy, and which they update together."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.communicators import Communicator
+from mpistrat.communicators.common_memory import PAGE, CommonMemory
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.variables.updates import fitting_operand, updated
+from mpistrat.variables.variable import PlainVariable
+
+
+def variable_of_node(
+    communicator: Communicator,
+    value: Array,
+    trainable: bool,
+    name: str,
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+) -> PlainVariable:
+    """A `NodeVariable`; a copy of each rank's own where they cannot have one in common.
+
+    Called by: every rank, in the same order.
+    Args: value: equal on all ranks.
+    """
+    memory, why = None, ""
+    nbytes = arrays.num_elements(value) * arrays.itemsize(value)
+    if communicator.size > 1 and nbytes and not arrays.is_on_gpu(value):
+        memory, why = communicator.common_memory(-(-nbytes // PAGE) * PAGE)
+    if memory is None:
+        if why and communicator.rank == 0:
+            warnings.warn(
+                f"each rank keeps a copy of variable {name!r}: {why}", RuntimeWarning, stacklevel=2
+            )
+        return PlainVariable(value, trainable, name, synchronization, aggregation)
+    return NodeVariable(value, trainable, name, synchronization, aggregation, communicator, memory)
+
+
+class NodeVariable(PlainVariable):
+    """A component whose array lies in memory that the ranks of a node share.
+
+    It is read in place: what was read before an update shows the new value afterwards. An update is collective, with
+    an operand that is equal on all ranks; each rank computes a part of it.
+
+    Args:
+        value: on the CPU, equal on all ranks, of one element or more.
+        memory: of these ranks, and at least as large.
+    """
+
+    def __init__(
+        self,
+        value: Array,
+        trainable: bool,
+        name: str,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+        communicator: Communicator,
+        memory: CommonMemory,
+    ) -> None:
+        self._communicator = communicator
+        self._view = memory.view()
+        self._common = _as(memory.shared, value)  # where updates are written
+        super().__init__(value, trainable, name, synchronization, aggregation)
+
+    def _kept(self, value: Array) -> Array:
+        part = self._part_of(arrays.num_elements(value))
+        self._common.reshape(-1)[part] = arrays.detach(value).reshape(-1)[part]
+        self._communicator.barrier(label="first value of a variable of the node")
+        return _as(self._view.memory, value)
+
+    def _update(self, method: str, operand: Any) -> Array:
+        with self._communicator.raising_together():
+            operand = fitting_operand(method, self._array, operand, self.name)
+            if isinstance(operand, IndexedSlices):
+                part = self._part_of(self._array.shape[0])
+                operand = _rows_in(operand, part)
+                target = self._common[part]
+            else:
+                part = self._part_of(arrays.num_elements(self._array))
+                operand = operand.reshape(-1)[part]
+                target = self._common.reshape(-1)[part]
+            # A new array: the operand may be what this variable reads as, in another order.
+            value = updated(method, target, operand, self.name)
+        self._communicator.barrier(label=f"{method} to {self.name!r}")  # all have read
+        target[...] = value
+        self._communicator.barrier(label=f"end of {method} to {self.name!r}")  # all have written
+        self._view.renew(self._view.written())  # what the program wrote to what it read is gone
+        return self._array
+
+    def _part_of(self, length: int) -> slice:
+        """Of so many elements or rows, those that this rank computes."""
+        rank, size = self._communicator.rank, self._communicator.size
+        return slice(length * rank // size, length * (rank + 1) // size)
+
+
+def _as(memory: np.ndarray, like: Array) -> Array:
+    """The first bytes of `memory` as an array of the library, dtype and shape of `like`."""
+    nbytes = arrays.num_elements(like) * arrays.itemsize(like)
+    if not arrays.is_torch(like):
+        return memory[:nbytes].view(like.dtype).reshape(like.shape)
+    import torch
+
+    return torch.from_numpy(memory[:nbytes]).view(like.dtype).reshape(like.shape)
+
+
+def _rows_in(slices: IndexedSlices, part: slice) -> IndexedSlices:
+    """Those of `slices` whose rows are in `part`, counted from its beginning."""
+    indices = arrays.to_numpy(slices.indices).astype(np.int64)
+    (own,) = np.nonzero((indices >= part.start) & (indices < part.stop))
+    return IndexedSlices(arrays.detach_read(slices.values)[own], indices[own] - part.start)

@@ -1,0 +1,229 @@
+"""A variable that is split along its first axis into several: `ShardedVariable`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.variables.variable import Variable
+
+
+class ShardedVariable(Variable):
+    """Variables that are the rows of one, in order.
+
+    It reads, and is indexed, as the whole would be: by integers, slices, `...`, None and masks. What touches some rows
+    only asks the shards that have them. `assign` and its like take the whole value; they and the `scatter` methods
+    return the variable. Arithmetic with it puts the whole together.
+
+    Args:
+        variables: of one dtype, and of shapes that differ in their first size only.
+        name: for error messages and checkpoints.
+    Attributes:
+        variables: as given.
+        offsets: the first row of each.
+    Raises:
+        TypeError: no variables. ValueError: they do not fit together.
+    """
+
+    def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
+        if not isinstance(variables, (list, tuple)) or not variables:
+            raise TypeError(f"ShardedVariable takes a list of variables, got {variables!r:.80}")
+        for variable in variables:
+            if not isinstance(variable, Variable):
+                raise TypeError(f"ShardedVariable takes variables, got {variable!r:.80}")
+            if not variable.shape:
+                raise ValueError(
+                    f"variable {variable.name!r} is a number, and has no rows to be a shard of"
+                )
+        first = variables[0]
+        for variable in variables[1:]:
+            if variable.dtype != first.dtype or variable.shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    "shards must have one dtype, and shapes that differ in their first size only, got "
+                    f"{first.dtype} {list(first.shape)} and {variable.dtype} {list(variable.shape)}"
+                )
+        self.variables = list(variables)
+        ends = [0, *itertools.accumulate(variable.shape[0] for variable in variables)]
+        self.offsets = ends[:-1]
+        self._ends = ends[1:]
+        self.name = name
+        self.trainable = first.trainable
+        self.synchronization, self.aggregation = first.synchronization, first.aggregation
+        self.strategy = getattr(first, "strategy", None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self._ends[-1], *self.variables[0].shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        return self.variables[0].dtype
+
+    def read_value(self) -> Array:
+        return self._joined([variable.read_value() for variable in self.variables])
+
+    def state(self) -> Array:
+        return self._joined([variable.state() for variable in self.variables])
+
+    def load_state(self, state: Any) -> None:
+        for variable, rows in zip(self.variables, self._rows_of_shards(state), strict=True):
+            variable.load_state(rows)
+
+    def sparse_read(self, indices: Any) -> Array:
+        """The rows at `indices`, shard by shard, and within a shard in the order of `indices`, as in TensorFlow.
+
+        Args: indices: integers, of shape [n]. Returns: an array of shape [n, ...].
+        """
+        positions = _positions(indices)
+        owners = self._owners(positions)
+        self._check_division("sparse_read")
+        return self._joined(
+            [
+                variable.sparse_read(positions[owners == shard] - offset)
+                for shard, (variable, offset) in enumerate(
+                    zip(self.variables, self.offsets, strict=True)
+                )
+                if np.any(owners == shard)
+            ]
+            or [self.variables[0].read_value()[:0]]
+        )
+
+    def __getitem__(self, key: Any) -> Array:
+        keys = key if isinstance(key, tuple) else (key,)
+        for part in keys:
+            _check_index(part)
+        if not keys:
+            return self.read_value()
+        first, rest = keys[0], tuple(keys[1:])
+        if isinstance(first, slice):
+            found = self._slice(first)
+            return found[(slice(None), *rest)] if rest else found
+        if isinstance(first, (int, np.integer)):
+            shard, row = self._place_of(int(first))
+            return self.variables[shard].read_value()[(row, *rest)]
+        return self.read_value()[key]
+
+    def _slice(self, rows: slice) -> Array:
+        wanted = range(*rows.indices(self.shape[0]))
+        rising = wanted if wanted.step > 0 else wanted[::-1]
+        parts = []
+        for variable, offset, end in zip(self.variables, self.offsets, self._ends, strict=True):
+            steps = max(0, -((rising.start - offset) // rising.step))
+            begin, stop = rising.start + steps * rising.step, min(end, rising.stop)
+            if begin < stop:
+                parts.append(variable.read_value()[begin - offset : stop - offset : rising.step])
+        if not parts:
+            return self.variables[0].read_value()[:0]
+        found = self._joined(parts)
+        return found if wanted.step > 0 else arrays.flipped(found)
+
+    def _place_of(self, row: int) -> tuple[int, int]:
+        """Shard, and row within it."""
+        size = self.shape[0]
+        if not -size <= row < size:
+            raise IndexError(f"row {row} of {self.name!r}, which has {size} rows")
+        shard = int(self._owners(np.array([row % size]))[0])
+        return shard, row % size - self.offsets[shard]
+
+    def _owners(self, positions: np.ndarray) -> np.ndarray:
+        """The shard that has each row."""
+        size = self.shape[0]
+        outside = positions[(positions < 0) | (positions >= size)]
+        if len(outside):
+            raise IndexError(
+                f"row {outside[0]} of variable {self.name!r} is out of bounds: it has rows 0 to {size - 1}"
+            )
+        return np.searchsorted(self._ends, positions, side="right")
+
+    def _update(self, method: str, operand: Any) -> ShardedVariable:
+        scatters = method.startswith("scatter_")
+        parts = (
+            self._slices_of_shards(method, operand) if scatters else self._rows_of_shards(operand)
+        )
+        self._update_shards(method, parts)
+        return self
+
+    def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
+        for variable, operand in zip(self.variables, operands, strict=True):
+            variable._update(method, operand)
+
+    def _slices_of_shards(self, method: str, slices: Any) -> list[IndexedSlices]:
+        if not isinstance(slices, IndexedSlices):
+            raise TypeError(
+                f"variable {self.name!r}: scatter methods take IndexedSlices, got {slices!r:.60}"
+            )
+        positions = _positions(slices.indices)
+        owners = self._owners(positions)
+        self._check_division(method)
+        parts = []
+        for shard, offset in enumerate(self.offsets):
+            # Also where there are none: updates of distributed variables are collective.
+            (own,) = np.nonzero(owners == shard)
+            parts.append(IndexedSlices(slices.values[own], positions[own] - offset))
+        return parts
+
+    def _rows_of_shards(self, value: Any) -> list[Array]:
+        value = arrays.detach_read(value)
+        whole = value
+        if not arrays.is_array(value):
+            try:
+                whole = arrays.cast_like(arrays.as_array(value), self.variables[0].read_value())
+            except TypeError as error:
+                raise TypeError(f"variable {self.name!r}: {error}") from None
+        if tuple(whole.shape) != self.shape:
+            raise InvalidArgumentError(
+                f"variable {self.name!r} has shape {list(self.shape)}, the operand {list(whole.shape)}"
+            )
+        return [whole[start:end] for start, end in zip(self.offsets, self._ends, strict=True)]
+
+    def _check_division(self, method: str) -> None:
+        """As TensorFlow has it: rows are shared out as equally as they can be, the first shards have more."""
+        each, more = divmod(self.shape[0], len(self.variables))
+        sizes = [variable.shape[0] for variable in self.variables]
+        if sizes != [each + (shard < more) for shard in range(len(sizes))]:
+            raise NotImplementedError(
+                f"variable {self.name!r}: {method} needs shards of equal sizes, of which the first ones may have a row "
+                f"more; they have {sizes} rows"
+            )
+
+    def _joined(self, parts: list[Array]) -> Array:
+        return parts[0] if len(parts) == 1 else arrays.concatenate(parts)
+
+
+def _positions(indices: Any) -> np.ndarray:
+    array = arrays.as_array(indices)
+    if array.ndim != 1:
+        raise ValueError(f"indices must be one row of numbers, got shape {list(array.shape)}")
+    if not (arrays.is_integer(array) or not arrays.num_elements(array)):  # [] has no integers
+        raise TypeError(f"indices must be integers, got {arrays.dtype_name(array)}")
+    return arrays.to_numpy(array).astype(np.int64, copy=False)
+
+
+def _check_index(part: Any) -> None:
+    if part is None or part is Ellipsis:
+        return
+    if isinstance(part, slice):
+        for bound in (part.start, part.stop, part.step):
+            if bound is not None and not isinstance(bound, (int, np.integer)):
+                raise TypeError(
+                    f"bounds of slices of a ShardedVariable are Python integers, got {bound!r:.60}"
+                )
+        if part.step == 0:
+            raise ValueError("the step of a slice of a ShardedVariable must not be 0")
+        return
+    if isinstance(part, (int, np.integer)) and not isinstance(part, bool):
+        return
+    array = arrays.as_array(part) if isinstance(part, list) else part
+    if arrays.is_array(array) and arrays.is_bool(array) and array.ndim:
+        return
+    raise TypeError(
+        "a ShardedVariable is indexed by Python integers, slices of them, ..., None and masks, got "
+        f"{part!r:.60}; sparse_read takes arrays of rows"
+    )

@@ -1,0 +1,71 @@
+"""Which of its cores each rank's replicas have."""
+
+from __future__ import annotations
+
+from mpistrat.xla.topology.device_assignment import DeviceAssignment
+from mpistrat.xla.topology.topology import Topology
+
+
+def replicas_of_rank(
+    assignment: DeviceAssignment | None, topology: Topology, rank: int
+) -> list[tuple[int, ...]]:
+    """The cores, by their numbers on the rank, of each replica of `rank`.
+
+    Args:
+        assignment: None has each core be a replica.
+        topology: tasks are ranks.
+    Raises, on all ranks alike: ValueError for an assignment that ranks, which are programs of their own, cannot run.
+    """
+    here = topology.num_tpus_per_task
+    if assignment is None:
+        return [(core,) for core in range(here)]
+    if assignment.topology != topology:
+        raise ValueError(
+            f"the device assignment was built for {assignment.topology!r:.120}, the job has {topology!r:.120}: build "
+            "it with the topology that initialize_tpu_system returned"
+        )
+    own: list[list[tuple[int, ...]]] = [[] for _ in range(topology.num_tasks)]
+    users: dict[tuple[int, int], int] = {}
+    for replica in range(assignment.num_replicas):
+        cores = [
+            assignment.coordinates(replica, core)
+            for core in range(assignment.num_cores_per_replica)
+        ]
+        tasks = {topology.task_ordinal_at_coordinates(core) for core in cores}
+        if len(tasks) > 1:
+            raise ValueError(
+                f"replica {replica} has cores of the ranks {sorted(tasks)}: a replica is one rank's. Start one rank "
+                f"per host, or give it at most {here} cores, which are a rank's"
+            )
+        (task,) = tasks
+        ordinals = tuple(map(topology.tpu_device_ordinal_at_coordinates, cores))
+        for ordinal in ordinals:
+            if (other := users.setdefault((task, ordinal), replica)) != replica:
+                raise ValueError(
+                    f"replicas {other} and {replica} both have core {ordinal} of rank {task}"
+                )
+        own[task].append(ordinals)
+    counts = [len(replicas) for replicas in own]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise ValueError(
+            f"the device assignment gives the ranks {counts} replicas; each must have as many as the others, at least "
+            f"one: ask for a multiple of {topology.num_tasks}, or start fewer ranks"
+        )
+    _check_one_program(own[rank], here)
+    return own[rank]
+
+
+def _check_one_program(replicas: list[tuple[int, ...]], here: int) -> None:
+    """XLA runs one program on one core, or on all that the rank has."""
+    several, cores = len(replicas), len(replicas[0])
+    if several > 1 and cores > 1:
+        raise ValueError(
+            f"each rank would run {several} replicas of {cores} cores; it can run several of one core, or one of "
+            f"several: start {several} ranks per host, each with {cores} of the cores"
+        )
+    used = several * cores
+    if 1 < used < here:
+        raise ValueError(
+            f"a program on several cores runs on all that its rank has, {here}, and {used} were assigned; use all of "
+            f"them, or show the rank fewer (TPU_VISIBLE_CHIPS; on the CPU device CPU_NUM_DEVICES={used})"
+        )

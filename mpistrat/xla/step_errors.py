@@ -1,0 +1,65 @@
+"""What an error means that comes of recording a step, told in the words of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays, nest
+from mpistrat.liveness.call_site import raised_at
+from mpistrat.values import DistributedValues
+
+
+def early_read(step: str, error: BaseException, on_host: Sequence[str]) -> str:
+    """`step` has asked for a value.
+
+    Args:
+        on_host: the operations that XLA left to the host in it.
+    """
+    return (
+        f"{step} asks inside run for a value, or for a shape that depends on values{_where(error)}: item(), float(), "
+        "print of a tensor, `if tensor`, nonzero(), a boolean mask as an index; torch.compile, a GradScaler, or an "
+        "optimizer that looks at the loss (LBFGS) ask, too. What run calls is recorded first and computed later: "
+        f"return the tensor and read it after run, and use torch.where for masks{_left(on_host)}"
+    )
+
+
+def inference_mode(step: str, error: BaseException) -> str:
+    """`step` has computed in torch.inference_mode()."""
+    return (
+        f"{step} uses torch.inference_mode() inside run{_where(error)}, which torch_xla is not made for: use "
+        f"torch.no_grad() there, or inference_mode() around run ({error})"
+    )
+
+
+def array_on_host(step: str, error: BaseException, arguments: Any, device: str) -> str:
+    """`step` has met an array that is not on `device`.
+
+    Args:
+        arguments: one replica's; distributed values, which are brought there, may be among them.
+    """
+    given = [
+        leaf
+        for leaf in nest.leaves(arguments)
+        if arrays.is_array(leaf) or isinstance(leaf, DistributedValues)
+    ]
+    found = [
+        f"argument array {i} ({arrays.described(leaf)})"
+        for i, leaf in enumerate(given)
+        if arrays.is_array(leaf) and not arrays.is_on_xla(leaf)
+    ]
+    which = f": {', '.join(found)}" if found else ", which is none of its arguments"
+    return (
+        f"{step} computes with an array of the host{_where(error)}{which}. A distributed dataset brings batches to the "
+        f"device; bring other tensors there by .to({device!r}), strategy.extended.worker_devices[0], and make them "
+        f"there with device= ({error})"
+    )
+
+
+def _where(error: BaseException) -> str:
+    where = raised_at(error)
+    return f", at {where}" if where else ""
+
+
+def _left(on_host: Sequence[str]) -> str:
+    return f". XLA leaves to the host: {', '.join(on_host)}" if on_host else ""

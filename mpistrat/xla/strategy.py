@@ -1,0 +1,120 @@
+"""Replicas on the cores of TPUs, through XLA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
+from mpistrat.options import CommunicationOptions
+from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
+from mpistrat.strategy import Strategy
+from mpistrat.xla.extended import TPUExtended
+from mpistrat.xla.placement import replicas_of_rank
+from mpistrat.xla.system import start_system
+from mpistrat.xla.topology.device_assignment import DeviceAssignment
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.xla.logical_devices import LogicalDevices
+
+
+class TPUStrategy(Strategy):
+    """Synchronous replicas on TPU cores: one rank per chip, or one per host with a replica on each of its cores.
+
+    Called by: every rank of the job (or of `comm`).
+
+    `run` records what the function does, and XLA compiles that into one graph, once for each set of shapes; with ranks
+    that XLA does not connect into two, between which gradients are summed through host memory and MPI. Shapes must not
+    depend on values, and the function must not read a value: return it, and read it afterwards. What it returns is cut
+    off from autograd: `backward()` belongs into the function. Torch modules of the scope, variables and the batches of
+    distributed datasets are on the rank's device. A rank with several cores calls the function once for all of them,
+    with the shapes of one replica.
+
+    Args:
+        tpu_cluster_resolver: the slice; None is the one that this host belongs to.
+        experimental_device_assignment: which cores each replica has; None has each core be a replica.
+        comm: the mpi4py communicator of the ranks that take part; None is all.
+        communication_options: defaults of every collective.
+        gradients: whether `backward()` leaves the "sum" (scale the loss with `compute_average_loss`) or
+            the "mean" (as DDP) of the replicas' gradients in `.grad`.
+        check: as of `MultiWorkerMirroredStrategy`.
+    Raises: as `tpu.initialize_tpu_system`; ValueError for an assignment that the ranks cannot run.
+    """
+
+    _sees_modules = True  # whose place is the device
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        *,
+        comm: MPI.Intracomm | None = None,
+        communication_options: CommunicationOptions | None = None,
+        gradients: str | None = None,
+        check: str = "always",
+    ) -> None:
+        check_strategy_arguments(communication_options, gradients, check=check)
+        resolver, assignment = tpu_cluster_resolver, experimental_device_assignment
+        if resolver is not None and not isinstance(resolver, TPUClusterResolver):
+            raise ValueError(
+                f"tpu_cluster_resolver must be a TPUClusterResolver, got {resolver!r:.60}"
+            )
+        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+            raise ValueError(
+                f"experimental_device_assignment must be a tpu.DeviceAssignment, got {assignment!r:.60}"
+            )
+        over_mpi = MPIClusterResolver(comm)
+        topology = over_mpi.topology()
+        communicator = communicator_of(over_mpi, check, type(self).__name__)
+        system = start_system(resolver, topology, communicator)
+        replicas = replicas_of_rank(assignment, system.topology, topology.rank)
+        one_program = len(replicas) > 1 or len(replicas[0]) > 1
+        devices = [f"xla:{0 if one_program else cores[0]}" for cores in replicas]
+        if one_program:
+            system.runtime.use_spmd()
+            system.runtime.cores_of_ranks = system.cores_of_ranks
+        setup(
+            self,
+            topology,
+            communicator,
+            devices,
+            None,
+            communication_options,
+            gradients,
+            deterministic=False,
+            extended=functools.partial(
+                TPUExtended, system=system, cores_per_replica=len(replicas[0])
+            ),
+        )
+        self._cluster_resolver = resolver or over_mpi
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """`tensor`, for one of the replica's logical devices; all of them have it: see `LogicalDevices`.
+
+        Called by: a replica.
+        Raises: ValueError: there is no such device.
+        """
+        return self._logical_devices.assign(tensor, logical_device_id)
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """`tensor`, cut into parts of which each of the replica's logical devices has one; see `LogicalDevices`.
+
+        Called by: a replica; outside `run`, of a parameter, too, which then itself is cut.
+        Args: partition_dimensions: into how many parts each dimension is cut; their product is the number of devices.
+        Raises: ValueError: they do not fit the tensor, or the devices.
+        """
+        return self._logical_devices.split(tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """`tensor`, whole on each of the replica's logical devices. Called as the above."""
+        return self._logical_devices.replicate(tensor)
+
+    @property
+    def _logical_devices(self) -> LogicalDevices:
+        assert isinstance(self._extended, TPUExtended)
+        return self._extended.logical_devices

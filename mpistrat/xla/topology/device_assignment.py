@@ -1,0 +1,257 @@
+"""Which core of a TPU slice each logical core of each replica is."""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.xla.topology.integer_arrays import as_integers
+from mpistrat.xla.topology.ring_order import ring_order
+from mpistrat.xla.topology.topology import MESH_RANK, Topology
+
+Lengths = tuple[int, ...]  # along x, y, z and the cores of a chip
+
+
+class DeviceOrderMode(enum.IntEnum):
+    """In which order replicas, and the cores of each, lie in the mesh.
+
+    AUTO: as rings where that is possible, else as a mesh.
+    RING: so that each is a neighbour of the next, and the last of the first.
+    MESH: by coordinates.
+    """
+
+    AUTO = 0
+    RING = 1
+    MESH = 2
+
+
+class DeviceAssignment:
+    """The core of each logical core of each replica. `build` finds one.
+
+    Args: core_assignment: coordinates, integers of shape [replicas, cores per replica, 4].
+    Raises: ValueError for another shape, and where `topology` has no device.
+    """
+
+    def __init__(self, topology: Topology, core_assignment: Sequence[Any] | NDArray[Any]) -> None:
+        cores = as_integers("core_assignment", core_assignment)
+        self._topology = _check_topology(topology)
+        if cores.ndim != 3 or cores.shape[2] != MESH_RANK:
+            raise ValueError(
+                f"core_assignment must have the shape [replicas, cores per replica, {MESH_RANK}], "
+                f"got {list(cores.shape)}"
+            )
+        cores.flags.writeable = False
+        self._core_assignment = cores
+        self._replicas: dict[tuple[int, int], list[int]] = {}
+        for replica, of_replica in enumerate(cores.tolist()):
+            for logical_core, coordinates in enumerate(of_replica):
+                task = topology.task_ordinal_at_coordinates(coordinates)
+                self._replicas.setdefault((task, logical_core), []).append(replica)
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology | bytes,
+        computation_shape: Sequence[int] | NDArray[Any] | None = None,
+        computation_stride: Sequence[int] | NDArray[Any] | None = None,
+        num_replicas: int = 1,
+        device_order_mode: DeviceOrderMode | str | int = DeviceOrderMode.AUTO,
+    ) -> DeviceAssignment:
+        """Cores for `num_replicas`, as close to each other as the mesh allows.
+
+        Args:
+            topology: also as `Topology.serialized()` returns it.
+            computation_shape: how many cores a replica gets along x, y, z and the cores of a chip; one core by default.
+            computation_stride: how far these are apart, along each axis; other replicas get what lies between.
+            num_replicas: from 0 to as many as there is room for.
+            device_order_mode: a `DeviceOrderMode` or its name. RING needs replicas of whole chips, a stride of 1, and
+                as many replicas as there is room for; an odd length has no ring, and is numbered by coordinates. Where
+                the mesh has places without a device, cores are taken by task and device whatever the mode is.
+
+        Raises: ValueError when the replicas do not fit into the mesh, or do not make rings.
+        """
+        if isinstance(topology, bytes):
+            topology = Topology(serialized=topology)
+        mesh = tuple(_check_topology(topology).mesh_shape.tolist())
+        shape = _lengths("computation_shape", computation_shape)
+        stride = _lengths("computation_stride", computation_stride)
+        room, mode = _room(mesh, shape, stride), _mode(device_order_mode)
+        num_replicas = operator.index(num_replicas)
+        if not 0 <= num_replicas <= math.prod(room):
+            raise ValueError(
+                f"{num_replicas} replicas of {math.prod(shape)} cores were asked for (computation_shape "
+                f"{list(shape)}, computation_stride {list(stride)}); the mesh {list(mesh)} has room for "
+                f"{math.prod(room)}: ask for 0 to {math.prod(room)} replicas, or for fewer cores per replica"
+            )
+        if topology.num_missing_devices:
+            return cls(topology, _by_device(topology, shape, stride, num_replicas))
+        whole_chips = shape[3] == mesh[3]
+        no_room_left = num_replicas == math.prod(room)
+        in_rings = whole_chips and no_room_left and math.prod(stride) == 1
+        if mode == DeviceOrderMode.RING and not in_rings:
+            raise ValueError(
+                f"RING needs replicas that take whole chips ({mesh[3]} cores; computation_shape has {shape[3]}), a "
+                f"stride of 1 (it is {list(stride)}), and as many replicas as there is room for ({math.prod(room)}; "
+                f"{num_replicas} were asked for): use AUTO or MESH"
+            )
+        grid = _replica_grid(num_replicas, room)
+        if in_rings and mode != DeviceOrderMode.MESH:
+            return cls(topology, _nested_rings(shape, grid))
+        return cls(topology, _blocks(shape, stride, grid)[:num_replicas])
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def num_replicas(self) -> int:
+        return self._core_assignment.shape[0]
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        return self._core_assignment.shape[1]
+
+    @property
+    def core_assignment(self) -> NDArray[np.int32]:
+        """Coordinates, of shape [replicas, cores per replica, 4]."""
+        return self._core_assignment
+
+    def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
+        """Where a core is in the mesh. Raises: ValueError when there is no such replica, or core of one."""
+        counts = (self.num_replicas, self.num_cores_per_replica)
+        if not (0 <= replica < counts[0] and 0 <= logical_core < counts[1]):
+            raise ValueError(
+                f"no logical core {logical_core} of replica {replica}: there are {counts[0]} replicas of "
+                f"{counts[1]} cores, counted from 0"
+            )
+        return tuple(self._core_assignment[replica, logical_core].tolist())
+
+    def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
+        """The replicas that have this logical core on task `task_id`, ascending. Raises: ValueError when none has."""
+        if (task_id, logical_core) not in self._replicas:
+            raise ValueError(
+                f"no replica has its logical core {logical_core} on task {task_id}: "
+                f"{self.num_replicas} replicas of {self.num_cores_per_replica} cores use the tasks "
+                f"{sorted({task for task, _ in self._replicas})}"
+            )
+        return list(self._replicas[task_id, logical_core])
+
+    def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
+        """The number that the device of this core has on its task."""
+        coordinates = self.coordinates(replica, logical_core)
+        return self._topology.tpu_device_ordinal_at_coordinates(coordinates)
+
+    def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+        """Such as "/job:worker/task:1/device:CPU:0", the host that drives this core."""
+        coordinates = self.coordinates(replica, logical_core)
+        return self._topology.cpu_device_name_at_coordinates(coordinates, job)
+
+    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+        """Such as "/job:worker/task:1/device:TPU:3"."""
+        coordinates = self.coordinates(replica, logical_core)
+        return self._topology.tpu_device_name_at_coordinates(coordinates, job)
+
+    def __repr__(self) -> str:
+        return (
+            f"DeviceAssignment({self.num_replicas} replicas of {self.num_cores_per_replica} cores on "
+            f"{self._topology})"
+        )
+
+
+def _check_topology(topology: object) -> Topology:
+    if not isinstance(topology, Topology):
+        raise ValueError(f"topology must be a mpistrat.tpu.Topology, got {topology!r:.60}")
+    return topology
+
+
+def _lengths(name: str, value: Sequence[int] | NDArray[Any] | None) -> Lengths:
+    if value is None:
+        return (1,) * MESH_RANK
+    lengths = as_integers(name, value)
+    if lengths.shape != (MESH_RANK,) or (lengths < 1).any():
+        raise ValueError(
+            f"{name} must be {MESH_RANK} positive integers (x, y, z, cores of a chip), got {value!r:.120}"
+        )
+    return tuple(lengths.tolist())
+
+
+def _mode(mode: DeviceOrderMode | str | int) -> DeviceOrderMode:
+    names = DeviceOrderMode.__members__
+    if isinstance(mode, str) and mode.upper() in names:
+        return names[mode.upper()]
+    if isinstance(mode, int) and mode in DeviceOrderMode.__members__.values():
+        return DeviceOrderMode(mode)
+    raise ValueError(f"device_order_mode must be one of {', '.join(names)}; got {mode!r:.60}")
+
+
+def _room(mesh: Lengths, shape: Lengths, stride: Lengths) -> Lengths:
+    """How many replicas fit along each axis. Raises: ValueError when not even one does."""
+    footprint = tuple(map(operator.mul, shape, stride))
+    if any(map(operator.gt, footprint, mesh)):
+        raise ValueError(
+            f"a replica does not fit: computation_shape {list(shape)} with computation_stride {list(stride)} spans "
+            f"{list(footprint)} cores, and the mesh is {list(mesh)}: make each product at most the mesh's length"
+        )
+    return tuple(
+        length // span * apart for length, span, apart in zip(mesh, footprint, stride, strict=True)
+    )
+
+
+def _replica_grid(num_replicas: int, room: Lengths) -> Lengths:
+    """How many replicas lie along each axis: near a cube of `num_replicas`, which it has at least.
+
+    The axis with the least room is chosen for first, then nothing is too small for what remains. Among equals the cores
+    of a chip come first, so that neighbouring replicas share chips, then x, so that they share hosts.
+    """
+    grid, remaining = [1] * MESH_RANK, num_replicas
+    in_turn = sorted(range(MESH_RANK), key=lambda axis: (room[axis], (axis + 1) % MESH_RANK))
+    for axes_left, axis in zip(range(MESH_RANK, 0, -1), in_turn, strict=True):
+        while grid[axis] < room[axis] and grid[axis] ** axes_left < remaining:
+            grid[axis] += 1
+        remaining = -(-remaining // grid[axis])
+    return tuple(grid)
+
+
+def _blocks(shape: Lengths, stride: Lengths, grid: Lengths) -> NDArray[np.int64]:
+    """Replicas number the cores of a chip first, then x, y and z; those of one block are interleaved by the stride."""
+    z, y, x, core = np.indices((grid[2], grid[1], grid[0], grid[3])).reshape(MESH_RANK, -1)
+    place = np.stack([x, y, z, core], axis=-1)
+    block, offset = np.divmod(place, stride)
+    starts = block * np.multiply(shape, stride) + offset
+    cores = np.indices(shape).reshape(MESH_RANK, -1).T * stride
+    return starts[:, np.newaxis] + cores
+
+
+def _nested_rings(shape: Lengths, grid: Lengths) -> NDArray[np.int64]:
+    """A ring of blocks, one per replica, whose chips each form a ring. Cores of a chip follow each other."""
+    starts = ring_order(grid[:3]) * shape[:3]
+    chips = starts[:, np.newaxis] + ring_order(shape[:3])
+    of_cores = np.repeat(chips, shape[3], axis=1)
+    cores = np.arange(of_cores.shape[1]) % shape[3]
+    cores = np.broadcast_to(cores[:, np.newaxis], (*of_cores.shape[:2], 1))
+    return np.concatenate([of_cores, cores], axis=-1)
+
+
+def _by_device(
+    topology: Topology, shape: Lengths, stride: Lengths, num_replicas: int
+) -> NDArray[np.int32]:
+    """Cores in the order of tasks and their devices: right on any mesh with gaps, neighbours or not."""
+    if math.prod(stride) != 1:
+        raise ValueError(
+            f"computation_stride is {list(stride)}, and this mesh has places without a device: there it must be 1"
+        )
+    cores, present = math.prod(shape), topology.num_tasks * topology.num_tpus_per_task
+    if num_replicas * cores > present:
+        raise ValueError(
+            f"{num_replicas} replicas of {cores} cores need {num_replicas * cores}; of the mesh "
+            f"{topology.mesh_shape.tolist()} {present} are there: ask for 0 to {present // cores} replicas, or for "
+            f"fewer cores per replica"
+        )
+    devices = topology.device_coordinates.reshape(-1, MESH_RANK)
+    return devices[: num_replicas * cores].reshape(num_replicas, cores, MESH_RANK)

@@ -1,0 +1,184 @@
+"""The mesh that the cores of a TPU slice form, and which task drives which of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.xla.topology.integer_arrays import as_integers
+
+MESH_RANK = 4  # x, y, z of a chip, and the core on it
+
+
+class Topology:
+    """The cores of a TPU slice: a mesh of (x, y, z, core), and the place in it of each task's devices.
+
+    Args:
+        serialized: what `serialized()` of another one returned; the other arguments are then ignored.
+        mesh_shape: number of cores along each of the four axes.
+        device_coordinates: integers of shape [tasks, devices per task, 4]; a mesh may have places without a device.
+
+    Raises: ValueError for a mesh without room, and devices outside of it or at one place; TypeError for what
+        is no integers.
+    """
+
+    def __init__(
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Sequence[int] | NDArray[Any] | None = None,
+        device_coordinates: Sequence[Any] | NDArray[Any] | None = None,
+    ) -> None:
+        if serialized:
+            mesh_shape, device_coordinates = _parse(serialized)
+        mesh = as_integers("mesh_shape", mesh_shape)
+        if mesh.shape != (MESH_RANK,) or (mesh < 1).any():
+            raise ValueError(
+                f"mesh_shape must be {MESH_RANK} positive integers (x, y, z, cores per chip), got {mesh_shape!r:.120}"
+            )
+        devices = as_integers("device_coordinates", device_coordinates)
+        if devices.ndim != 3 or devices.shape[2] != MESH_RANK:
+            raise ValueError(
+                f"device_coordinates must have the shape [tasks, devices per task, {MESH_RANK}], "
+                f"got {list(devices.shape)}"
+            )
+        self._device_at = _by_coordinates(mesh, devices)
+        mesh.flags.writeable = devices.flags.writeable = False
+        self._mesh_shape, self._device_coordinates = mesh, devices
+
+    @property
+    def mesh_shape(self) -> NDArray[np.int32]:
+        return self._mesh_shape
+
+    @property
+    def mesh_rank(self) -> int:
+        return MESH_RANK
+
+    @property
+    def device_coordinates(self) -> NDArray[np.int32]:
+        """Of shape [tasks, devices per task, 4]."""
+        return self._device_coordinates
+
+    @property
+    def num_tasks(self) -> int:
+        return self._device_coordinates.shape[0]
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        return self._device_coordinates.shape[1]
+
+    @property
+    def num_missing_devices(self) -> int:
+        """How many places of the mesh have no device."""
+        return math.prod(self._mesh_shape.tolist()) - len(self._device_at)
+
+    @cached_property
+    def missing_devices(self) -> NDArray[np.int64]:
+        """Coordinates of the places without a device, in order, of shape [places, 4]."""
+        missing = np.ones(self._mesh_shape, bool)
+        missing[tuple(self._device_coordinates.reshape(-1, MESH_RANK).T)] = False
+        return np.argwhere(missing)
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The task that drives the device there. Raises: ValueError where there is none."""
+        return self._find(device_coordinates)[0]
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The number that the device there has on its task. Raises: ValueError where there is none."""
+        return self._find(device_coordinates)[1]
+
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """Such as "/job:worker/task:1/device:CPU:0", the host of the device there; without `job`, without "/job:…"."""
+        task, _ = self._find(device_coordinates)
+        return f"{_of_job(job)}/task:{task}/device:CPU:0"
+
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """Such as "/job:worker/task:1/device:TPU:3"."""
+        task, device = self._find(device_coordinates)
+        return f"{_of_job(job)}/task:{task}/device:TPU:{device}"
+
+    def serialized(self) -> bytes:
+        """This topology as JSON, for `Topology(serialized=…)`. (TensorFlow has it as a protocol buffer.)"""
+        fields = {
+            "mesh_shape": self._mesh_shape.tolist(),
+            "device_coordinates": self._device_coordinates.tolist(),
+        }
+        return json.dumps(fields).encode()
+
+    def _find(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        """Task and number of the device at `coordinates`."""
+        place = tuple(map(operator.index, coordinates))
+        if place in self._device_at:
+            return self._device_at[place]
+        mesh = self._mesh_shape.tolist()
+        in_mesh = len(place) == MESH_RANK and _lies_in(place, mesh)
+        why = (
+            f"it is one of the {self.num_missing_devices} places of the mesh {mesh} without one"
+            if in_mesh
+            else f"the mesh is {mesh}, so coordinates are four numbers from 0 to {[n - 1 for n in mesh]}"
+        )
+        raise ValueError(f"no TPU device at {list(place)}: {why}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Topology):
+            return NotImplemented
+        same_mesh = np.array_equal(self._mesh_shape, other._mesh_shape)
+        return same_mesh and np.array_equal(self._device_coordinates, other._device_coordinates)
+
+    def __hash__(self) -> int:
+        return hash((self._mesh_shape.tobytes(), self._device_coordinates.tobytes()))
+
+    def __repr__(self) -> str:
+        return (
+            f"Topology(mesh_shape={self._mesh_shape.tolist()}, {self.num_tasks} tasks of "
+            f"{self.num_tpus_per_task} devices)"
+        )
+
+
+def _by_coordinates(
+    mesh: NDArray[np.int32], devices: NDArray[np.int32]
+) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Task and number of the device at each place that has one."""
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    lengths = mesh.tolist()
+    for task, of_task in enumerate(devices.tolist()):
+        for device, coordinates in enumerate(of_task):
+            place = tuple(coordinates)
+            here = f"device {device} of task {task} is at {coordinates}"
+            if not _lies_in(place, lengths):
+                raise ValueError(f"{here}, outside of the mesh {lengths}")
+            if place in found:
+                raise ValueError(
+                    f"{here}, and so is device {found[place][1]} of task {found[place][0]}"
+                )
+            found[place] = task, device
+    return found
+
+
+def _lies_in(place: tuple[int, ...], mesh: list[int]) -> bool:
+    return all(0 <= at < length for at, length in zip(place, mesh, strict=True))
+
+
+def _of_job(job: str | None) -> str:
+    return "" if job is None else f"/job:{job}"
+
+
+def _parse(serialized: bytes) -> tuple[Any, Any]:
+    try:
+        fields = json.loads(serialized)
+        return fields["mesh_shape"], fields["device_coordinates"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"not the bytes that Topology.serialized() returns: {serialized!r:.60}; "
+            f"for TensorFlow's own, give its mesh_shape and device_coordinates"
+        ) from None
