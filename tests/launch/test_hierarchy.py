@@ -106,7 +106,7 @@ frames, hierarchy.all_reduce = Frames(), by_node
 hierarchy.node.blocks.combine_slice = watching(hierarchy.node.blocks.combine_slice, frames, itself=True)
 value = np.ones(1 << 20, np.float32)
 strategy.run(lambda: ms.get_replica_context().all_reduce("sum", value))
-calls = frames.since("all_reduce", "replica_context.py")
+calls = frames.since("all_reduce", "replicas/replica_context.py")
 assert len(calls) <= 7, calls
 assert f"{size} ranks on 2 nodes: by node, in {size // 2} slices between the nodes" in strategy.extended.explain()
 if rank == 0:

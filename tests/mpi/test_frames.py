@@ -37,7 +37,7 @@ def test_a_small_sum(strategy, monkeypatch):
 
     monkeypatch.setattr(shared_slots.SharedSlots, "slot_for", slot_for)
     all_reduce(strategy, np.ones(2))
-    calls = frames.since("all_reduce", "replica_context.py")
+    calls = frames.since("all_reduce", "replicas/replica_context.py")
     assert len(calls) <= MOST_OF_ONE_NODE, calls
 
 
@@ -49,7 +49,7 @@ def test_a_large_sum(strategy, monkeypatch):
     # Blocks are brought before the ranks meet.
     monkeypatch.setattr(Blocks, "tick", watching(Blocks.tick, frames, itself=False))
     all_reduce(strategy, value)
-    calls = frames.since("all_reduce", "replica_context.py")
+    calls = frames.since("all_reduce", "replicas/replica_context.py")
     assert len(calls) <= MOST_OF_ONE_NODE, calls
 
 
@@ -66,6 +66,6 @@ def test_a_gradient(strategy, monkeypatch):
     strategy.run(step)
     assert strategy.extended.communicator.window_capacity >= 500 * 501 * 4
     hook = torch.autograd.backward.__code__.co_name
-    calls = frames.since(hook, "pytorch/gradients.py")
+    calls = frames.since(hook, "pytorch/gradients/reducer.py")
     assert len(calls) <= MOST_OF_A_GRADIENT, calls
     assert len(files_of(calls)) <= MOST_FILES_OF_A_GRADIENT, files_of(calls)

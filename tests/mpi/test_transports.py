@@ -27,8 +27,9 @@ CALLS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
 
 @pytest.fixture(scope="module")
 def movers():
-    for module in pkgutil.iter_modules(communicators.__path__, "mpistrat.communicators."):
+    for module in pkgutil.walk_packages(communicators.__path__, "mpistrat.communicators."):
         importlib.import_module(module.name)
+    importlib.import_module("mpistrat.xla.transport")
     return subclasses(Mover)
 
 

@@ -14,21 +14,24 @@ FOLDER = Path(__file__).parents[2] / "mpistrat"
 
 # (file, what it does): why it may.
 ALLOWED = {
-    ("bench/peers/tensorflow.py", "socket"): "a peer, in a benchmark: TF_CONFIG names a port",
-    ("bench/peers/tensorflow.py", "bind"): "the same",
-    ("bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
+    ("tools/bench/peers/tensorflow.py", "socket"): "a peer, in a benchmark: TF_CONFIG names a port",
+    ("tools/bench/peers/tensorflow.py", "bind"): "the same",
+    ("tools/bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
     ("communicators/cost_cache.py", "open"): "of a file that mkstemp has made",
-    ("coordinator/pickling.py", "Unpickler"): "closures and results, sent by this job's ranks",
+    (
+        "parameter_server/coordinator/pickling.py",
+        "Unpickler",
+    ): "closures and results, sent by this job's ranks",
     (
         "fault_tolerance/elastic.py",
         "loads",
     ): "copies of ranks' states, which this job's ranks have sent over MPI",
     (
-        "parameter_server/unpickling.py",
+        "parameter_server/rpc/unpickling.py",
         "loads",
     ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
     ("parameter_server/store.py", "loads"): "the same",
-    ("parameter_server/mpi_messages.py", "loads"): "what this job's ranks have sent over MPI",
+    ("parameter_server/rpc/mpi_messages.py", "loads"): "what this job's ranks have sent over MPI",
 }
 # mpi4py's methods in small letters, and the ForkingPickler of multiprocessing, pickle between the ranks of a job and
 # their own workers; neither reads a file, nor what another user's process sends.
