@@ -25,7 +25,7 @@ class DivergenceSentinel:
     Called by: every rank, at the same place.   Context: cross-replica or top level.
     Compared are parameters, buffers (but for those written since the last reduction, which the next one averages), the
     state and hyperparameters of optimizers that step inside `run`, and mirrored variables. A NaN equals one of the same
-    bits. A digest rides along with the agreement before gradients are reduced; more is sent only if digests differ.
+    bits. A digest travels with the agreement before gradients are reduced; more is sent only if digests differ.
     What does not call `backward()` calls `check`.
 
     Args:
@@ -52,7 +52,7 @@ class DivergenceSentinel:
             mark_raised_by_all(error)
             raise error
         if strategy.num_replicas_in_sync > 1:
-            strategy.extended.riders.append(self)
+            strategy.extended.piggybacks.append(self)
 
     def check(self) -> None:
         """Compare now. Called by: every rank.   Context: cross-replica or top level.
@@ -62,22 +62,22 @@ class DivergenceSentinel:
         require_cross_replica(self._strategy, "DivergenceSentinel.check")
         communicator = self._strategy.extended.communicator
         with communicator.raising_together():
-            words = self._words()
+            words = self._digest_words()
         communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
         self._judge(words, f"at a check after {self._calls} calls of backward()")
 
-    def board(self) -> np.ndarray:
-        """As a `Rider`: the digest, if it is time."""
+    def words(self) -> np.ndarray:
+        """As a `Piggyback`: the digest, if it is time."""
         due = (self._calls + 1) % self._every == 0
-        return self._words() if due else np.empty(0, np.int32)
+        return self._digest_words() if due else np.empty(0, np.int32)
 
-    def arrive(self, greatest: np.ndarray) -> None:
-        """As a `Rider`. Counts here, where all ranks come or none."""
+    def received(self, greatest: np.ndarray) -> None:
+        """As a `Piggyback`. Counts here, where all ranks come or none."""
         self._calls += 1
         if len(greatest):
             self._judge(greatest, f"in call {self._calls} of backward()")
 
-    def _words(self) -> np.ndarray:
+    def _digest_words(self) -> np.ndarray:
         """62 bits in two words, each followed by its negative: of equal ranks, the two MAXs differ in sign only."""
         import hashlib  # here, because it makes importing mpistrat slower
 

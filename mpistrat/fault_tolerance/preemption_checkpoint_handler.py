@@ -24,7 +24,7 @@ from mpistrat.fault_tolerance.announced_end import (
     level_of,
     reason_of,
 )
-from mpistrat.fault_tolerance.riding_word import RidingWord
+from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.extended import ServedExtended
@@ -42,7 +42,7 @@ class PreemptionCheckpointHandler:
     """Saves a checkpoint when the job is about to be ended, ends the program, and goes on from there the next time.
 
     A signal, the user's watcher or the time limit of the Slurm job announces the end, on any rank at any moment. That
-    rank's word rides on the reduction of gradients of the step that it is in, and at the end of that step all ranks
+    rank's word travels with the reduction of gradients of its step, and at the end of that step all ranks
     know: they write the checkpoint. Steps in which nothing is reduced cost a MAX of 8 bytes. The program leaves before
     the next step, by `exit_fn`. So all that belongs to a step must be in the function that `run` is given, or before
     `save_checkpoint_if_preempted`.
@@ -87,9 +87,9 @@ class PreemptionCheckpointHandler:
         restored = self._manager.restore_or_initialize()
         # The best guess there is until something is saved.
         self._end.takes_to_save(time.monotonic() - began)
-        self._riding = RidingWord(_word_of(self._end))
-        self._riders = extended.riders
-        self._riders.append(self._riding)
+        self._word = PiggybackedWord(_word_of(self._end))
+        self._piggybacks = extended.piggybacks
+        self._piggybacks.append(self._word)
         if restored is not None:
             self._tell(f"goes on from {restored}, after {self.total_run_calls} steps")
 
@@ -131,7 +131,7 @@ class PreemptionCheckpointHandler:
         self._end.takes_to_save(self._manager.seconds_to_save)
         if self._is_over:
             return
-        word = self._riding.take()
+        word = self._word.take()
         if word is None:
             word = self._greatest_of_all()
         level = level_of(word)
@@ -169,7 +169,7 @@ class PreemptionCheckpointHandler:
         if self._saved is None:
             return
         self._is_over = True
-        self._riders.remove(self._riding)
+        self._piggybacks.remove(self._word)
         self._tell(f"{self._saved}; the program ends")
         self._saved = None
         for stream in (sys.stdout, sys.stderr):

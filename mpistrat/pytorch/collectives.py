@@ -20,12 +20,12 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: Any, op: Any, options: Any, label: str, *leaves: Any) -> Any:
-        ctx.given = (context, op, options)
+        ctx.call = (context, op, options)
         return tuple(context.strategy.extended.all_reduce(context, op, leaves, options, label))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        context, op, options = ctx.given
+        context, op, options = ctx.call
         _check_device(context, upstream)
         gradients = context.strategy.extended.all_reduce(
             context, op, upstream, options, "gradient of all_reduce"
@@ -45,7 +45,7 @@ class _AllGather(torch.autograd.Function):
             context.replica_id_in_sync_group
         )  # where cores run one program, each has its own
         starts = (sizes.cumsum(0) - sizes).to(own.device)
-        ctx.given = (
+        ctx.call = (
             context,
             axis,
             options,
@@ -56,7 +56,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
-        context, axis, options, first, length = ctx.given
+        context, axis, options, first, length = ctx.call
         _check_device(context, [upstream])
         (total,) = context.strategy.extended.all_reduce(
             context, ReduceOp.SUM, [upstream], options, "gradient of all_gather"

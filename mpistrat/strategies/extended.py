@@ -25,7 +25,7 @@ from mpistrat.strategies.variable_creation import StrategyVariables
 from mpistrat.values import DistributedValues, regroup, select_replica
 
 if TYPE_CHECKING:
-    from mpistrat.pytorch.gradients.riders import Rider
+    from mpistrat.pytorch.gradients.piggyback import Piggyback
     from mpistrat.strategy import Strategy
 
 
@@ -51,7 +51,7 @@ class StrategyExtended(CheckpointRole, StrategyVariables):
         first_replica_id: the global id of this rank's first replica; ids go on from rank to rank.
         cross_replica_ops: how values of all replicas are combined.
         deterministic: whether results do not depend on how replicas are spread over ranks.
-        riders: what rides along with the agreement before gradients are reduced; equally many on every rank.
+        piggybacks: add words to the agreement before gradients are reduced; equally many on every rank.
     """
 
     experimental_between_graph = False
@@ -93,7 +93,7 @@ class StrategyExtended(CheckpointRole, StrategyVariables):
             self.deterministic,
         )
         super().__init__(strategy, communicator, worker_devices, cross_replica_ops)
-        self.riders: list[Rider] = []
+        self.piggybacks: list[Piggyback] = []
         self.replicas = LocalReplicas(self.num_local_replicas)
         self._contexts = [
             ReplicaContext(strategy, self.first_replica_id + i, i)

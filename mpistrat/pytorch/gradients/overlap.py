@@ -194,7 +194,7 @@ class Overlap:
         sequential, overlapped = self._seconds
         if len(overlapped) < _UNTIMED + _TIMED:
             return
-        medians = np.array([statistics.median(one[_UNTIMED:]) for one in (sequential, overlapped)])
+        medians = np.array([statistics.median(way[_UNTIMED:]) for way in (sequential, overlapped)])
         self._extended.communicator.all_reduce(medians, reducing("max", "times of backward()"))
         self._overlaps = bool(medians[1] < _GAIN * medians[0])
         self._why = (

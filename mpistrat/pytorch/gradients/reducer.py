@@ -43,7 +43,7 @@ from mpistrat.values import PerReplica
 from mpistrat.wire_formats import ShortFloats
 
 if TYPE_CHECKING:
-    from mpistrat.pytorch.gradients.riders import Rider
+    from mpistrat.pytorch.gradients.piggyback import Piggyback
     from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
     from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
     from mpistrat.strategy import Strategy
@@ -300,7 +300,7 @@ class GradientReducer:
             if self._extended.cross_replica_ops.has_custom_ops:
                 with self._extended.communicator.raising_together():
                     contributions = [self._sums_of_program(parameters, contributions)]
-            used, written, arrivals = self._agree(contributions, snapshots, sent)
+            used, written, maxima = self._agree(contributions, snapshots, sent)
             reduced: list[Any] = [None] * len(used)
             dense = [int(slot) for slot in np.flatnonzero(used >= _DENSE)]
             if self.shared is not None:
@@ -333,8 +333,8 @@ class GradientReducer:
                 )
             self.wires.end_backward()
             buffers.average(self._extended, self.registry.buffers, snapshots, written)
-            for rider, words in arrivals:
-                rider.arrive(words)
+            for piggyback, greatest in maxima:
+                piggyback.received(greatest)
             return [
                 reduced if i == 0 else [None if r is None else r.clone() for r in reduced]
                 for i in range(len(everyone))
@@ -345,8 +345,8 @@ class GradientReducer:
         contributions: Sequence[Sequence[Any]],
         snapshots: Sequence[buffers.Snapshot],
         sent: frozenset[int],
-    ) -> tuple[np.ndarray, np.ndarray, list[tuple[Rider, np.ndarray]]]:
-        """What all ranks together have used, by slot; which buffers they have written; what has come for each rider.
+    ) -> tuple[np.ndarray, np.ndarray, list[tuple[Piggyback, np.ndarray]]]:
+        """What all ranks together have used, by slot; which buffers they have written; what each piggyback gets.
 
         Collective.
 
@@ -354,11 +354,11 @@ class GradientReducer:
         """
         communicator = self._extended.communicator
         slots = len(contributions[0])
-        riders = list(self._extended.riders)
+        piggybacks = list(self._extended.piggybacks)
         with communicator.raising_together():
-            boarded = [rider.board() for rider in riders]
+            words = [piggyback.words() for piggyback in piggybacks]
         end = _HEADER + slots + buffers.FLAGS_PER_BUFFER * len(self.registry.buffers)
-        flags = np.concatenate([np.zeros(end, np.int32), *boarded])
+        flags = np.concatenate([np.zeros(end, np.int32), *words])
         flags[:_HEADER] = (self.steps, -self.steps, self._strategy.runs, -self._strategy.runs)
         for gradients in contributions:
             for slot, gradient in enumerate(gradients):
@@ -380,11 +380,11 @@ class GradientReducer:
                 "rank must call run and backward() as often as the others; a loss of zero contributes "
                 "nothing"
             )
-        cuts = np.cumsum([end, *map(len, boarded)])
-        arrivals = [flags[cuts[i] : cuts[i + 1]] for i in range(len(riders))]
+        cuts = np.cumsum([end, *map(len, words)])
+        maxima = [flags[cuts[i] : cuts[i + 1]] for i in range(len(piggybacks))]
         written = buffers.to_average(flags[_HEADER + slots : end])
         used = flags[_HEADER : _HEADER + slots]
-        return used, written, list(zip(riders, arrivals, strict=True))
+        return used, written, list(zip(piggybacks, maxima, strict=True))
 
     def _sums_of_program(
         self, parameters: Sequence[torch.Tensor | None], contributions: Sequence[Sequence[Any]]

@@ -95,12 +95,12 @@ class Mirroring:
         require_cross_replica(self._extended.strategy, "mirror")
         modules: list[torch.nn.Module] = []
         tensors: list[torch.Tensor] = []
-        for one in _flatten(module):
-            if isinstance(one, torch.nn.Module):
-                self._recorder.record(one)
-                modules.append(one)
+        for value in _flatten(module):
+            if isinstance(value, torch.nn.Module):
+                self._recorder.record(value)
+                modules.append(value)
             else:
-                tensors.append(one)
+                tensors.append(value)
         self._bring(modules)
         parameters, slots = self._collect(modules, again=True)
         parameters += [(f"parameter {i}", tensor) for i, tensor in enumerate(tensors)]
@@ -222,20 +222,20 @@ def strategy_of(value: Any) -> Strategy | None:
     return None
 
 
-def _flatten(given: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
-    if isinstance(given, torch.nn.Module):
-        yield given
-    elif isinstance(given, torch.Tensor):
-        if not given.is_leaf:
+def _flatten(value: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        if not value.is_leaf:
             raise ValueError(
-                f"mirror takes parameters, got the result of an operation, {given.grad_fn!r:.60}"
+                f"mirror takes parameters, got the result of an operation, {value.grad_fn!r:.60}"
             )
-        yield given
-    elif isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
-        for one in given:
-            yield from _flatten(one)
+        yield value
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        for item in value:
+            yield from _flatten(item)
     else:
-        raise TypeError(f"mirror takes a torch module or parameters, got {given!r:.60}")
+        raise TypeError(f"mirror takes a torch module or parameters, got {value!r:.60}")
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ class SharedParameters:
         # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
         self._blocks_made = 0
-        self._told_of_devices = False
+        self._warned_of_devices = False
         self._refused = False
 
     def place_of(self, parameter: torch.Tensor) -> Place | None:
@@ -106,8 +106,8 @@ class SharedParameters:
         for parameter in parameters:
             if id(parameter) in alone and _is_plain(parameter):
                 shared.append(parameter)
-            elif parameter.device.type != "cpu" and not self._told_of_devices:
-                self._told_of_devices = True
+            elif parameter.device.type != "cpu" and not self._warned_of_devices:
+                self._warned_of_devices = True
                 self._warn(f"parameters on {parameter.device.type} are each rank's own")
         return shared
 
@@ -146,8 +146,8 @@ class SharedParameters:
         self._blocks_made += 1
         places = []
         for parameter, first in zip(parameters, firsts, strict=True):
-            given = (parameter.dtype, parameter.shape, parameter.stride())
-            place = Place(block, first, parameter.nbytes, *given)
+            layout = parameter.dtype, parameter.shape, parameter.stride()
+            place = Place(block, first, parameter.nbytes, *layout)
             start, end = place.own(values)
             place.flat(values.shared)[start:end] = place.in_order(parameter.detach())[start:end]
             places.append(place)
@@ -273,7 +273,7 @@ def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
     parts: list[Part] = []
     first = end = 0
     run: tuple[torch.dtype, bool] | None = None
-    for place, added in sorted(places, key=lambda one: one[0].first):
+    for place, added in sorted(places, key=lambda pair: pair[0].first):
         if run != (place.dtype, added) or end != place.first:
             if run is not None:
                 parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))

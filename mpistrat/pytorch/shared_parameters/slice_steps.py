@@ -111,7 +111,7 @@ class _Slice:
 
 
 class _Slices:
-    """Of the parameters of one optimizer. It does not refer to the optimizer."""
+    """Of the parameters of part optimizer. It does not refer to the optimizer."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
@@ -134,8 +134,8 @@ class _Slices:
             settling.add(memory, view)
         settling.begin()
         self._take_state(optimizer)
-        for one in self._slices.values():
-            one.take_gradient()
+        for part in self._slices.values():
+            part.take_gradient()
         twin: Optimizer = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
         twin.state = self._state  # type: ignore[assignment]
@@ -146,48 +146,48 @@ class _Slices:
         return twin
 
     def _stepped(self, parameter: torch.Tensor) -> torch.Tensor:
-        one = self._slices.get(parameter)
-        return parameter if one is None else one.tensor
+        part = self._slices.get(parameter)
+        return parameter if part is None else part.tensor
 
     def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             place = self._shared.place_of(parameter)
-            one = self._slices.get(parameter)
+            part = self._slices.get(parameter)
             if place is None:
-                if one is not None:  # shared no more
-                    one.leave(optimizer.state[parameter])
+                if part is not None:  # shared no more
+                    part.leave(optimizer.state[parameter])
                     del self._slices[parameter]
-            elif one is None or one.place is not place:
+            elif part is None or part.place is not place:
                 self._slices[parameter] = _Slice(parameter, place)
 
     def _take_state(self, optimizer: Optimizer) -> None:
         """Take over what the program has changed in `optimizer.state` since the last step."""
         self._state.clear()
         for parameter, whole in optimizer.state.items():
-            one = self._slices.get(parameter) if isinstance(parameter, torch.Tensor) else None
-            if one is None:
+            part = self._slices.get(parameter) if isinstance(parameter, torch.Tensor) else None
+            if part is None:
                 self._state[parameter] = whole
                 continue
-            state = self._state[one.tensor]
+            state = self._state[part.tensor]
             for name, value in whole.items():
-                kept = one.state.get(name)
+                kept = part.state.get(name)
                 if kept is not None and value is kept[1]:
                     state[name] = kept[0]
-                elif isinstance(value, torch.Tensor) and value.shape == one.place.shape:
-                    piece, view = self._share(one, name, value)
-                    piece.copy_(one.place.in_order(value.detach())[one.first : one.end])
+                elif isinstance(value, torch.Tensor) and value.shape == part.place.shape:
+                    piece, view = self._share(part, name, value)
+                    piece.copy_(part.place.in_order(value.detach())[part.first : part.end])
                     state[name], whole[name] = piece, view
                 else:
                     state[name] = value
 
     def _share(
-        self, one: _Slice, name: str, value: torch.Tensor
+        self, part: _Slice, name: str, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Shared memory for the state `name` of a parameter: the slice, and the whole. Collective."""
-        kept = one.state.get(name)
+        kept = part.state.get(name)
         if kept is not None and kept[0].dtype is value.dtype:
             return kept
-        place = one.place
+        place = part.place
         communicator = self._shared.communicator
         if value.dtype.itemsize != place.dtype.itemsize:
             communicator.raise_together(
@@ -207,8 +207,8 @@ class _Slices:
             self._memories[place.block, name] = (memory, memory.view())
         memory, view = self._memories[place.block, name]
         whole = torch.from_numpy(view.memory[place.first : place.end]).view(value.dtype)
-        one.state[name] = (one.of(memory.shared, value.dtype), place.in_shape(whole))
-        return one.state[name]
+        part.state[name] = (part.of(memory.shared, value.dtype), place.in_shape(whole))
+        return part.state[name]
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Give the optimizer what the step of its twin has changed."""
@@ -218,31 +218,31 @@ class _Slices:
                     group[key] = value
         own = ("state", "param_groups")
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
-        by_tensor = {one.tensor: one for one in self._slices.values()}
+        by_tensor = {part.tensor: part for part in self._slices.values()}
         # To torch the parameters were not written; a graph that still needs what they were must hear of it.
         torch.autograd.graph.increment_version(
-            [one.parameter for one in self._slices.values() if one.tensor.grad is not None]
+            [part.parameter for part in self._slices.values() if part.tensor.grad is not None]
         )
         for key, state in self._state.items():
-            one = by_tensor.get(key) if isinstance(key, torch.Tensor) else None
-            if one is None:
+            part = by_tensor.get(key) if isinstance(key, torch.Tensor) else None
+            if part is None:
                 optimizer.state[key] = state
             else:
-                self._give_state(one, state, optimizer.state[one.parameter])
+                self._give_state(part, state, optimizer.state[part.parameter])
         assert self._settling is not None
         self._settling.end()
         self._settling = None
 
-    def _give_state(self, one: _Slice, state: dict[str, Any], whole: dict[str, Any]) -> None:
+    def _give_state(self, part: _Slice, state: dict[str, Any], whole: dict[str, Any]) -> None:
         for name in whole.keys() - state.keys():
             del whole[name]
         for name, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != one.tensor.shape:
+            if not isinstance(value, torch.Tensor) or value.shape != part.tensor.shape:
                 whole[name] = value
                 continue
-            kept = one.state.get(name)
+            kept = part.state.get(name)
             if kept is None or value is not kept[0]:  # new, or replaced by another tensor
-                kept = self._share(one, name, value)
+                kept = self._share(part, name, value)
                 kept[0].copy_(value)
                 state[name] = kept[0]
             whole[name] = kept[1]
