@@ -69,9 +69,9 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 
-        from mpistrat.parameter_server.modules.remote_steps import has_served_parameters
+        from mpistrat.parameter_server.modules.remote_steps import has_remote_parameters
 
-        if isinstance(value, Optimizer) and has_served_parameters(value):
+        if isinstance(value, Optimizer) and has_remote_parameters(value):
             return {**state, "state": {}}
     return state
 

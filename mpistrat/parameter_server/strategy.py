@@ -22,7 +22,7 @@ from mpistrat.parameter_server.joining import (
     join_job,
     resolver_of,
 )
-from mpistrat.parameter_server.modules.worker_modules import Travelling
+from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.mirrored import check_strategy_arguments
 from mpistrat.strategy import Strategy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.parameter_server.job import ServerJob
-    from mpistrat.parameter_server.modules.object_references import TravellingModules
+    from mpistrat.parameter_server.modules.worker_modules import ReferencedModules
 
 
 class _CoordinatedExtended(ServedExtended):
@@ -91,7 +91,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     _extended: _CoordinatedExtended
-    _mirroring: TravellingModules | None = None
+    _mirroring: ReferencedModules | None = None
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ParameterServerStrategy(Strategy):
             raise SystemExit(0)
         if job.roles.task_type != "chief":
             return  # an evaluator, which reads the variables
-        references = Travelling(self, job)
+        references = ObjectReferences(self, job)
         self._extended.cluster = Cluster(
             job.post,
             job.workers,
@@ -152,7 +152,7 @@ class ParameterServerStrategy(Strategy):
             job.post,
             job.roles.ranks["chief"][0],
             job.roles.task_id,
-            Travelling(self, job),
+            ObjectReferences(self, job),
             self._in_closure,
             self.scope,
             self._begin_closure,
@@ -211,17 +211,13 @@ class ParameterServerStrategy(Strategy):
     def _sees_modules(self) -> bool:
         return True
 
-    def _torch(self) -> TravellingModules:
+    def _torch(self) -> ReferencedModules:
         if self._mirroring is None:
-            from mpistrat.parameter_server.modules import object_references as travelling_modules
+            from mpistrat.parameter_server.modules import worker_modules
 
             extended = self._extended
             on_chief = extended.makes_variables
-            kind = (
-                travelling_modules.ModulesOfChief
-                if on_chief
-                else travelling_modules.ModulesOfWorker
-            )
+            kind = worker_modules.ChiefModules if on_chief else worker_modules.WorkerModules
             self._mirroring = kind(
                 self,
                 self._gradients,

@@ -177,11 +177,11 @@ class BetweenGraphStrategy(Strategy):
         if self._clock is None:
             return super()._torch()
         if self._mirroring is None:
-            from mpistrat.parameter_server.modules.remote_modules import ServedModules
+            from mpistrat.parameter_server.modules.remote_modules import RemoteModules
 
             extended = self._extended
             assert isinstance(extended, ServedExtended)
-            self._mirroring = ServedModules(
+            self._mirroring = RemoteModules(
                 self,
                 self._gradients,
                 extended.job.client,

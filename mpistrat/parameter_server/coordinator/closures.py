@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpistrat.errors import CancelledError
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.resources import Recipe
+from mpistrat.parameter_server.coordinator.resources import Resource
 
 MOST_QUEUED = 262_144  # as in TensorFlow
 MOST_BYTES = 1 << 30  # of closures, pickled, that have not ended
@@ -24,7 +24,7 @@ class Closure:
     Attributes:
         name: the function's.
         payload: function, positional and keyword arguments, pickled.
-        recipes: of what it needs of the worker.
+        resources: of what it needs of the worker.
         result: whom what it returns, or raises, is given to.
         asked_alone: it is the coordinator's own: nobody but its caller is told of its error, and it goes first.
         repeated: a worker that has died may have begun it; what that one has sent may still come.
@@ -33,7 +33,7 @@ class Closure:
 
     name: str
     payload: bytes
-    recipes: Sequence[Recipe]
+    resources: Sequence[Resource]
     result: RemoteValue
     asked_alone: bool = False
     repeated: bool = False

@@ -20,7 +20,7 @@ from mpistrat.parameter_server.coordinator.per_worker import (
 )
 from mpistrat.parameter_server.coordinator.pickling import References, explain, loads
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.resources import RecipeBook
+from mpistrat.parameter_server.coordinator.resources import ResourceTable
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.rpc.rpc import Post
@@ -99,10 +99,15 @@ class ClusterCoordinator:
     def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
         self._strategy, self._joined = strategy, cluster.joined
         self._queue = ClosureQueue()
-        self._book = RecipeBook(cluster.references, len(cluster.workers))
-        self._unpack = functools.partial(loads, resolve=self._book.resolve)
+        self._resources = ResourceTable(cluster.references, len(cluster.workers))
+        self._unpack = functools.partial(loads, resolve=self._resources.resolve)
         self._dispatcher = Dispatcher(
-            cluster.post, cluster.workers, self._queue, self._book, cluster.over, cluster.is_needed
+            cluster.post,
+            cluster.workers,
+            self._queue,
+            self._resources,
+            cluster.over,
+            cluster.is_needed,
         )
 
     @property
@@ -133,7 +138,7 @@ class ClusterCoordinator:
                     "a RemoteValue cannot be an argument of a scheduled function: fetch() it, and pass the value"
                 )
             if isinstance(one, PerWorkerValues):
-                one.recipe(self._book)  # for its errors
+                one.resource(self._resources)  # for its errors
         return self._put(fn, tuple(args), dict(kwargs or {}))
 
     def join(self) -> None:
@@ -188,10 +193,10 @@ class ClusterCoordinator:
             )
         make = functools.partial(DatasetOfWorker, source)
         try:
-            recipe = self._book.write(make)
+            resource = self._resources.write(make)
         except Exception as error:
             raise self._explained(source, "the dataset function", error) from error
-        dataset = PerWorkerDataset(recipe, self._book, self._call)
+        dataset = PerWorkerDataset(resource, self._resources, self._call)
         try:
             self._call(_nothing, dataset)
         except ClosureInputError as error:
@@ -202,7 +207,7 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         waiting, under_way = len(self._queue), self._queue.under_way
-        workers = self._book.workers
+        workers = self._resources.workers
         return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
 
     def end(self) -> None:
@@ -218,11 +223,11 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         try:
-            payload, recipes = self._book.pack((fn, args, kwargs))
+            payload, resources = self._resources.pack((fn, args, kwargs))
         except Exception as error:
             raise self._why_not(name, fn, args, kwargs, error) from error
         result = RemoteValue(self._queue.changed, self._unpack, name)
-        closure = Closure(name, payload, recipes, result, asked_alone)
+        closure = Closure(name, payload, resources, result, asked_alone)
         self._queue.put(closure)
         self._dispatcher.hand_out()
         return result
@@ -234,13 +239,13 @@ class ClusterCoordinator:
             *((f"argument {key!r} of {name}", one) for key, one in kwargs.items()),
         ):
             try:
-                self._book.pack(value)
+                self._resources.pack(value)
             except Exception as refused:
                 return self._explained(value, told, refused)
         return error
 
     def _explained(self, value: Any, name: str, error: Exception) -> Exception:
-        return explain(value, name, functools.partial(self._book.reference_of, []), error)
+        return explain(value, name, functools.partial(self._resources.reference_of, []), error)
 
     def __reduce__(self) -> Any:
         # An object whose method is scheduled may have it among its attributes.

@@ -12,7 +12,7 @@ from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, Unfinished
 from mpistrat.parameter_server.coordinator.failures import unpack
-from mpistrat.parameter_server.coordinator.resources import RecipeBook
+from mpistrat.parameter_server.coordinator.resources import ResourceTable
 from mpistrat.parameter_server.coordinator.worker import (
     CLOSURES,
     OUTCOMES,
@@ -47,11 +47,11 @@ class Dispatcher:
         post: Post,
         workers: Sequence[int],
         queue: ClosureQueue,
-        book: RecipeBook,
+        table: ResourceTable,
         over: Callable[[list[int], int], None],
         is_needed: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        self._post, self._queue, self._book, self._over = post, queue, book, over
+        self._post, self._queue, self._resources, self._over = post, queue, table, over
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
         self._is_needed = is_needed
@@ -92,24 +92,24 @@ class Dispatcher:
     def _send(self, worker: _Worker, closures: list[Closure]) -> None:
         if not closures:
             return
-        recipes: dict[int, bytes] = {}
+        resources: dict[int, bytes] = {}
         for closure in closures:
             worker.in_hand[closure.id] = closure
             closure.result.worker = worker.index
-            for recipe in closure.recipes:
-                for one in recipe.with_needs():
+            for resource in closure.resources:
+                for one in resource.with_needs():
                     if one.id not in worker.known:
                         worker.known.add(one.id)
-                        recipes[one.id] = one.packed_for(worker.index)
-        while self._book.dropped:
-            dropped = self._book.dropped.popleft()
+                        resources[one.id] = one.packed_for(worker.index)
+        while self._resources.dropped:
+            dropped = self._resources.dropped.popleft()
             for other in self._workers.values():
                 if dropped in other.known:
                     other.known.remove(dropped)
                     other.dropped.append(dropped)
         body = [(one.id, one.name, one.payload) for one in closures]
         dropping, worker.dropped = worker.dropped, []
-        self._post.tell(worker.rank, CLOSURES, (recipes, dropping, body))
+        self._post.tell(worker.rank, CLOSURES, (resources, dropping, body))
 
     def _take_outcomes(self, source: int, body: Any) -> None:
         outcomes, seconds = body
@@ -122,7 +122,9 @@ class Dispatcher:
             ended = []
             for closure_id, packed, failure in outcomes:
                 closure = worker.in_hand.pop(closure_id)
-                error = None if failure is None else unpack(failure, told_by, self._book.resolve)
+                error = (
+                    None if failure is None else unpack(failure, told_by, self._resources.resolve)
+                )
                 ended.append((closure, packed, error))
             self._queue.end(ended)
             over, over_before = self._queue.over(_FEWEST_OVER)
@@ -188,7 +190,7 @@ class _Worker:
     Attributes:
         in_hand: the closures that it was given and has not ended, in order.
         ahead: how many it may have in hand.
-        known: ids of the recipes that it has.
+        known: ids of the resources that it has.
         dropped: ids of those that it is to forget.
     """
 

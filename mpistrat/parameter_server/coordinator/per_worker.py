@@ -12,7 +12,7 @@ from mpistrat.input.batches import spec_of
 from mpistrat.input.distributed_dataset import beside_mpi
 from mpistrat.input.distributed_iterator import Optional
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
-from mpistrat.parameter_server.coordinator.resources import PerWorker, Recipe, RecipeBook
+from mpistrat.parameter_server.coordinator.resources import PerWorker, Resource, ResourceTable
 
 Call = Callable[[Callable[..., Any], Any], Any]  # a function and its argument, on any worker
 
@@ -31,35 +31,35 @@ class PerWorkerValues(PerWorker):
                     f"PerWorkerValues takes a RemoteValue for each worker, got {value!r:.60}"
                 )
         self._values = tuple(values)
-        self._recipe: Recipe | None = None
+        self._resource: Resource | None = None
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({list(self._values)!r:.400})"
 
-    def recipe(self, book: RecipeBook) -> Recipe:
+    def resource(self, table: ResourceTable) -> Resource:
         """Waits for the values. Raises: their errors; ValueError for another number of them."""
-        if len(self._values) != book.workers:
+        if len(self._values) != table.workers:
             raise ValueError(
-                f"PerWorkerValues has {len(self._values)} values, and there are {book.workers} workers"
+                f"PerWorkerValues has {len(self._values)} values, and there are {table.workers} workers"
             )
-        if self._recipe is None:
+        if self._resource is None:
             makes = [functools.partial(_same, value.get()) for value in self._values]
-            self._recipe = book.write(*makes)
-        return self._recipe
+            self._resource = table.write(*makes)
+        return self._resource
 
 
 class PerWorkerDataset(PerWorker, Iterable[Any]):
     """A dataset that each worker has for itself; made by `ClusterCoordinator.create_per_worker_dataset`."""
 
-    def __init__(self, recipe: Recipe, book: RecipeBook, call: Call) -> None:
-        self._recipe, self._book, self._call = recipe, book, call
+    def __init__(self, resource: Resource, table: ResourceTable, call: Call) -> None:
+        self._resource, self._resources, self._call = resource, table, call
 
-    def recipe(self, book: RecipeBook) -> Recipe:
-        return self._recipe
+    def resource(self, table: ResourceTable) -> Resource:
+        return self._resource
 
     def __iter__(self) -> PerWorkerDistributedIterator:
         """An iterator for each worker, which begins when a closure first gets it."""
-        return PerWorkerDistributedIterator(self, self._book)
+        return PerWorkerDistributedIterator(self, self._resources)
 
     @functools.cached_property
     def element_spec(self) -> Any:
@@ -74,12 +74,12 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
     error is an OutOfRangeError.
     """
 
-    def __init__(self, dataset: PerWorkerDataset, book: RecipeBook) -> None:
+    def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
         self._dataset = dataset
-        self._recipe = book.write(functools.partial(_iterate, dataset))
+        self._resource = table.write(functools.partial(_iterate, dataset))
 
-    def recipe(self, book: RecipeBook) -> Recipe:
-        return self._recipe
+    def resource(self, table: ResourceTable) -> Resource:
+        return self._resource
 
     @property
     def element_spec(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 _DEEPEST = 8
 
 
-class Culprit(NamedTuple):
+class UnpicklablePart(NamedTuple):
     """The innermost part that cannot be pickled.
 
     Attributes: path: "the function step → its variable 'trainer' → its attribute 'lock'".
@@ -21,12 +21,12 @@ class Culprit(NamedTuple):
     error: BaseException
 
 
-def find_culprit(
+def find_unpicklable(
     value: Any,
     name: str,
     error: BaseException,
     try_it: Callable[[Any], BaseException | None],
-) -> Culprit:
+) -> UnpicklablePart:
     """Go down from `value`, which raised `error`, as long as some part raises when it is tried alone."""
     path, seen = [name], {id(value)}
     while len(path) <= _DEEPEST:
@@ -41,7 +41,7 @@ def find_culprit(
                 break
         else:
             break
-    return Culprit(" → ".join(path), value, error)
+    return UnpicklablePart(" → ".join(path), value, error)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

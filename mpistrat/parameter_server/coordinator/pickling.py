@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import cloudpickle
 import numpy as np
 
-from mpistrat.parameter_server.coordinator.pickle_diagnosis import find_culprit
+from mpistrat.parameter_server.coordinator.pickle_diagnosis import find_unpicklable
 
 
 class References(Protocol):
@@ -62,7 +62,7 @@ def explain(
             return refused
         return None
 
-    found = find_culprit(value, name, error, try_it)
+    found = find_unpicklable(value, name, error, try_it)
     kind = type(found.part)
     of_kind = kind.__qualname__ if kind.__module__ == "builtins" else _full_name(kind)
     reason = f"{type(found.error).__name__}: {found.error}"

@@ -13,28 +13,30 @@ from mpistrat.errors import ClosureInputError
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
 
 # Of a key: what it names.
-_RECIPE, _REFERENCE = range(2)
+_RESOURCE, _REFERENCE = range(2)
 
 
-class Recipe:
+class Resource:
     """How a worker makes something of its own; the chief's side of it.
 
     Attributes:
         id: in the closures that need it.
-        needs: recipes of what it is made from.
+        needs: resources of what it is made from.
     """
 
-    def __init__(self, book: RecipeBook, packed: Sequence[bytes], needs: Sequence[Recipe]) -> None:
-        self.id = next(book.ids)
+    def __init__(
+        self, table: ResourceTable, packed: Sequence[bytes], needs: Sequence[Resource]
+    ) -> None:
+        self.id = next(table.ids)
         self.needs = needs
         self._packed = packed
-        self._dropped = book.dropped
+        self._dropped = table.dropped
 
     def packed_for(self, worker: int) -> bytes:
         """A function without arguments, pickled."""
         return self._packed[worker % len(self._packed)]
 
-    def with_needs(self) -> Iterator[Recipe]:
+    def with_needs(self) -> Iterator[Resource]:
         for needed in self.needs:
             yield from needed.with_needs()
         yield self
@@ -48,15 +50,15 @@ class PerWorker(abc.ABC):
     """A closure that is given this gets the executing worker's part of it."""
 
     @abc.abstractmethod
-    def recipe(self, book: RecipeBook) -> Recipe:
+    def resource(self, table: ResourceTable) -> Resource:
         """How a worker makes its part."""
 
 
-class RecipeBook:
-    """The recipes of a coordinator, and how it packs what it sends.
+class ResourceTable:
+    """The resources of a coordinator, and how it packs what it sends.
 
     Args: workers: how many there are.
-    Attributes: dropped: the ids of recipes that nobody has any more, for the workers to forget.
+    Attributes: dropped: the ids of resources that nobody has any more, for the workers to forget.
     """
 
     def __init__(self, references: References, workers: int) -> None:
@@ -65,24 +67,24 @@ class RecipeBook:
         self.dropped: collections.deque[int] = collections.deque()
         self._references = references
 
-    def write(self, *makes: Callable[[], Any]) -> Recipe:
+    def write(self, *makes: Callable[[], Any]) -> Resource:
         """Args: makes: one for all workers, or one for each. Raises: what pickling raises."""
         packed = [self.pack(make) for make in makes]
-        return Recipe(
+        return Resource(
             self, [data for data, _ in packed], [one for _, needs in packed for one in needs]
         )
 
-    def pack(self, value: Any) -> tuple[bytes, list[Recipe]]:
-        """`value`, pickled, and the recipes of what in it each worker has for itself. Raises: what pickling raises."""
-        needs: list[Recipe] = []
+    def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
+        """`value`, pickled, and the resources that it needs of a worker. Raises: what pickling raises."""
+        needs: list[Resource] = []
         reference_of = functools.partial(self.reference_of, needs)
         return dumps(value, reference_of, self._references.reduction_of), needs
 
-    def reference_of(self, needs: list[Recipe], value: Any) -> Any | None:
+    def reference_of(self, needs: list[Resource], value: Any) -> Any | None:
         if isinstance(value, PerWorker):
-            recipe = value.recipe(self)
-            needs.append(recipe)
-            return _RECIPE, recipe.id
+            resource = value.resource(self)
+            needs.append(resource)
+            return _RESOURCE, resource.id
         key = self._references.reference_of(value)
         return None if key is None else (_REFERENCE, key)
 
@@ -91,16 +93,16 @@ class RecipeBook:
         return self._references.resolve(key[1])
 
 
-class Kitchen:
-    """What this worker has made by recipes, and what else it resolves for what it unpickles."""
+class ResourceCache:
+    """The resources that this worker has made, and the other objects that it resolves for what it unpickles."""
 
     def __init__(self, references: References) -> None:
         self._references = references
         self._packed: dict[int, bytes] = {}
         self._made: dict[int, Any] = {}
 
-    def learn(self, recipes: dict[int, bytes]) -> None:
-        self._packed.update(recipes)
+    def learn(self, resources: dict[int, bytes]) -> None:
+        self._packed.update(resources)
 
     def forget(self, ids: Sequence[int]) -> None:
         for one in ids:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.parameter_server.coordinator.current_worker import executing
 from mpistrat.parameter_server.coordinator.failures import Failure, pack
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, explain, loads
-from mpistrat.parameter_server.coordinator.resources import Kitchen
+from mpistrat.parameter_server.coordinator.resources import ResourceCache
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.rpc.rpc import Post
 
 # Notices: from the chief, and to it.
-CLOSURES = "closures"  # recipes by id, ids of dropped recipes, [(id, name, payload)]
+CLOSURES = "closures"  # resources by id, ids of dropped resources, [(id, name, payload)]
 OUTCOMES = "outcomes of closures"  # [(id, packed value, failure)], seconds they took
 RETURNED = "closures not begun"  # ids
 
@@ -53,7 +53,7 @@ class Worker:
     ) -> None:
         self._post, self._chief, self._index = post, chief, index
         self._in_closure, self._scope, self._unpacked = in_closure, scope, unpacked
-        self._kitchen = Kitchen(references)
+        self._resources = ResourceCache(references)
         self._waiting: collections.deque[tuple[int, str, bytes]] = collections.deque()
         self._begun = 0.0  # when the closure under way was
         self._busy = threading.Event()
@@ -78,9 +78,9 @@ class Worker:
             self._busy.set()
 
     def _receive(self, source: int, body: Any) -> None:
-        recipes, dropped, closures = body
-        self._kitchen.learn(recipes)
-        self._kitchen.forget(dropped)
+        resources, dropped, closures = body
+        self._resources.learn(resources)
+        self._resources.forget(dropped)
         self._waiting.extend(closures)
 
     def _execute_all(self) -> None:
@@ -108,23 +108,23 @@ class Worker:
     def _execute(self, closure: int, name: str, payload: bytes) -> Outcome:
         try:
             with executing(self._index), self._scope(), self._in_closure(closure):
-                function, args, kwargs = loads(payload, self._kitchen.resolve)
+                function, args, kwargs = loads(payload, self._resources.resolve)
                 self._unpacked()
                 value = function(*args, **kwargs)
                 return closure, self._packed(value, name), None
         except KeyboardInterrupt:  # of the job, not of the closure
             raise
         except BaseException as error:
-            return closure, None, pack(error, self._kitchen.reference_of)
+            return closure, None, pack(error, self._resources.reference_of)
 
     def _packed(self, value: Any, name: str) -> bytes:
         if value is None:
             return NONE
         try:
-            return dumps(value, self._kitchen.reference_of)
+            return dumps(value, self._resources.reference_of)
         except Exception as error:
             told = f"what {name} returned"
-            raise explain(value, told, self._kitchen.reference_of, error) from error
+            raise explain(value, told, self._resources.reference_of, error) from error
 
     def _send_outcomes(self, now: float) -> None:
         """Called by: who holds `_sending`."""

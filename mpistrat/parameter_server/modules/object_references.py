@@ -1,249 +1,66 @@
-"""Torch modules in the functions that a chief has its workers execute.
-
-What a module has on servers travels as its place there, and everything else of it by value, with each function, as what
-a function captures does: also the numbers of an optimizer's param groups. A worker has a tensor of its own for each
-parameter and buffer, which begins each function, and each run in it, with what the servers have. The modules are made
-anew for each function, without gradients: none depends on what the worker has executed before.
-"""
+"""What travels by name between the chief and its workers: each has it, or has its own form of it."""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from mpistrat.parameter_server.modules import remote_rows as served_rows
-from mpistrat.parameter_server.modules import remote_steps as served_steps
-from mpistrat.parameter_server.modules.remote_modules import ServedModules
-from mpistrat.parameter_server.modules.remote_steps import ServedOptimizers, ServedSteps
-from mpistrat.parameter_server.modules.remote_tensor import ServedTensor
-from mpistrat.pytorch.modules.registry import Registry, version
+from mpistrat.parameter_server.extended import variable_of
+from mpistrat.parameter_server.remote_shards import ServedShards
+from mpistrat.parameter_server.remote_variable import ServedVariable
+from mpistrat.variables.aggregating import AggregatingVariable
 
 if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
+    from mpistrat.parameter_server.job import ServerJob
+    from mpistrat.parameter_server.modules.worker_modules import ReferencedModules
+    from mpistrat.parameter_server.strategy import ParameterServerStrategy
 
-_PARAMETER, _ROWS, _BUFFER = "parameter", "rows of a parameter", "buffer"
-_SCHEDULER = "scheduler"
-
-# Of a tensor's parts, in order: the server's rank, and the array's number there.
-Places = tuple[tuple[int, int], ...]
+_STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
 
 
-class TravellingModules(ServedModules):
-    """What a strategy with a coordinator keeps for PyTorch, on the chief or on a worker."""
+class ObjectReferences:
+    """The strategy, its variables, and what torch modules have on servers.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._by_place: weakref.WeakValueDictionary[Places, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def reference_of(self, value: Any) -> Any | None:
-        """The key of a tensor that is on servers; None for what is copied."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        served = self._served.get(value)
-        if served is None:
-            return None
-        places = tuple((address.server, address.key) for address in served.addresses)
-        self._by_place[places] = value
-        kind = _BUFFER
-        if isinstance(value, torch.nn.Parameter):
-            kind = _ROWS if isinstance(value, served_rows.ServedRows) else _PARAMETER
-        return kind, places, value.device.type, value.requires_grad
-
-    def resolve(self, key: Any) -> Any:
-        """This rank's form of what has this key on the other."""
-        return self._by_place[key[1]]
-
-    def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        """How modules and optimizers are copied of which the worker takes note; None for all others."""
-        return None
-
-    def have_loaded(self, objects: Iterable[Any]) -> None:
-        """What the chief has loaded goes to the servers with the functions that use it."""
-
-    def clear(self) -> None:
-        """A function comes."""
-
-    def begin(self) -> None:
-        """The function is unpacked."""
-
-
-class ModulesOfChief(TravellingModules):
-    """Modules that the chief makes, and what it writes to them.
-
-    What the chief writes in place (`load_state_dict`, not `.data`) is sent with the next function that needs it.
+    A key has all that is needed to make the other side's form.
     """
 
+    def __init__(self, strategy: ParameterServerStrategy, job: ServerJob) -> None:
+        self._strategy, self._job = strategy, job
+        self._made: dict[Any, Any] = {}
+
     def reference_of(self, value: Any) -> Any | None:
-        if isinstance(value, LRScheduler):
-            return (_SCHEDULER,) if served_steps.has_served_parameters(value.optimizer) else None
-        if isinstance(value, (torch.nn.Module, torch.Tensor)) and self._recorder.changed:
-            super(ServedModules, self).before_run()
-        key = super().reference_of(value)
-        if key is None:
-            if isinstance(value, torch.Tensor) and is_lazy(value):
-                raise RuntimeError(
-                    f"parameter {self._name_of(value)} of a lazy module has no shape yet: call its forward once, on "
-                    "the chief, before a function that uses it is scheduled"
-                )
+        """The key of `value`; None for what is copied."""
+        if value is self._strategy:
+            return (_STRATEGY,)
+        if self._modules is not None:
+            key = self._modules.reference_of(value)
+            if key is not None:
+                return _OF_TORCH, key
+        of_servers = isinstance(value, (ServedVariable, ServedShards, AggregatingVariable))
+        if not of_servers or value.strategy is not self._strategy:
             return None
-        if value._backward_hooks or value._post_accumulate_grad_hooks:
-            raise RuntimeError(
-                f"parameter {self._name_of(value)} has a hook, which does not travel: register it in the scheduled "
-                "function, or on its module"
-            )
-        served = self._served[value]
-        if version(value) != served.version and not isinstance(value, served_rows.ServedRows):
-            self._assign([(served, value.detach())])
-            served.version = version(value)
-        return key
+        if isinstance(value, ServedVariable):
+            how = value.trainable, value.synchronization, value.aggregation
+            return _VARIABLE, value.name, (value.address,), how
+        if isinstance(value, AggregatingVariable):
+            return self.reference_of(value.values[0])
+        if isinstance(value, ServedShards):
+            how = value.trainable, value.synchronization, value.aggregation
+            return _VARIABLE, value.name, tuple(one.address for one in value.variables), how
+        return None
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        number = None
-        if isinstance(value, torch.nn.Module):
-            if not self._recorder.knows(value):
-                return None
-        elif isinstance(value, Optimizer) and served_steps.has_served_parameters(value):
-            number = self._steps.of(value).number
-            value._opt_called = True  # type: ignore[attr-defined]  # else schedulers say that they step too early
-        else:
-            return None
-        reduced = value.__reduce_ex__(4)  # as pickle's protocols do from this one on
-        if len(reduced) < 3 or any(reduced[3:]):
-            return None
-        make, args, state = reduced[:3]
-        return make, args, state, None, None, functools.partial(_arrive, self.strategy, number)
+        return None if self._modules is None else self._modules.reduction_of(value)
 
-    def _mirror_tensors(self, parameters: Any, slots: Any) -> None:
-        if self._extended.num_local_replicas > 1:
-            raise NotImplementedError(
-                "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
-                "give each device a worker of its own"
-            )
-        super()._mirror_tensors(parameters, slots)
-
-    def _name_of(self, tensor: torch.Tensor) -> str:
-        for root in self._recorder.roots():
-            for name, one in root.named_parameters():
-                if one is tensor:
-                    return f"{type(root).__name__}.{name}"
-        return f"of shape {list(tensor.shape)}" if not is_lazy(tensor) else ""
-
-
-def _arrive(strategy: Strategy, number: int | None, value: Any, state: Any) -> None:
-    """Give `value` its state, and have the worker take note of it. Args: number: an optimizer's."""
-    value.__setstate__(state)
-    modules = strategy._torch()
-    assert isinstance(modules, ModulesOfWorker)
-    modules.arrived(value, number)
-
-
-class ModulesOfWorker(TravellingModules):
-    """Modules in the function that this worker executes."""
-
-    _steps: _KnownSteps
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._steps = _KnownSteps(self._client, False, None)
-        self._tensors: dict[Places, torch.Tensor] = {}
-        self._modules: list[torch.nn.Module] = []
+    @property
+    def _modules(self) -> ReferencedModules | None:
+        return self._strategy._mirroring
 
     def resolve(self, key: Any) -> Any:
-        if key[0] == _SCHEDULER:
-            return _Scheduler()
-        kind, places, device, requires_grad = key
-        tensor = self._tensors.get(places)
-        if tensor is None:
-            tensor = self._tensors[places] = self._make(kind, places, device)
-        if kind != _BUFFER and tensor not in self.registry:
-            tensor.requires_grad_(requires_grad)
-            tensor.grad = None
-            self.registry.add_parameter(self._served[tensor].addresses[0].name, tensor)
-        return tensor
-
-    def _make(self, kind: str, places: Places, device: str) -> torch.Tensor:
-        served = ServedTensor([self._client.find(server, key) for server, key in places])
-        parts = [address.kind.empty() for address in served.addresses]
-        shape = (sum(served.rows), *parts[0].shape[1:]) if served.split else parts[0].shape
-        if kind == _ROWS:
-            nothing = torch.zeros((), dtype=parts[0].dtype, device=device)
-            tensor: torch.Tensor = torch.nn.Parameter(nothing.expand(shape), False)
-            served_rows.leave_on_servers(tensor, served, self._client, False)
-        else:
-            tensor = torch.empty(shape, dtype=parts[0].dtype, device=device)
-            if kind == _PARAMETER:
-                tensor = torch.nn.Parameter(tensor, False)
-        self._served[tensor] = served
-        if kind != _BUFFER:
-            served_steps.serve(tensor, served, self._steps)
-        return tensor
-
-    def arrived(self, value: Any, number: int | None) -> None:
-        if number is None:
-            self._modules.append(value)
-        else:
-            self._steps.know(value, number)
-
-    def clear(self) -> None:
-        self.registry = Registry()
-        self._modules.clear()
-        self._pulled = []
-
-    def begin(self) -> None:
-        for module in self._modules:
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer in self._served:
-                    self.registry.add_buffer(key, module, key)
-        super().before_run()
-
-    def before_run(self) -> None:
-        self.after_run()
-        super().before_run()
-
-    def after_run(self) -> None:
-        for served, parameter in self._known(self.registry.parameters()):
-            if version(parameter) != served.version:
-                raise RuntimeError(
-                    f"parameter {served.addresses[0].name} was written in a scheduled function, by something else than "
-                    "an optimizer's step: that is not sent to the servers. Write it on the chief"
-                )
-        super().after_run()
-
-    def stop_recording(self, failed: bool) -> None:
-        """What a function makes is its own."""
-
-    def _mirror_tensors(self, parameters: Any, slots: Any) -> None:
-        """What a function makes is its own."""
-
-
-class _KnownSteps(ServedSteps):
-    """Steps of optimizers that the chief has made."""
-
-    def know(self, optimizer: Optimizer, number: int) -> None:
-        served = self._optimizers[optimizer] = ServedOptimizers(optimizer, number, self)
-        served.made_by_another(optimizer)
-
-    def _new(self, optimizer: Optimizer) -> NoReturn:
-        raise RuntimeError(
-            "optimizer.step(): a scheduled function has made this optimizer, and its state would be lost with it. Make "
-            "it on the chief, where its parameters are made"
-        )
-
-
-class _Scheduler:
-    """What a scheduled function finds in place of a learning-rate scheduler."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        raise RuntimeError(
-            f"{name} of a learning-rate scheduler was asked for on a worker: step it on the chief, whose optimizer's "
-            "numbers come with each function"
-        )
+        if key[0] == _STRATEGY:
+            return self._strategy
+        if key[0] == _OF_TORCH:
+            return self._strategy._torch().resolve(key[1])
+        if key not in self._made:
+            _, name, addresses, how = key
+            self._made[key] = variable_of(self._strategy, self._job, name, addresses, how)
+        return self._made[key]

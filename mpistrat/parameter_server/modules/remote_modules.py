@@ -1,6 +1,6 @@
 """Torch modules whose parameters and buffers are on servers.
 
-A run begins with what the servers have then; an optimizer's step sends its gradients there (`served_steps`). What a run
+A run begins with what the servers have then; an optimizer's step sends its gradients there (`remote_steps`). What a run
 adds to buffers, such as batch norm's statistics, is added on the servers when it ends, as TensorFlow does.
 """
 
@@ -15,9 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.parameter_server.client import Address, Change, Client
-from mpistrat.parameter_server.modules import remote_rows as served_rows
-from mpistrat.parameter_server.modules import remote_steps as served_steps
-from mpistrat.parameter_server.modules.remote_tensor import ServedTensor
+from mpistrat.parameter_server.modules import remote_rows, remote_steps
+from mpistrat.parameter_server.modules.remote_tensor import RemoteTensor
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch.modules.mirroring import Mirroring
 from mpistrat.pytorch.modules.registry import BufferSlot, version
@@ -25,12 +24,12 @@ from mpistrat.pytorch.modules.registry import BufferSlot, version
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
-_served_by: WeakIdKeyDictionary = (
+_modules_of: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
-)  # by module: a weak reference to its ServedModules
+)  # by module: a weak reference to its RemoteModules
 
 
-class ServedModules(Mirroring):
+class RemoteModules(Mirroring):
     """What a strategy with servers keeps for PyTorch.
 
     Args:
@@ -53,11 +52,11 @@ class ServedModules(Mirroring):
     ) -> None:
         super().__init__(strategy, gradients)
         self._client, self._place, self._owns = client, place, owns
-        self._served: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._steps = served_steps.ServedSteps(client, owns, clock, self._rule)
+        self._remote: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._steps = remote_steps.RemoteSteps(client, owns, clock, self._rule)
         # Buffers, and what was pulled: what a run adds to them is sent.
-        self._pulled: list[tuple[ServedTensor, BufferSlot, torch.Tensor, torch.Tensor]] = []
-        served_steps.install()
+        self._pulled: list[tuple[RemoteTensor, BufferSlot, torch.Tensor, torch.Tensor]] = []
+        remote_steps.install()
 
     def _rule(self) -> str:
         workers = self.strategy.workers_combined
@@ -70,9 +69,9 @@ class ServedModules(Mirroring):
         buffers = self._known(slot.tensor() for slot in slots.values())
         self._sync([*self._known(self.registry.parameters()), *buffers])
         self._pulled = [
-            (self._served[tensor], slot, tensor, tensor.clone())
+            (self._remote[tensor], slot, tensor, tensor.clone())
             for slot in slots.values()
-            if (tensor := slot.tensor()) is not None and tensor in self._served
+            if (tensor := slot.tensor()) is not None and tensor in self._remote
         ]
 
     def refresh(self, module: torch.nn.Module) -> None:
@@ -81,38 +80,38 @@ class ServedModules(Mirroring):
 
     def _known(
         self, tensors: Iterable[torch.Tensor | None]
-    ) -> list[tuple[ServedTensor, torch.Tensor]]:
-        """Those that are served, and whose values are here."""
+    ) -> list[tuple[RemoteTensor, torch.Tensor]]:
+        """Those that are on servers, and whose values are here."""
         return [
-            (self._served[tensor], tensor.detach())
+            (self._remote[tensor], tensor.detach())
             for tensor in tensors
             if tensor is not None
-            and tensor in self._served
-            and not isinstance(tensor, served_rows.ServedRows)
+            and tensor in self._remote
+            and not isinstance(tensor, remote_rows.RemoteRows)
         ]
 
-    def _sync(self, tensors: Sequence[tuple[ServedTensor, torch.Tensor]]) -> None:
+    def _sync(self, tensors: Sequence[tuple[RemoteTensor, torch.Tensor]]) -> None:
         if self._owns:
             self._assign([one for one in tensors if version(one[1]) != one[0].version])
         self._client.pull_into(
-            [piece for served, tensor in tensors for piece in served.pieces(tensor)]
+            [piece for remote, tensor in tensors for piece in remote.pieces(tensor)]
         )
-        for served, tensor in tensors:
-            served.version = version(tensor)
+        for remote, tensor in tensors:
+            remote.version = version(tensor)
 
     def after_run(self) -> None:
         """Send what the run has added to buffers."""
         changes = []
-        for served, slot, tensor, before in self._pulled:
+        for remote, slot, tensor, before in self._pulled:
             _put_back(slot, tensor)
             if tensor.dtype is not torch.bool and tensor.shape == before.shape:
                 added = tensor - before
                 if added.any():
                     changes += [
                         Change(address, "assign_add", piece)
-                        for address, piece in served.pieces(added)
+                        for address, piece in remote.pieces(added)
                     ]
-            served.version = version(tensor)
+            remote.version = version(tensor)
         self._pulled = []
         if changes:
             self._client.change(changes)
@@ -124,18 +123,18 @@ class ServedModules(Mirroring):
         """
         self.before_run()
         for one in objects:
-            if isinstance(one, torch.optim.Optimizer) and served_steps.has_served_parameters(one):
+            if isinstance(one, torch.optim.Optimizer) and remote_steps.has_remote_parameters(one):
                 self._steps.of(one)
 
     def mirror(self, module: Any) -> None:
         super().mirror(module)
         self.before_run()
 
-    def _assign(self, tensors: Sequence[tuple[ServedTensor, torch.Tensor]]) -> None:
+    def _assign(self, tensors: Sequence[tuple[RemoteTensor, torch.Tensor]]) -> None:
         changes = [
             Change(address, "assign", piece)
-            for served, tensor in tensors
-            for address, piece in served.pieces(tensor)
+            for remote, tensor in tensors
+            for address, piece in remote.pieces(tensor)
         ]
         if changes:
             self._client.change(changes)
@@ -148,10 +147,10 @@ class ServedModules(Mirroring):
         super()._mirror_tensors(parameters, slots)
         for name, parameter in parameters:
             if self._serve(name, parameter):
-                served_steps.serve(parameter, self._served[parameter], self._steps)
+                remote_steps.serve(parameter, self._remote[parameter], self._steps)
                 if self._looked_up(parameter):
-                    served = self._served[parameter]
-                    served_rows.leave_on_servers(parameter, served, self._client, self._owns)
+                    remote = self._remote[parameter]
+                    remote_rows.leave_on_servers(parameter, remote, self._client, self._owns)
         for name, module, key in slots:
             buffer = module._buffers[key]
             assert buffer is not None
@@ -160,7 +159,7 @@ class ServedModules(Mirroring):
             for module in root.modules():
                 if _before_state_dict not in module._state_dict_pre_hooks.values():
                     module.register_state_dict_pre_hook(_before_state_dict)
-                _served_by[module] = weakref.ref(self)
+                _modules_of[module] = weakref.ref(self)
 
     def _looked_up(self, parameter: torch.Tensor) -> bool:
         """Whether it is an embedding's alone, which wants sparse gradients, or is split."""
@@ -170,27 +169,27 @@ class ServedModules(Mirroring):
             for module in root.modules()
             if any(one is parameter for one in module._parameters.values())
         ]
-        split = self._served[parameter].split
+        split = self._remote[parameter].split
         return (
             bool(users)
             and self._extended.num_local_replicas == 1
-            and all(served_rows.looks_up(user) for user in users)
+            and all(remote_rows.looks_up(user) for user in users)
             and (split or any(user.sparse for user in users))
         )
 
     def _serve(self, name: str, tensor: torch.Tensor) -> bool:
         """Returns: whether that is new."""
-        if tensor in self._served:
+        if tensor in self._remote:
             return False
-        served = ServedTensor(self._place(name, tensor.detach()))
-        served.version = version(tensor)
-        self._served[tensor] = served
+        remote = RemoteTensor(self._place(name, tensor.detach()))
+        remote.version = version(tensor)
+        self._remote[tensor] = remote
         return True
 
 
 def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     """A module-level function: it is saved and copied with the module by name alone."""
-    reference = _served_by.get(module)
+    reference = _modules_of.get(module)
     modules = None if reference is None else reference()
     if modules is not None and not (has_strategy() and get_replica_context() is not None):
         modules.refresh(module)

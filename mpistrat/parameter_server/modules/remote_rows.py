@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.client import Change, Client
-from mpistrat.parameter_server.modules.remote_tensor import ServedTensor
+from mpistrat.parameter_server.modules.remote_tensor import RemoteTensor
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Of a tensor, what is known without its numbers.
@@ -39,32 +39,32 @@ def looks_up(module: torch.nn.Module) -> bool:
 
 
 def leave_on_servers(
-    parameter: torch.Tensor, served: ServedTensor, client: Client, owns: bool
+    parameter: torch.Tensor, remote: RemoteTensor, client: Client, owns: bool
 ) -> None:
-    """Free the parameter's memory: its values are those on the servers, of `served`."""
+    """Free the parameter's memory: its values are those on the servers, of `remote`."""
     shape = parameter.shape
     parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
-    parameter.__class__ = ServedRows
-    assert isinstance(parameter, ServedRows)
-    parameter.source = _Source(served, client, owns)
+    parameter.__class__ = RemoteRows
+    assert isinstance(parameter, RemoteRows)
+    parameter.source = _Source(remote, client, owns)
 
 
 class _Source:
     """Args: owns: whether what this rank writes counts."""
 
-    def __init__(self, served: ServedTensor, client: Client, owns: bool) -> None:
-        self._served, self._client, self._owns = served, client, owns
+    def __init__(self, remote: RemoteTensor, client: Client, owns: bool) -> None:
+        self._remote, self._client, self._owns = remote, client, owns
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Args: indices: ascending."""
-        count = sum(self._served.rows)
+        count = sum(self._remote.rows)
         if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
             wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
             raise IndexError(f"row {wrong} of an embedding of {count} rows")
         parts = [
             self._client.rows(address, (indices[part] - first).cpu().numpy())
-            for address, first, part in self._served.by_part(indices)
-            if part.start < part.stop or not self._served.split
+            for address, first, part in self._remote.by_part(indices)
+            if part.start < part.stop or not self._remote.split
         ]
         if not parts:
             return self.rows(indices.new_zeros(1))[:0]
@@ -72,16 +72,16 @@ class _Source:
 
     def whole(self, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._client.pull_into(self._served.pieces(out))
+        self._client.pull_into(self._remote.pieces(out))
         return out
 
     def assign(self, value: torch.Tensor) -> None:
         if self._owns:
-            pieces = self._served.pieces(value.detach())
+            pieces = self._remote.pieces(value.detach())
             self._client.change([Change(address, "assign", piece) for address, piece in pieces])
 
 
-class ServedRows(torch.nn.Parameter):
+class RemoteRows(torch.nn.Parameter):
     """What the class of such a parameter becomes."""
 
     source: _Source
@@ -134,7 +134,7 @@ def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     weight, padding = given["weight"], given["padding_idx"]
     if given["max_norm"] is not None:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
-    if not isinstance(weight, ServedRows):
+    if not isinstance(weight, RemoteRows):
         raise TypeError("indices are not parameters")
     indices, given["input"] = torch.unique(given["input"], return_inverse=True)
     given["weight"] = _Rows.apply(weight, indices)
@@ -149,7 +149,7 @@ class _Rows(torch.autograd.Function):
     """Rows of a weight; its gradient is sparse."""
 
     @staticmethod
-    def forward(ctx: Any, weight: ServedRows, indices: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: RemoteRows, indices: torch.Tensor) -> torch.Tensor:
         ctx.shape = weight.shape
         ctx.save_for_backward(indices)
         return weight.source.rows(indices)
@@ -167,7 +167,7 @@ class _Whole(torch.autograd.Function):
     """All of a weight; its gradient is dense."""
 
     @staticmethod
-    def forward(ctx: Any, weight: ServedRows) -> torch.Tensor:
+    def forward(ctx: Any, weight: RemoteRows) -> torch.Tensor:
         return weight.source.whole(weight)
 
     @staticmethod
@@ -175,7 +175,7 @@ class _Whole(torch.autograd.Function):
         return gradient
 
 
-def _whole(weight: ServedRows) -> torch.Tensor:
+def _whole(weight: RemoteRows) -> torch.Tensor:
     whole: torch.Tensor = _Whole.apply(weight)
     return whole
 
@@ -185,8 +185,8 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     target = leaves[at]
-    leaves = [_whole(leaf) if isinstance(leaf, ServedRows) else leaf for leaf in leaves]
-    if not isinstance(target, ServedRows):
+    leaves = [_whole(leaf) if isinstance(leaf, RemoteRows) else leaf for leaf in leaves]
+    if not isinstance(target, RemoteRows):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return func(*args, **kwargs)
     leaves[at] = target.source.whole(target)

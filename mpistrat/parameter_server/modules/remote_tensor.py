@@ -11,7 +11,7 @@ from mpistrat.parameter_server.client import Address
 
 
 @dataclasses.dataclass(eq=False)
-class ServedTensor:
+class RemoteTensor:
     """
     Attributes:
         addresses: of its parts, which are its rows in order; one of all of it, if it is not split.
