@@ -147,8 +147,8 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
     folder = tempfile.TemporaryDirectory()
     timeline = Timeline(folder.name, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "", host_clock())
     mpi = MpiTransport(MPI.COMM_WORLD.Dup())
-    ways, station = ways_of(mpi, "traced")
-    traced = Router(ways, Contract(mpi, "traced", station, timeline=timeline))
+    ways, watch = ways_of(mpi, "traced")
+    traced = Router(ways, Contract(mpi, "traced", watch, timeline=timeline))
     rounds = compare(
         {
             "neither": lambda: inside.all_reduce(send, out=receive),

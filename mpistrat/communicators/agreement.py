@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat.communicators.shared_memory import FENCE
 from mpistrat.liveness.record import WORD
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
     from mpistrat.communicators.mpi import MpiTransport
@@ -40,13 +40,13 @@ class BoardAgreement(Agreement):
         fence: what comes before it is done before what comes after it; None where the processor sees to that.
     """
 
-    def __init__(self, station: Station, fence: Callable[[], None] | None = FENCE) -> None:
-        assert station.peers is not None
-        self._station, self._fence = station, fence
-        self._words = station.record.words
-        self._mine = station.board + WORD
-        self._peers = [(words, board + WORD) for words, board in station.peers]
-        self._looks = range(1 if station.crowded else _LOOKS)
+    def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
+        assert watch.peers is not None
+        self._watch, self._fence = watch, fence
+        self._words = watch.record.words
+        self._mine = watch.board + WORD
+        self._peers = [(words, board + WORD) for words, board in watch.peers]
+        self._looks = range(1 if watch.crowded else _LOOKS)
 
     def agree(self, calls: int, digest: int) -> bool:
         number = calls & 0xFF
@@ -72,7 +72,7 @@ class BoardAgreement(Agreement):
             return words[theirs] & 0xFF in (number, following)
 
         if not arrived():
-            wait_until(arrived, self._station)
+            wait_until(arrived, self._watch)
         found = words[theirs]
         return found == word or found & 0xFF == following
 
@@ -80,10 +80,10 @@ class BoardAgreement(Agreement):
 class MessageAgreement(Agreement):
     """One 16-byte MAX of (h, -h): equal on all ranks exactly if both halves cancel."""
 
-    def __init__(self, mpi: MpiTransport, station: Station) -> None:
+    def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi = mpi
         self._pair = np.empty(2, np.int64)
-        self._station = station
+        self._watch = watch
 
     def agree(self, calls: int, digest: int) -> bool:
         pair = self._pair
@@ -91,5 +91,5 @@ class MessageAgreement(Agreement):
         pair[1] = -digest
         arrived = self._mpi.start_all_reduce(pair, "max")
         if not arrived():
-            wait_until(arrived, self._station)
+            wait_until(arrived, self._watch)
         return bool(pair[0] + pair[1] == 0)

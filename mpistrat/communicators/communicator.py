@@ -17,7 +17,7 @@ from mpistrat.options import CommunicationImplementation
 if TYPE_CHECKING:
     from mpistrat.communicators.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
-    from mpistrat.liveness.watch import Station
+    from mpistrat.liveness.watch import CommunicatorWatch
     from mpistrat.trace.timeline import Timeline
 
 
@@ -35,7 +35,7 @@ class Communicator(abc.ABC):
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
         timeline: where its calls are shown; None where they are not.
-        station: where its calls are recorded; None where they are not.
+        watch: where its calls are recorded; None where they are not.
         takes_device_buffers: buffers may be CuPy arrays and CUDA or XLA tensors, too, on all ranks alike.
     """
 
@@ -45,7 +45,7 @@ class Communicator(abc.ABC):
     on_one_node = True
     thread_multiple = False
     timeline: Timeline | None = None
-    station: Station | None = None
+    watch: CommunicatorWatch | None = None
     takes_device_buffers = False
 
     @abc.abstractmethod

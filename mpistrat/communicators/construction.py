@@ -19,14 +19,14 @@ from mpistrat.communicators.contract import Contract
 from mpistrat.communicators.hierarchical import SMALLEST, HierarchicalTransport
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node import see_each_other, station_of
+from mpistrat.communicators.node import see_each_other, watch_of
 from mpistrat.communicators.pipelined import PipelinedTransport
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.shared_window import WindowTransport
 from mpistrat.communicators.transport import Transport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import job_end
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.shared_memory_limit import shared_bytes
 from mpistrat.options import CommunicationImplementation
 
@@ -61,13 +61,13 @@ def communicator_for(
             # Not all launchers hand on the environment: rank 0's setting holds for all.
             name, folder = duplicate.bcast((uuid.uuid4().hex, trace_folder()))
             mpi = MpiTransport(duplicate)
-            ways, station = ways_of(mpi, name)
+            ways, watch = ways_of(mpi, name)
             timeline = None
             if folder is not None:
                 from mpistrat.communicators.trace_of_job import begin
 
                 timeline = begin(duplicate, folder)
-            cached[check] = Router(ways, Contract(mpi, name, station, check, timeline))
+            cached[check] = Router(ways, Contract(mpi, name, watch, check, timeline))
         job_end.watch(cached[check], duplicate)
     return cached[check]
 
@@ -82,37 +82,37 @@ def discard(comm: MPI.Intracomm) -> None:
         comm.Delete_attr(_CACHED)
 
 
-def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, Station]:
-    """By which ways bytes move between the ranks of `mpi`, and this rank's station in a communicator over them.
+def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
+    """By which ways bytes move between the ranks of `mpi`, and this rank's watch in a communicator over them.
 
     Collective.
     """
     comm = mpi.comm
-    station = station_of(comm, name, ways_of)
-    if station.peers is not None:
-        window = WindowTransport(mpi, station, shared_bytes())
-        return Ways([window, mpi], window, window.shared_slots()), station
+    watch = watch_of(comm, name, ways_of)
+    if watch.peers is not None:
+        window = WindowTransport(mpi, watch, shared_bytes())
+        return Ways([window, mpi], window, window.shared_slots()), watch
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     if max(sizes) == 1:
         node.Free()
-        return Ways(_between_nodes(PipelinedTransport(mpi, station), mpi)), station
+        return Ways(_between_nodes(PipelinedTransport(mpi, watch), mpi)), watch
     several = node.size < comm.size
-    if not several or not all(comm.allgather(see_each_other(node, station.record))):
+    if not several or not all(comm.allgather(see_each_other(node, watch.record))):
         node.Free()
-        return Ways([CompressedTransport(Router([mpi])), mpi]), station
+        return Ways([CompressedTransport(Router([mpi])), mpi]), watch
     carriers = min(sizes)
     color = node.rank if node.rank < carriers else MPI.UNDEFINED
     peers = cast("MPI.Intracomm", comm.Split(color, comm.rank))
     pipelined = across = None
     if peers != MPI.COMM_NULL:
         between = MpiTransport(peers)
-        pipelined = PipelinedTransport(between, station)
+        pipelined = PipelinedTransport(between, watch)
         across = Router(_between_nodes(pipelined, between))
-    within = WindowTransport(MpiTransport(node), station, shared_bytes())
+    within = WindowTransport(MpiTransport(node), watch, shared_bytes())
     hierarchical = HierarchicalTransport(mpi, within, pipelined, across, carriers)
     compressed = CompressedTransport(Router([mpi]), SMALLEST)
-    return Ways([hierarchical, compressed, mpi], hierarchical), station
+    return Ways([hierarchical, compressed, mpi], hierarchical), watch
 
 
 def _between_nodes(pipelined: PipelinedTransport, mpi: MpiTransport) -> list[Transport]:

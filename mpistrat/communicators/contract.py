@@ -17,7 +17,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site, outside
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
     from mpistrat.communicators.collective_spans import CollectiveSpans
@@ -31,7 +31,7 @@ class Unchecked:
 
     name = ""
     check = "never"
-    station: Station | None = None
+    watch: CommunicatorWatch | None = None
     timeline: Timeline | None = None
     agreement: Agreement | None = None
     calls = 0
@@ -72,7 +72,7 @@ class Contract(Unchecked):
     Args:
         mpi: over the ranks.
         name: the same on all ranks of the group, and different from all other groups' names.
-        station: where the calls are recorded; None is memory that nobody else sees.
+        watch: where the calls are recorded; None is memory that nobody else sees.
         check: "always", or "never": then ranks that differ are not noticed before the bytes move.
         timeline: where the calls are shown; None where they are not.
 
@@ -83,32 +83,32 @@ class Contract(Unchecked):
             watcher of `job_end` on another thread, as is `called_at`: it must not look at frames that run on.
     """
 
-    station: Station
+    watch: CommunicatorWatch
 
     def __init__(
         self,
         mpi: MpiTransport,
         name: str,
-        station: Station | None = None,
+        watch: CommunicatorWatch | None = None,
         check: str = "always",
         timeline: Timeline | None = None,
     ) -> None:
         self.rank, self.size = mpi.rank, mpi.size
         self.name = name
-        self.station = station or Station()
+        self.watch = watch or CommunicatorWatch()
         self.check = check
         self.timeline = timeline
         self.calls = 0
         self.waiting_in: CallSignature | None = None
         self._mpi = mpi
-        self._record = self.station.record
-        self._board = self.station.board
+        self._record = self.watch.record
+        self._board = self.watch.board
         self.agreement: Agreement | None = None
         if check == "always":
             self.agreement = (
-                MessageAgreement(mpi, self.station)
-                if self.station.peers is None
-                else BoardAgreement(self.station)
+                MessageAgreement(mpi, self.watch)
+                if self.watch.peers is None
+                else BoardAgreement(self.watch)
             )
         self._spans: CollectiveSpans | None = None
         if timeline is not None:
@@ -141,10 +141,10 @@ class Contract(Unchecked):
 
     def of_part(self, mpi: MpiTransport, name: str) -> tuple[Any, Contract]:
         name = f"{self.name}/{name}"
-        ways, station = None, None
-        if self.station.of_part is not None:
-            ways, station = self.station.of_part(mpi, name)
-        return ways, Contract(mpi, name, station, self.check, self.timeline)
+        ways, watch = None, None
+        if self.watch.of_part is not None:
+            ways, watch = self.watch.of_part(mpi, name)
+        return ways, Contract(mpi, name, watch, self.check, self.timeline)
 
     def enter(
         self,
@@ -195,7 +195,7 @@ class Contract(Unchecked):
             agreement = self.agreement
             agreed = agreement is None or agreement.agree(calls, signature.digest)
             if self._record.words[ABORT]:
-                raise_if_stalled(self.station)  # the others may have left this call for it
+                raise_if_stalled(self.watch)  # the others may have left this call for it
             if agreement is not None:
                 self._record.waited(self._board)
                 if spans is not None:
@@ -219,8 +219,8 @@ class _Inside(contextlib.AbstractContextManager[None]):
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._record = contract.station.record
-        self._board = contract.station.board
+        self._record = contract.watch.record
+        self._board = contract.watch.board
         self._spans = contract._spans
 
     def __enter__(self) -> None:

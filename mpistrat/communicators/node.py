@@ -18,8 +18,8 @@ from mpistrat.liveness import observation
 from mpistrat.liveness.job_folder import JobFolder, record_of, remove_leftovers, stacks_of
 from mpistrat.liveness.processes import job_of
 from mpistrat.liveness.record import END, LOOKED, RAISE, RankRecord
-from mpistrat.liveness.revocable_group import family_of
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.revocable_group import revocable_group_of
+from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.cpu_share import cpu_share
 
 SECONDS_TO_BE_SEEN = 1.0
@@ -29,14 +29,14 @@ _folder: JobFolder | None = None  # held as long as this process lives
 _peers: dict[str, RankRecord] = {}  # by path
 
 
-def station_of(
+def watch_of(
     comm: MPI.Intracomm,
     name: str,
-    of_part: Callable[[Any, str], tuple[Any, Station]] | None = None,
-) -> Station:
-    """This rank's station in a new communicator of ours over `comm`; collective over it.
+    of_part: Callable[[Any, str], tuple[Any, CommunicatorWatch]] | None = None,
+) -> CommunicatorWatch:
+    """This rank's watch in a new communicator of ours over `comm`; collective over it.
 
-    `of_part` is as of Station.
+    `of_part` is as of CommunicatorWatch.
     At the first call of a process its record is made, and the node's observer is told of it.
     """
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
@@ -60,7 +60,7 @@ def station_of(
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
-    return Station(record, board, peers, crowded, of_part, family_of(comm))
+    return CommunicatorWatch(record, board, peers, crowded, of_part, revocable_group_of(comm))
 
 
 def see_each_other(node: MPI.Intracomm, record: RankRecord) -> bool:

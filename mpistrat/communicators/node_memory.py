@@ -18,7 +18,7 @@ from mpistrat.communicators.shared_memory import before_others_see
 from mpistrat.communicators.transport import Mover
 from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 PAGE = 4096
 # Of a rank's memory for what does not lie in the window: blocks in flight, the bytes of one, and what one rank combines
@@ -45,8 +45,8 @@ class Blocks(Mover):
 
     NBYTES = PAGE + _SLOTS * _BLOCK  # of a segment
 
-    def __init__(self, segments: list[np.ndarray], rank: int, station: Station) -> None:
-        self.rank, self._size, self._station = rank, len(segments), station
+    def __init__(self, segments: list[np.ndarray], rank: int, watch: CommunicatorWatch) -> None:
+        self.rank, self._size, self._watch = rank, len(segments), watch
         words = [memoryview(segment[:PAGE].data).cast("q") for segment in segments]
         self._mine = words[rank]
         self._words = words
@@ -80,7 +80,7 @@ class Blocks(Mover):
         self._mine[_TICK] = ticks
         for words in self._peers:
             if words[_TICK] < ticks:
-                wait_until(lambda words=words: words[_TICK] >= ticks, self._station)  # type: ignore[misc]
+                wait_until(lambda words=words: words[_TICK] >= ticks, self._watch)  # type: ignore[misc]
         before_others_see()
 
     def tell(self, place: int) -> list[int]:

@@ -26,7 +26,7 @@ from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, costs_of, from_bytes
 from mpistrat.communicators.transport import Transport
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16
@@ -47,7 +47,7 @@ class PipelinedTransport(Transport):
 
     Args:
         mpi: over the same ranks.
-        station: where a stall is told.
+        watch: where a stall is told.
 
     Attributes:
         costs: of both ways; known from the first large sum on.
@@ -55,10 +55,10 @@ class PipelinedTransport(Transport):
         left: messages of a sum that this rank left in its middle, into memory that MPI may still write to.
     """
 
-    def __init__(self, mpi: MpiTransport, station: Station) -> None:
+    def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi = mpi
         self.rank, self.size = mpi.rank, mpi.size
-        self._station = station
+        self._watch = watch
         self._torn: BaseException | None = None  # what this rank left a sum for
         self.left: list[MPI.Request] = []
         self.costs: Costs | None = None
@@ -184,7 +184,7 @@ class PipelinedTransport(Transport):
         return requests + [comm.Isend([sent[peer], MPI.BYTE], peer, _TAG) for peer in others]
 
     def _wait(self, requests: _Requests) -> None:
-        wait_until(functools.partial(MPI.Request.Testall, requests), self._station, yields=False)
+        wait_until(functools.partial(MPI.Request.Testall, requests), self._watch, yields=False)
 
     def explain(self, rest: str) -> str:
         told = f"{self.size} ranks on as many nodes, sums {IN_PIECES}, "

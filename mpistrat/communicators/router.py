@@ -90,8 +90,8 @@ class Router(Communicator):
         self.rank, self.size = self.mpi.rank, self.mpi.size
         self.thread_multiple = self.mpi.thread_multiple
         self.contract = contract
-        self.timeline, self.station = contract.timeline, contract.station
-        self.on_one_node = self.station is not None and self.station.peers is not None
+        self.timeline, self.watch = contract.timeline, contract.watch
+        self.on_one_node = self.watch is not None and self.watch.peers is not None
         self.takes_device_buffers = self.transports[0].takes_device_buffers
         self.splits: list[Router] = []
         self._memory = ways.memory
@@ -271,11 +271,11 @@ class Router(Communicator):
         self.contract.raise_together(error)
 
     def has_lost_a_rank(self) -> bool:
-        family = None if self.station is None else self.station.family
-        return family is not None and family.lost
+        group = None if self.watch is None else self.watch.revocable_group
+        return group is not None and group.lost
 
     def seconds_waited(self, last: int = 60) -> float:
-        return 0.0 if self.station is None else self.station.record.seconds_waited(last)
+        return 0.0 if self.watch is None else self.watch.record.seconds_waited(last)
 
     def abort(self, code: int) -> NoReturn:
         job_end.abort(code)

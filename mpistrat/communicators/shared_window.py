@@ -25,7 +25,7 @@ from mpistrat.communicators.selection import Costs, Way, costs_of, from_bytes
 from mpistrat.communicators.shared_memory import own_bytes, share
 from mpistrat.communicators.shared_slots import SharedSlots
 from mpistrat.communicators.transport import Mover, Transport
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.shared_memory_limit import SHARED_MB
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
@@ -38,7 +38,7 @@ class WindowTransport(Transport):
 
     Args:
         mpi: over the same ranks.
-        station: where ranks that wait are watched.
+        watch: where ranks that wait are watched.
         limit: the most bytes that this process may share, in all; ranks go by who may share the least.
 
     Attributes:
@@ -49,10 +49,12 @@ class WindowTransport(Transport):
         window: for what lies in it; None until something has asked for a place there.
     """
 
-    def __init__(self, mpi: MpiTransport, station: Station, limit: float = math.inf) -> None:
+    def __init__(
+        self, mpi: MpiTransport, watch: CommunicatorWatch, limit: float = math.inf
+    ) -> None:
         self.mpi = mpi
         self.rank, self.size = mpi.rank, mpi.size
-        self._station, self._limit = station, limit
+        self._watch, self._limit = watch, limit
         self.why_not = ""
         self.costs = Costs()
         self.smallest = 0.0
@@ -96,7 +98,7 @@ class WindowTransport(Transport):
                 if why:
                     self._warn("all messages go through MPI, which is slower", why)
             else:
-                self.blocks = Blocks(segments, self.rank, self._station)
+                self.blocks = Blocks(segments, self.rank, self._watch)
                 self._measure(self.blocks)
         return self.blocks is not None
 

@@ -16,7 +16,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.communicators.construction import communicator_for, discard
 from mpistrat.liveness import job_end
 from mpistrat.liveness.record import text_of
-from mpistrat.liveness.revocable_group import Family, FaultTolerantComm, tells_of_loss
+from mpistrat.liveness.revocable_group import FaultTolerantComm, RevocableGroup, means_rank_lost
 
 # In the place of a step: this rank keeps none.
 _NONE = -1
@@ -37,11 +37,11 @@ class Survivors:
         # A program of its own may use `comm`, and ours must not be revoked with others.
         with start_deadline("the duplication of a communicator"):
             duplicate = comm.Dup()
-        self._family = Family(duplicate)
+        self._group = RevocableGroup(duplicate)
 
     @property
     def comm(self) -> FaultTolerantComm:
-        return self._family.comm
+        return self._group.comm
 
     def meet(self) -> None:
         """Make `communicator`. Collective."""
@@ -50,7 +50,7 @@ class Survivors:
 
     def has_lost(self, error: Exception) -> bool:
         """Whether `error` is, or may come of, the loss of a rank."""
-        return tells_of_loss(error) or self._family.has_lost()
+        return means_rank_lost(error) or self._group.has_lost()
 
     def exchange(self, states: dict[int, bytes]) -> None:
         """Add to `states`, this rank's own, those of two other ranks, which are lost if all three are. Collective.
@@ -69,9 +69,9 @@ class Survivors:
         with contextlib.suppress(MPI.Exception):
             comm.Ack_failed()  # else Agree raises on all ranks, as if one were not done
         try:
-            return bool(comm.Agree(int(done and not self._family.has_lost())))
+            return bool(comm.Agree(int(done and not self._group.has_lost())))
         except MPI.Exception as error:
-            if not tells_of_loss(error):
+            if not means_rank_lost(error):
                 raise
             return False
 
@@ -83,13 +83,13 @@ class Survivors:
         """
         lost: list[int] = []
         while True:
-            family = self._family
-            family.revoke()
-            family.stop_looking()
-            smaller = cast("MPI.Intracomm", family.comm.Shrink())
-            lost += members(family.comm, besides=smaller)
-            discard(family.comm)
-            self._family = Family(smaller)
+            group = self._group
+            group.revoke()
+            group.stop_looking()
+            smaller = cast("MPI.Intracomm", group.comm.Shrink())
+            lost += members(group.comm, besides=smaller)
+            discard(group.comm)
+            self._group = RevocableGroup(smaller)
             step = _NONE
             told = False
             try:
@@ -97,32 +97,32 @@ class Survivors:
                 step = min(self.comm.allgather(_NONE if last is None else last))
                 told = True
             except MPI.Exception as error:
-                if not tells_of_loss(error):
+                if not means_rank_lost(error):
                     raise
             if self.all_done(told):  # else some would shrink a communicator on which others go on
                 return lost, None if step == _NONE else step
 
     def end(self) -> None:
         """Whoever fails from now on ends the job."""
-        self._family.stop_looking()
+        self._group.stop_looking()
         job_end.expect_losses(False)
-        if self._family.has_lost():  # one that was done, as all were
+        if self._group.has_lost():  # one that was done, as all were
             job_end.end_without_finalize()
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
         """Those that do not come are reported as if they did not come to a collective."""
         communicator: Communicator | None = getattr(self, "communicator", None)
-        station = None if communicator is None else communicator.station
-        if station is None:
+        watch = None if communicator is None else communicator.watch
+        if watch is None:
             yield
             return
         text, length = text_of("going on without the ranks that were lost", "run_elastic")
-        station.record.enter(station.board, _LAST_CALL, text, length)
+        watch.record.enter(watch.board, _LAST_CALL, text, length)
         try:
             yield
         finally:
-            station.record.leave(station.board)
+            watch.record.leave(watch.board)
 
 
 def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:

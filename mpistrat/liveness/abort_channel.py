@@ -10,19 +10,19 @@ from mpi4py import MPI
 TAG = 4711  # on a communicator of ours, where no other message has this tag
 
 
-class Alarm:
+class AbortChannel:
     """Between the ranks of `comm`, which is used by nobody else."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._unsent: list[MPI.Request] = []
 
-    def ring(self, text: str) -> None:
+    def send(self, text: str) -> None:
         """Tell all other ranks. Not collective."""
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
         self._unsent += [self._comm.isend(text, rank, TAG) for rank in others]
 
-    def heard(self) -> str | None:
+    def received(self) -> str | None:
         """What another rank has told."""
         message = self._comm.improbe(tag=TAG)
         return None if message is None else message.recv()

@@ -1,6 +1,6 @@
 """Who has left a group of ranks, who waits there, and whether that is the end of the job.
 
-The registrar, one rank of each group, is told when a rank leaves and when a rank has waited for a while inside
+The exit coordinator, one rank of each group, is told when a rank leaves and when a rank has waited for a while inside
 a collective. Every collective is one that all ranks of its communicator must enter. So the job is over
 exactly if a rank has left after fewer collectives on a communicator than another has entered; a rank that
 still works on its own, however long, is left alone.
@@ -40,7 +40,7 @@ class Waits:
     collective: str
 
 
-class Registrar:
+class ExitCoordinator:
     """Hears what happens in a group of `size` ranks."""
 
     def __init__(self, size: int) -> None:

@@ -1,8 +1,8 @@
 """The whole job ends when one of its ranks fails, or leaves while another waits for it.
 
-An uncaught exception calls MPI_Abort. A rank that comes to its end tells the registrar (`departures`) of each
+An uncaught exception calls MPI_Abort. A rank that comes to its end tells the exit coordinator of each
 group it is in and waits, before MPI_Finalize, until all ranks of the group have come to theirs. While it runs, a
-thread looks five times a second whether this rank is stuck in a collective, and tells the registrar.
+thread looks five times a second whether this rank is stuck in a collective, and tells the exit coordinator.
 The messages go over a duplicate of the group's communicator; the thread needs MPI_THREAD_MULTIPLE.
 """
 
@@ -26,7 +26,7 @@ from mpi4py import MPI
 from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site
-from mpistrat.liveness.exit_coordinator import Left, Registrar, Waits
+from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
 from mpistrat.liveness.interrupts import Interrupts
 from mpistrat.liveness.other_nodes import Ask, OtherNodes, Raise, Told
 from mpistrat.liveness.program_exit import ProgramExit, program_exit, remember_exits
@@ -43,7 +43,7 @@ from mpistrat.liveness.record import (
     STATE,
     RankRecord,
 )
-from mpistrat.liveness.revocable_group import family_of, tells_of_loss
+from mpistrat.liveness.revocable_group import means_rank_lost, revocable_group_of
 
 if TYPE_CHECKING:
     from mpistrat.communicators.router import Router
@@ -64,8 +64,8 @@ def watch(communicator: Router, comm: MPI.Intracomm) -> None:
     """
     global _watch
     if _watch is None:
-        assert communicator.station is not None, "a group inside another is watched with it"
-        _watch = _Watch(comm, communicator.station.record)
+        assert communicator.watch is not None, "a group inside another is watched with it"
+        _watch = _Watch(comm, communicator.watch.record)
     _watch.add(communicator, comm)
 
 
@@ -74,10 +74,10 @@ class _Group:
 
     def __init__(self, comm: MPI.Intracomm, record: RankRecord) -> None:
         self.members = comm.Get_group()
-        self.family = family_of(comm)
+        self.revocable_group = revocable_group_of(comm)
         self.communicators: list[Router] = []
         self._comm = comm.Dup()
-        self._registrar = Registrar(comm.size) if comm.rank == 0 else None
+        self._exit_coordinator = ExitCoordinator(comm.size) if comm.rank == 0 else None
         self._unsent: list[MPI.Request] = []
         self._all_left = MPI.REQUEST_NULL
         self._stuck: dict[str, _Stuck] = {}
@@ -101,7 +101,7 @@ class _Group:
         return True
 
     def look(self, who: str) -> None:
-        """Tell the registrar where this rank is stuck; as the registrar, hear the others and judge."""
+        """Tell the exit coordinator where this rank is stuck; as the exit coordinator, hear the others and judge."""
         now = time.monotonic()
         for communicator in _with_splits(self.communicators):
             contract = communicator.contract
@@ -131,7 +131,7 @@ class _Group:
         """Called until it is true, after `leave` or `end`."""
         self._hear()
         self._unsent = [request for request in self._unsent if not request.Test()]
-        heard_all = self._registrar is None or self._registrar.all_left()
+        heard_all = self._exit_coordinator is None or self._exit_coordinator.all_left()
         return self._all_left.Test() and heard_all and not self._unsent
 
     def _tell(self, message: Left | Waits | Ask | Told | Raise, rank: int = 0) -> None:
@@ -144,12 +144,12 @@ class _Group:
             message = arrived.recv()
             if isinstance(message, (Ask, Told, Raise)):
                 self._other_nodes.hear(message)
-            elif self._registrar is not None:
-                self._registrar.hear(message, now)
+            elif self._exit_coordinator is not None:
+                self._exit_coordinator.hear(message, now)
         self._other_nodes.look(now)
-        if self._registrar is None:
+        if self._exit_coordinator is None:
             return
-        verdict = self._registrar.verdict(now)
+        verdict = self._exit_coordinator.verdict(now)
         if verdict is not None:
             text, code = verdict
             end_job(f"ending the job: {text}", code)
@@ -201,8 +201,14 @@ class _Watch:
         if self._thread is None:
             return
         self._groups = [group for group in self._groups if not group.lost]
-        family = family_of(comm)  # a group that outlives a rank's death is not one that ends by it
-        alike = (one for one in self._groups if one.family is family and one.contains(comm))
+        revocable_group = revocable_group_of(
+            comm
+        )  # a group that outlives a rank's death is not one that ends by it
+        alike = (
+            one
+            for one in self._groups
+            if one.revocable_group is revocable_group and one.contains(comm)
+        )
         group = next(alike, None)
         if group is None:
             group = _Group(comm, self.record)
@@ -219,7 +225,7 @@ class _Watch:
                     if not group.lost:
                         group.look(self._who)
                 except MPI.Exception as error:
-                    if not tells_of_loss(error) and not group.lost:
+                    if not means_rank_lost(error) and not group.lost:
                         raise
             if action == RAISE:
                 self._end_if_stuck_in_mpi()
@@ -283,7 +289,7 @@ class _Watch:
         except KeyboardInterrupt:
             end_job(f"ending the job: {self._who} was interrupted", 130)
         except MPI.Exception as error:
-            if not tells_of_loss(error):
+            if not means_rank_lost(error):
                 raise
             end_job(f"ending the job: a rank failed while {self._who} waited for all at its end", 1)
 
@@ -342,15 +348,15 @@ def _but_for_losses() -> Iterator[None]:
     try:
         yield
     except MPI.Exception as error:
-        if _has_lost is None or not tells_of_loss(error):
+        if _has_lost is None or not means_rank_lost(error):
             raise
 
 
 def has_lost_a_rank(comm: MPI.Intracomm) -> bool:
     """Whether one of the ranks of `comm` has failed, and the others have gone on without it."""
-    family = family_of(comm)
-    if family is not None:
-        return family.has_lost()
+    revocable_group = revocable_group_of(comm)
+    if revocable_group is not None:
+        return revocable_group.has_lost()
     if _has_lost is not None and _has_lost():
         return True
     if _finalizes and _has_lost is None:

@@ -27,17 +27,17 @@ _MEANS_LOST = frozenset(
 )
 
 
-class Family:
+class RevocableGroup:
     """A communicator and all that were made of it, which are revoked together.
 
     Attributes:
         comm: the first.
-        lost: whether a rank has failed. Nothing moves in the family any more; what is made of it later is revoked, too.
+        lost: whether a rank has failed. Nothing moves in the group any more; what is made of it later is revoked, too.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = FaultTolerantComm(comm)
-        self.comm.family = self
+        self.comm.revocable_group = self
         self.lost = False
         self._members: list[FaultTolerantComm] = [self.comm]
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Family:
             )
 
     def revoke(self) -> None:
-        """Have every operation in the family fail, here and on the other ranks. Not collective."""
+        """Have every operation in the group fail, here and on the other ranks. Not collective."""
         with self._lock:
             self.lost = True
             for member in self._members:
@@ -84,7 +84,7 @@ class Family:
     def adopt(self, comm: MPI.Intracomm) -> FaultTolerantComm:
         """`comm`, just made of a member."""
         member = FaultTolerantComm(comm)
-        member.family = self
+        member.revocable_group = self
         if comm != MPI.COMM_NULL:
             with self._lock:
                 self._members.append(member)
@@ -93,7 +93,7 @@ class Family:
         return member
 
     def free(self, member: FaultTolerantComm) -> None:
-        """Free it, which is collective; in a family that has lost a rank it is left behind."""
+        """Free it, which is collective; in a group that has lost a rank it is left behind."""
         with self._lock:
             self._members = [one for one in self._members if one is not member]
             lost = self.lost
@@ -108,31 +108,33 @@ class Family:
 
 
 class FaultTolerantComm(MPI.Intracomm):
-    """A member of a family; what is made of it is one, too."""
+    """A member of a revocable group; what is made of it is one, too."""
 
-    family: Family
+    revocable_group: RevocableGroup
 
     def Dup(self, info: MPI.Info | None = None) -> FaultTolerantComm:  # noqa: N802
-        return self.family.adopt(MPI.Intracomm(self).Dup(info))
+        return self.revocable_group.adopt(MPI.Intracomm(self).Dup(info))
 
     def Split(self, color: int = 0, key: int = 0) -> FaultTolerantComm:  # noqa: N802
-        return self.family.adopt(cast("MPI.Intracomm", super().Split(color, key)))
+        return self.revocable_group.adopt(cast("MPI.Intracomm", super().Split(color, key)))
 
     def Split_type(  # noqa: N802
         self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
     ) -> FaultTolerantComm:
-        return self.family.adopt(cast("MPI.Intracomm", super().Split_type(split_type, key, info)))
+        return self.revocable_group.adopt(
+            cast("MPI.Intracomm", super().Split_type(split_type, key, info))
+        )
 
     def Free(self) -> None:  # noqa: N802
-        self.family.free(self)
+        self.revocable_group.free(self)
 
 
-def family_of(comm: Any) -> Family | None:
+def revocable_group_of(comm: Any) -> RevocableGroup | None:
     """None: a rank's death ends the job."""
-    return getattr(comm, "family", None)
+    return getattr(comm, "revocable_group", None)
 
 
-def tells_of_loss(error: BaseException | None) -> bool:
+def means_rank_lost(error: BaseException | None) -> bool:
     """Whether `error`, or what it came of, is how MPI or a wait tells that a rank has failed."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mpistrat.errors import StallError
 from mpistrat.liveness.job_folder import report_of
 from mpistrat.liveness.record import ABORT, GROUP, LIMIT, LOOKED, RAISE, RANK, STALLED, RankRecord
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 SPIN_SECONDS = 200e-6
 YIELD_SECONDS = 2e-3
@@ -20,8 +20,10 @@ SECONDS_FOR_THE_OBSERVER = 5.0
 SECONDS_OF_A_PAUSE = 1.0
 
 
-def wait_until(arrived: Callable[[], bool], station: Station, *, yields: bool = True) -> None:
-    """Return once `arrived()` is true: the other ranks of the station's communicator have done their part.
+def wait_until(
+    arrived: Callable[[], bool], watch: CommunicatorWatch, *, yields: bool = True
+) -> None:
+    """Return once `arrived()` is true: the other ranks of the watch's communicator have done their part.
 
     It spins for 0.2 ms, yields the core until 2 ms have passed, and then sleeps for 3 % of the time waited so far
     (50 us to 1 ms). Where ranks outnumber cores it does not spin: the others need the core.
@@ -33,12 +35,12 @@ def wait_until(arrived: Callable[[], bool], station: Station, *, yields: bool = 
         failed, and the others are to go on without it.
     """
     started = time.monotonic()
-    if not station.crowded:
+    if not watch.crowded:
         spin_until = started + SPIN_SECONDS
         while time.monotonic() < spin_until:
             if arrived():
                 return
-    words = station.record.words
+    words = watch.record.words
     limit = words[LIMIT] / 1e9
     looked = started
     while not arrived():
@@ -50,9 +52,9 @@ def wait_until(arrived: Callable[[], bool], station: Station, *, yields: bool = 
         if yields and waited < YIELD_SECONDS:
             os.sched_yield()
             continue
-        raise_if_stalled(station)
-        if station.family is not None:
-            station.family.raise_if_lost()
+        raise_if_stalled(watch)
+        if watch.revocable_group is not None:
+            watch.revocable_group.raise_if_lost()
         observed = now - words[LOOKED] / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
         if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
             raise StallError(
@@ -62,11 +64,11 @@ def wait_until(arrived: Callable[[], bool], station: Station, *, yields: bool = 
         time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
-def raise_if_stalled(station: Station) -> None:
+def raise_if_stalled(watch: CommunicatorWatch) -> None:
     """Raises: StallError when it was decided so for this communicator."""
-    words = station.record.words
-    if words[ABORT] == RAISE and words[STALLED] == words[station.board + GROUP]:
-        raise StallError(_report(station.record))
+    words = watch.record.words
+    if words[ABORT] == RAISE and words[STALLED] == words[watch.board + GROUP]:
+        raise StallError(_report(watch.record))
 
 
 def _report(record: RankRecord) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.liveness.record import RankRecord
 
 if TYPE_CHECKING:
-    from mpistrat.liveness.revocable_group import Family
+    from mpistrat.liveness.revocable_group import RevocableGroup
 
 
 def _private() -> RankRecord:
@@ -17,7 +17,7 @@ def _private() -> RankRecord:
 
 
 @dataclass
-class Station:
+class CommunicatorWatch:
     """A rank's place in one communicator.
 
     Attributes:
@@ -27,16 +27,16 @@ class Station:
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
         of_part: given the flat communicator of a part of this one, and its name: what moves the part's bytes best, and
-            its station; collective over the part.
-        family: of the communicator, where it outlives its ranks; else None.
+            its watch; collective over the part.
+        revocable_group: of the communicator, where it outlives its ranks; else None.
     """
 
     record: RankRecord = field(default_factory=_private)
     board: int = -1
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
-    of_part: Callable[[Any, str], tuple[Any, Station]] | None = None
-    family: Family | None = None
+    of_part: Callable[[Any, str], tuple[Any, CommunicatorWatch]] | None = None
+    revocable_group: RevocableGroup | None = None
 
     def __post_init__(self) -> None:
         if self.board < 0:

@@ -79,7 +79,7 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
     communicator = make()
     monkeypatch.setattr(waiting, "SPIN_SECONDS", 0)
     if RANK == 0:
-        record, board = communicator.station.record, communicator.station.board
+        record, board = communicator.watch.record, communicator.watch.board
         record.words[STALLED] = record.words[board + GROUP]
         record.words[ABORT] = RAISE
         with pytest.raises(StallError):
@@ -109,7 +109,7 @@ def test_an_error_inside_a_collective_ends_it():
     finally:
         del communicator.mpi.barrier
     assert communicator.contract.waiting_in is None
-    assert not any(board.since for board in communicator.station.record.boards())
+    assert not any(board.since for board in communicator.watch.record.boards())
     communicator.barrier()
 
 
@@ -117,12 +117,12 @@ def test_an_error_inside_a_collective_ends_it():
 @pytest.mark.parametrize("slowest", [0, LAST])
 def test_the_slowest_rank_waits_least(slowest):
     strategy = ms.MultiWorkerMirroredStrategy()
-    station = strategy.extended.communicator.station
+    watch = strategy.extended.communicator.watch
     for second in range(RING):  # earlier tests' waits: some would leave the last minute meanwhile
-        station.record.words[WAITED + second] = 0
+        watch.record.words[WAITED + second] = 0
     WORLD.Barrier()  # all have left the collectives of the constructor
     if slowest == RANK:
-        while not all(words[board + SINCE] for words, board in station.peers):
+        while not all(words[board + SINCE] for words, board in watch.peers):
             time.sleep(0.01)
         time.sleep(1)
     strategy.reduce("sum", 1.0, axis=None)
@@ -150,7 +150,7 @@ def test_a_call_site_is_the_users_line():
         ).backward()
 
     strategy.run(step)
-    entries = strategy.extended.communicator.station.record.last(4)
+    entries = strategy.extended.communicator.watch.record.last(4)
     names = [entry.site.rpartition(" in ")[2] for entry in entries if "parameters" in entry.call]
     assert names[:2] == ["step", "step"]
     assert set(names[2:]) == {"test_a_call_site_is_the_users_line"}

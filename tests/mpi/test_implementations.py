@@ -13,7 +13,7 @@ from mpistrat.communicators.pipelined import PipelinedTransport
 from mpistrat.communicators.ring import RingTransport
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.selection import Costs
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 
 pytestmark = pytest.mark.time_limit(120)
@@ -39,7 +39,7 @@ def own_way(request):
     if request.param == "ring":
         yield Router([RingTransport(mpi), mpi])
         return
-    in_pieces = PipelinedTransport(mpi, Station())
+    in_pieces = PipelinedTransport(mpi, CommunicatorWatch())
     in_pieces.costs, in_pieces.smallest = Costs(), 0.0  # always, and in many pieces
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelined, "SMALLEST", 8)
@@ -129,7 +129,7 @@ def test_the_programs_floating_point_settings_are_left_alone(own_way):
 def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
     """By Ctrl-C, say: what is still on its way must not be taken for a part of the next sum."""
     mpi = MpiTransport(WORLD.Dup())
-    in_pieces = PipelinedTransport(mpi, Station())
+    in_pieces = PipelinedTransport(mpi, CommunicatorWatch())
     in_pieces.costs, in_pieces.smallest = Costs(), 0.0
     communicator = Router([in_pieces, mpi])
 

@@ -13,8 +13,8 @@ from mpistrat.communicators.accelerator.nccl import NcclTransport
 from mpistrat.communicators.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.router import Router
-from mpistrat.liveness.abort_channel import Alarm
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import seen_gpus
 
 pytestmark = pytest.mark.gpu
@@ -39,12 +39,14 @@ def to_numpy(array):
 
 def staged():
     mpi = MpiTransport(WORLD.Dup())
-    return Router([StagedTransport(Router([mpi]), 0, Station()), mpi])
+    return Router([StagedTransport(Router([mpi]), 0, CommunicatorWatch()), mpi])
 
 
 def nccl_of_one_rank(library):
     mpi = MpiTransport(MPI.COMM_SELF.Dup())
-    nccl = NcclTransport(Router([mpi]), 0, Station(), "through NCCL", Alarm(mpi.comm))
+    nccl = NcclTransport(
+        Router([mpi]), 0, CommunicatorWatch(), "through NCCL", AbortChannel(mpi.comm)
+    )
     why_not = nccl.start(TorchLibrary(0) if library == "torch" else CupyLibrary(0))
     assert why_not == ""
     return Router([nccl, mpi])

@@ -50,7 +50,7 @@ def window():
 def of_its_own(limit=math.inf):
     """Such a communicator, unchecked, whose ranks have nothing in common yet; and what it takes large buffers by."""
     mpi = MpiTransport(WORLD.Dup())
-    shared = WindowTransport(mpi, communicator_for(WORLD).station, limit)
+    shared = WindowTransport(mpi, communicator_for(WORLD).watch, limit)
     return Router(Ways([shared, mpi], shared)), shared
 
 
@@ -398,7 +398,7 @@ def test_memory_is_given_back():
 
 def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     """They go through MPI, unobserved."""
-    record, new_board = communicator_for(WORLD).station.record, RankRecord.new_board
+    record, new_board = communicator_for(WORLD).watch.record, RankRecord.new_board
 
     def full(self, *args):
         return None if self is record else new_board(self, *args)

@@ -137,7 +137,7 @@ def test_a_call_is_checked_and_recorded_once(monkeypatch):
     communicator = communicator_for(WORLD.Dup())
     communicator.all_reduce(np.ones(1 << 18))  # measures, once
     before = communicator.contract.calls
-    record, entered = communicator.station.record, []
+    record, entered = communicator.watch.record, []
     monkeypatch.setattr(record, "enter", lambda *args: entered.append(args))
     communicator.all_reduce(np.ones(1 << 18))
     communicator.all_reduce(np.ones(2))

@@ -12,10 +12,10 @@ from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.communicators import Reduction, construction
 from mpistrat.communicators.compressed import CompressedTransport
 from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node import station_of
+from mpistrat.communicators.node import watch_of
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.fault_tolerance.committed_states import CommittedStates
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 
@@ -182,8 +182,8 @@ class Training:
         self.residuals = self.checkpoint.objects["residuals"]
 
     @staticmethod
-    def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, Station]:
-        return between_nodes(mpi), dataclasses.replace(station_of(mpi.comm, name), peers=None)
+    def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
+        return between_nodes(mpi), dataclasses.replace(watch_of(mpi.comm, name), peers=None)
 
     def train(self, steps: int) -> None:
         def step() -> None:

@@ -28,7 +28,7 @@ from mpistrat.liveness.record import (
 )
 from mpistrat.liveness.report import find_ranks, waits
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 
@@ -259,7 +259,7 @@ def of_the_second(word: int) -> BoardAgreement:
     assert theirs is not None
     assert mine is not None
     first.words[theirs + WORD] = word
-    return BoardAgreement(Station(second, mine, [(first.words, theirs)], False))
+    return BoardAgreement(CommunicatorWatch(second, mine, [(first.words, theirs)], False))
 
 
 @pytest.mark.parametrize("calls", [1, 255, 256])
@@ -274,18 +274,18 @@ def test_a_rank_that_is_one_call_ahead_has_agreed() -> None:
 
 
 def test_waiting_ends_with_a_reported_stall() -> None:
-    station = Station(new_record(None))
-    station.record.words[ABORT] = RAISE
+    watch = CommunicatorWatch(new_record(None))
+    watch.record.words[ABORT] = RAISE
     with pytest.raises(StallError, match="rank 0 waited too long"):
-        wait_until(lambda: False, station)
+        wait_until(lambda: False, watch)
 
 
 def test_a_stall_of_another_communicator_is_not_raised() -> None:
-    station = Station(new_record(None))
-    station.record.words[STALLED] = 7
-    station.record.words[ABORT] = RAISE
+    watch = CommunicatorWatch(new_record(None))
+    watch.record.words[STALLED] = 7
+    watch.record.words[ABORT] = RAISE
     ends = time.monotonic() + 0.1
-    wait_until(lambda: time.monotonic() > ends, station)
+    wait_until(lambda: time.monotonic() > ends, watch)
 
 
 def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         StallError, match=r"rank 1 waited (0\.[3-9]|[1-9]\d*\.\d) s .* no observer runs"
     ):
-        wait_until(lambda: False, Station(record, crowded=True))
+        wait_until(lambda: False, CommunicatorWatch(record, crowded=True))
 
 
 def test_how_a_process_died() -> None:

@@ -12,7 +12,7 @@ from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.transport import Transport
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 
 class DeviceTransport(Transport):
@@ -25,16 +25,18 @@ class DeviceTransport(Transport):
     Args:
         host: over the same ranks, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied there and back.
-        station: where ranks that wait are watched.
+        watch: where ranks that wait are watched.
         why: what is told of this way.
     """
 
     takes_device_buffers = True
 
-    def __init__(self, host: Communicator, index: int, station: Station, why: str = "") -> None:
+    def __init__(
+        self, host: Communicator, index: int, watch: CommunicatorWatch, why: str = ""
+    ) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
-        self._index, self._station, self._why = index, station, why
+        self._index, self._watch, self._why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
     # What the subclasses do in their own way
@@ -121,7 +123,7 @@ class DeviceTransport(Transport):
         self.wait(library, library.record(library.current_stream()))
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
-        wait_until(lambda: library.is_done(event), self._station)
+        wait_until(lambda: library.is_done(event), self._watch)
 
     def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         library = self.library(buffer)

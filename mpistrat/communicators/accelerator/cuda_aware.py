@@ -21,7 +21,7 @@ from mpistrat.communicators.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.arithmetic import KNOWN_TO_MPI
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 SECONDS_TO_TRY = 90.0  # importing torch and starting CUDA take their time
@@ -88,9 +88,14 @@ class CudaAwareTransport(DeviceTransport):
     """
 
     def __init__(
-        self, host: Communicator, index: int, station: Station, why: str, comm: MPI.Intracomm
+        self,
+        host: Communicator,
+        index: int,
+        watch: CommunicatorWatch,
+        why: str,
+        comm: MPI.Intracomm,
     ) -> None:
-        super().__init__(host, index, station, why)
+        super().__init__(host, index, watch, why)
         self._comm = comm
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:

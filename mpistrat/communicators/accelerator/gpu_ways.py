@@ -19,7 +19,7 @@ from mpistrat.communicators.accelerator.staging import StagedTransport
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transport import Transport
-from mpistrat.liveness.abort_channel import Alarm
+from mpistrat.liveness.abort_channel import AbortChannel
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
 
 
 def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transport:
-    station, comm = communicator.station, communicator.mpi.comm
-    assert station is not None
+    watch, comm = communicator.watch, communicator.mpi.comm
+    assert watch is not None
     host = Router(communicator.transports)  # inside calls that are checked
     torch = sys.modules.get("torch")
     library = (
@@ -57,7 +57,7 @@ def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transpor
     )
     why_not = shared_gpu(gpus) or missing_nccl(host.all_gather_object(_nccl_version()))
     if not why_not:
-        by_nccl = nccl.NcclTransport(host, index, station, "through NCCL", Alarm(comm))
+        by_nccl = nccl.NcclTransport(host, index, watch, "through NCCL", AbortChannel(comm))
         why_not = by_nccl.start(library)
         if not why_not:
             return by_nccl
@@ -66,12 +66,12 @@ def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transpor
     proven = not first_on_node or is_proven(kind, index)
     if all(host.all_gather_object(proven)):
         why = f"through MPI, which was seen to take device memory, and not through NCCL ({why_not})"
-        return CudaAwareTransport(host, index, station, why, comm)
+        return CudaAwareTransport(host, index, watch, why, comm)
     why = (
         f"in chunks through pinned host memory: not through NCCL ({why_not}), and MPI was not seen to take "
         "device memory"
     )
-    return StagedTransport(host, index, station, why)
+    return StagedTransport(host, index, watch, why)
 
 
 def shared_gpu(gpus: Sequence[Gpu]) -> str:

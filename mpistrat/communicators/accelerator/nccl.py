@@ -17,9 +17,9 @@ from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.errors import StallError
-from mpistrat.liveness.abort_channel import Alarm
+from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.waiting import wait_until
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
@@ -84,14 +84,19 @@ class NcclTransport(DeviceTransport):
     buffer on a GPU can be combined any more.
 
     Args:
-        alarm: between the ranks of `host`.
+        abort_channel: between the ranks of `host`.
     """
 
     def __init__(
-        self, host: Communicator, index: int, station: Station, why: str, alarm: Alarm
+        self,
+        host: Communicator,
+        index: int,
+        watch: CommunicatorWatch,
+        why: str,
+        abort_channel: AbortChannel,
     ) -> None:
-        super().__init__(host, index, station, why)
-        self._alarm = alarm
+        super().__init__(host, index, watch, why)
+        self._abort_channel = abort_channel
         self._nccl: _Cupy | None = None
         self._failed = ""
         self._streams: dict[type[DeviceLibrary], Any] = {}
@@ -168,12 +173,12 @@ class NcclTransport(DeviceTransport):
         except StallError as error:  # on all ranks that wait here
             self._abort(str(error))
             raise
-        except _ToldByAnother as told:
-            self._abort(str(told))
-            raise RuntimeError(f"NCCL was aborted on all ranks: {told}") from None
+        except _FailedElsewhere as failure:
+            self._abort(str(failure))
+            raise RuntimeError(f"NCCL was aborted on all ranks: {failure}") from None
         except BaseException as error:
             text = f"rank {self.rank}: {type(error).__name__}: {error}"
-            self._alarm.ring(text)
+            self._abort_channel.send(text)
             self._abort(text)
             if not isinstance(error, Exception):
                 raise
@@ -183,14 +188,14 @@ class NcclTransport(DeviceTransport):
         """Also for an error: NCCL's own, or another rank's. Its kernels would then never end."""
 
         def done() -> bool:
-            told = self._alarm.heard()
-            if told is not None:
-                raise _ToldByAnother(told)
+            failure = self._abort_channel.received()
+            if failure is not None:
+                raise _FailedElsewhere(failure)
             if self._nccl is not None:
                 self._nccl.raise_if_failed()
             return library.is_done(event)
 
-        wait_until(done, self._station)
+        wait_until(done, self._watch)
 
     def _stream_of(self, library: DeviceLibrary) -> Any:
         kind = type(library)
@@ -205,5 +210,5 @@ class NcclTransport(DeviceTransport):
             nccl.abort()
 
 
-class _ToldByAnother(Exception):
+class _FailedElsewhere(Exception):
     pass

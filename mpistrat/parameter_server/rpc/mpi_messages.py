@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.liveness.revocable_group import tells_of_loss
+from mpistrat.liveness.revocable_group import means_rank_lost
 from mpistrat.parameter_server.rpc.unpickling import read_message
 
 HEAD, BUFFERS = 1, 2  # tags
@@ -98,7 +98,7 @@ class MpiMessages:
         try:
             yield
         except MPI.Exception as error:
-            if not tells_of_loss(error):
+            if not means_rank_lost(error):
                 raise
             self._broken.add(rank)
 
@@ -106,7 +106,7 @@ class MpiMessages:
         try:
             return self._comm.Improbe(MPI.ANY_SOURCE, HEAD, status)
         except MPI.Exception as error:
-            if not tells_of_loss(error):
+            if not means_rank_lost(error):
                 raise
             self._comm.Ack_failed()  # else no message of others is found any more
             return None
@@ -154,6 +154,6 @@ def _is_done(request: MPI.Request) -> bool:
     try:
         return request.Test()
     except MPI.Exception as error:
-        if not tells_of_loss(error):
+        if not means_rank_lost(error):
             raise
         return True

@@ -15,8 +15,8 @@ def test_a_rank_that_is_lost_when_all_are_done(monkeypatch: pytest.MonkeyPatch, 
     """MPI_Finalize might wait for it."""
     skipped: list[bool] = []
     monkeypatch.setattr(job_end, "end_without_finalize", lambda: skipped.append(True))
-    family = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
-    monkeypatch.setattr(survivors_module, "Family", lambda comm: family)
+    group = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
+    monkeypatch.setattr(survivors_module, "RevocableGroup", lambda comm: group)
     comm: Any = SimpleNamespace(Dup=lambda: None)
     Survivors(comm).end()
     assert skipped == [True] * lost
@@ -45,11 +45,11 @@ class SmallerComm:
 
 def test_ranks_go_on_when_all_know_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one has heard all steps, but another has not, for one more rank was lost: it would shrink once more."""
-    families: list[Any] = []
+    groups: list[Any] = []
 
-    def family_of(comm: Any) -> Any:
+    def group_of(comm: Any) -> Any:
         calls: list[str] = []
-        families.append(
+        groups.append(
             SimpleNamespace(
                 comm=comm,
                 calls=calls,
@@ -58,12 +58,12 @@ def test_ranks_go_on_when_all_know_the_step(monkeypatch: pytest.MonkeyPatch) -> 
                 has_lost=lambda: False,
             )
         )
-        return families[-1]
+        return groups[-1]
 
-    monkeypatch.setattr(survivors_module, "Family", family_of)
+    monkeypatch.setattr(survivors_module, "RevocableGroup", group_of)
     monkeypatch.setattr(survivors_module, "discard", lambda comm: None)
-    monkeypatch.setattr(survivors_module, "members", lambda comm, besides: [len(families)])
+    monkeypatch.setattr(survivors_module, "members", lambda comm, besides: [len(groups)])
     comm: Any = SimpleNamespace(Dup=lambda: SmallerComm(True, False, True))
     assert Survivors(comm).go_on(7) == ([1, 2], 7)
-    assert [family.calls for family in families] == [["revoke", "stop_looking"]] * 2 + [[]]
-    assert [family.comm.agreed_to for family in families] == [[], [1], [1]]
+    assert [group.calls for group in groups] == [["revoke", "stop_looking"]] * 2 + [[]]
+    assert [group.comm.agreed_to for group in groups] == [[], [1], [1]]

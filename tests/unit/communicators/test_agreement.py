@@ -16,7 +16,7 @@ import pytest
 
 from mpistrat.communicators.agreement import BoardAgreement
 from mpistrat.liveness import waiting
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 RANKS, CALLS = 3, 300
 SAME = 7  # the digest of all calls
@@ -94,7 +94,7 @@ def wrong_sums(seed: int, missing: int | None = None) -> int:
             if next(fences) % 2 != missing:
                 processor.fence()
 
-        agreement = BoardAgreement(Station(record, 0, peers, crowded=True), fence)
+        agreement = BoardAgreement(CommunicatorWatch(record, 0, peers, crowded=True), fence)
         for call in range(1, CALLS):
             processor.store((rank, "slot", call & 1), 100 * call + rank)
             assert agreement.agree(call, SAME)
@@ -149,7 +149,7 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
     words: Any = dict.fromkeys(range(100), 0)
     record: Any = SimpleNamespace(words=words)
     peers: Any = [(Late(), 0)]
-    agreement = BoardAgreement(Station(record, 0, peers, crowded=crowded), None)
+    agreement = BoardAgreement(CommunicatorWatch(record, 0, peers, crowded=crowded), None)
     assert agreement.agree(1, SAME)
     assert yielded == 3
     assert (looked <= 3) == crowded

@@ -10,7 +10,7 @@ from mpistrat.communicators import LocalCommunicator, reducing
 from mpistrat.communicators.accelerator import buffers as device_buffers
 from mpistrat.communicators.accelerator import staging as device_staging
 from mpistrat.communicators.accelerator.staging import StagedTransport
-from mpistrat.liveness.watch import Station
+from mpistrat.liveness.watch import CommunicatorWatch
 
 SUM = reducing()
 STREAM, EVENT = torch.cuda.Stream, torch.cuda.Event
@@ -57,7 +57,7 @@ def streams(monkeypatch):
 @pytest.mark.parametrize("length", [0, 1, 100])
 def test_chunks_of_tensors(streams, dtype, length):
     host = Doubling()
-    staged = StagedTransport(host, 3, Station())
+    staged = StagedTransport(host, 3, CommunicatorWatch())
     buffer = torch.arange(length).remainder(2).to(dtype).view(-1, 1)
     expected = (buffer * 2).to(dtype)
     staged.all_reduce(buffer, SUM)
@@ -67,7 +67,7 @@ def test_chunks_of_tensors(streams, dtype, length):
 
 
 def test_copies_wait_for_the_caller_s_stream_and_it_for_them(streams):
-    staged = StagedTransport(Doubling(), 3, Station())
+    staged = StagedTransport(Doubling(), 3, CommunicatorWatch())
     staged.all_reduce(torch.ones(100), SUM)
     current, down, _ = streams
     assert down.wait_event.call_args_list[0].args[0] is not None
@@ -76,7 +76,7 @@ def test_copies_wait_for_the_caller_s_stream_and_it_for_them(streams):
 
 
 def test_what_requires_a_gradient(streams):
-    staged = StagedTransport(Doubling(), 3, Station())
+    staged = StagedTransport(Doubling(), 3, CommunicatorWatch())
     parameter = torch.ones(3, requires_grad=True)
     staged.all_reduce(parameter.detach(), SUM)
     assert parameter.tolist() == [2, 2, 2]
