@@ -16,10 +16,10 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for, ways_of
-from mpistrat.communicators.contract import Contract
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.contract.contract import Contract
+from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.shared_slots import LARGEST
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.record import RankRecord, text_of
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import ROUNDS, compare, medians

@@ -15,7 +15,7 @@ from mpistrat.errors import CollectiveMismatchError, RankLostError, StallError
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.common_memory import CommonMemory, Part, View
+    from mpistrat.communicators.node.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
     from mpistrat.liveness.watch import CommunicatorWatch
     from mpistrat.trace.timeline import Timeline

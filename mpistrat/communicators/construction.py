@@ -14,18 +14,18 @@ from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.compressed import CompressedTransport
-from mpistrat.communicators.contract import Contract
-from mpistrat.communicators.hierarchical import SMALLEST, HierarchicalTransport
+from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node import see_each_other, watch_of
-from mpistrat.communicators.pipelined import PipelinedTransport
 from mpistrat.communicators.router import Router, Ways
-from mpistrat.communicators.shared_window import WindowTransport
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.compressed import CompressedTransport
+from mpistrat.communicators.transports.hierarchical import SMALLEST, HierarchicalTransport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.transport import Transport
+from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import job_end
+from mpistrat.liveness.node_records import see_each_other, watch_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.shared_memory_limit import shared_bytes
 from mpistrat.options import CommunicationImplementation
@@ -64,7 +64,7 @@ def communicator_for(
             ways, watch = ways_of(mpi, name)
             timeline = None
             if folder is not None:
-                from mpistrat.communicators.trace_of_job import begin
+                from mpistrat.trace.of_job import begin
 
                 timeline = begin(duplicate, folder)
             cached[check] = Router(ways, Contract(mpi, name, watch, check, timeline))

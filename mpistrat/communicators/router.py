@@ -11,20 +11,20 @@ import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_floating, is_on_accelerator, is_on_xla
 from mpistrat.communicators.arithmetic import scale
-from mpistrat.communicators.call_signature import CallSignature, signature_of
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.compressed import CompressedTransport
-from mpistrat.communicators.contract import UNCHECKED, Unchecked
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
+from mpistrat.communicators.contract.contract import UNCHECKED, Unchecked
+from mpistrat.communicators.node.slots import SharedSlots, Slot
 from mpistrat.communicators.reduction import OPS, SUM, Reduction, as_reduction
-from mpistrat.communicators.ring import RingTransport
-from mpistrat.communicators.shared_slots import SharedSlots, Slot
-from mpistrat.communicators.transport import Mover, Transport
+from mpistrat.communicators.transports.compressed import CompressedTransport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.ring import RingTransport
+from mpistrat.communicators.transports.transport import Mover, Transport
 from mpistrat.liveness import job_end
 from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.common_memory import CommonMemory, Part, View
+    from mpistrat.communicators.node.common_memory import CommonMemory, Part, View
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 # All-reduces, by operands, whose signatures and slots are kept; what is forgotten is made again.

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.communicators.shared_memory import before_others_see
+from mpistrat.communicators.node.shared_memory import before_others_see
 from mpistrat.parameter_server.rpc.segments import Place, Region, Segments
 from mpistrat.parameter_server.tensors import Kind
 from mpistrat.variables.updates import update_in_place

@@ -31,7 +31,7 @@ def bind(
         used = (topology.node, seen[int(number)])
     gpus = communicator.all_gather_object(used, label="GPUs used")
     if communicator.size > 1 and None not in gpus:
-        from mpistrat.communicators.accelerator.gpu_ways import Gpu, use_gpus
+        from mpistrat.communicators.transports.accelerator.gpu_ways import Gpu, use_gpus
 
         use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number))
     return tuple(devices)

@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator
-from mpistrat.communicators.common_memory import PAGE, CommonMemory
+from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.updates import fitting_operand, updated

@@ -10,7 +10,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.transport import Transport
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime

@@ -16,7 +16,7 @@ import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
-from mpistrat.communicators.hierarchical import HierarchicalTransport
+from mpistrat.communicators.transports.hierarchical import HierarchicalTransport
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 

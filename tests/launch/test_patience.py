@@ -14,7 +14,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.pipelined import PipelinedTransport
 
 world = MPI.COMM_WORLD
 communicator = communicator_for(world)
@@ -38,7 +38,7 @@ import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Reduction, pipelined, reducing
-from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.pipelined import PipelinedTransport
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
 

@@ -13,7 +13,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 import mpistrat as ms
-from mpistrat.communicators import selection
+from mpistrat.communicators.costs import measurement as selection
 
 selection.LEAST_CPU_SHARE = 0.0  # what runs beside tests is not theirs
 communicator = ms.MultiWorkerMirroredStrategy().extended.communicator

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys
 import torch
 import mpistrat as ms
-from mpistrat.communicators.selection import Costs
+from mpistrat.communicators.costs.measurement import Costs
 
 # What is large goes by node, whatever that costs here: in the communicator of the buckets' thread, too.
 Costs.cheaper_from = lambda costs, way, other, floor, clearly=1: floor

@@ -8,11 +8,11 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.contract import Contract
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
+from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
 from mpistrat.liveness import waiting
 from mpistrat.liveness.record import ABORT, GROUP, RAISE, RING, SINCE, STALLED, WAITED

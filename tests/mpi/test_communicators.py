@@ -7,9 +7,9 @@ from mpi4py import MPI
 
 from mpistrat.communicators import LocalCommunicator, reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.contract import Contract
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
 

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
-from mpistrat.communicators.accelerator import cuda_aware, gpu_ways
-from mpistrat.communicators.accelerator import staging as device_staging
+from mpistrat.communicators.transports.accelerator import cuda_aware, gpu_ways
+from mpistrat.communicators.transports.accelerator import staging as device_staging
 from support import stand_in_cupy
 from support.rank_errors import errors_of_ranks
 

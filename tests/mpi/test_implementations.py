@@ -6,13 +6,15 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import pipelined, reducing, shared_memory
+from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.pipelined import PipelinedTransport
-from mpistrat.communicators.ring import RingTransport
+from mpistrat.communicators.costs.measurement import Costs
+from mpistrat.communicators.node import shared_memory
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.selection import Costs
+from mpistrat.communicators.transports import pipelined
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.ring import RingTransport
 from mpistrat.liveness.watch import CommunicatorWatch
 from support.rank_errors import assert_all_raise, assert_usable, errors_of_ranks
 

@@ -7,12 +7,12 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import reducing
-from mpistrat.communicators.accelerator import cuda_aware, gpu_ways
-from mpistrat.communicators.accelerator.library import CupyLibrary, TorchLibrary
-from mpistrat.communicators.accelerator.nccl import NcclTransport
-from mpistrat.communicators.accelerator.staging import CHUNK, StagedTransport
-from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transports.accelerator import cuda_aware, gpu_ways
+from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
+from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import seen_gpus

@@ -13,12 +13,13 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import reducing, shared_memory
+from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node_memory import Blocks, Window
+from mpistrat.communicators.node import shared_memory
+from mpistrat.communicators.node.blocks import Blocks, Window
 from mpistrat.communicators.router import Router, Ways
-from mpistrat.communicators.shared_window import WindowTransport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.liveness.record import RankRecord
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.time_limit(120)]

@@ -10,9 +10,10 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import Reduction, reducing, shared_slots
+from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.node import slots as shared_slots
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, StallError
 from mpistrat.liveness.record import ABORT, GROUP, RAISE, STALLED
 from support.rank_errors import errors_of_ranks

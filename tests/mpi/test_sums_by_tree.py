@@ -10,9 +10,9 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transports.mpi import MpiTransport
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SHORT = ("float16", "bfloat16")

@@ -9,14 +9,15 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import reducing, trace_of_job
+from mpistrat.communicators import reducing
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.contract import Contract
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, TopologyError
 from mpistrat.tools import trace_merging as merging
+from mpistrat.trace import of_job
 from mpistrat.trace.timeline import Timeline, part_of
 from support.rank_errors import errors_of_ranks
 from support.trace_rules import slices_of, valid_trace
@@ -40,13 +41,13 @@ class Traced:
         mpi = MpiTransport(self.comm)
         contract = Contract(mpi, "tests", check=check, timeline=self.timeline)
         self.communicator = Router([mpi], contract)
-        trace_of_job.compare_clocks(self.comm, self.timeline)
+        of_job.compare_clocks(self.comm, self.timeline)
 
     def events(self) -> list[dict]:
         """What rank 0 makes of all parts, on every rank."""
-        trace_of_job.compare_clocks(self.comm, self.timeline)
+        of_job.compare_clocks(self.comm, self.timeline)
         self.timeline.close()
-        trace_of_job.gather_parts(self.comm, self.timeline)
+        of_job.gather_parts(self.comm, self.timeline)
         events = error = None
         if RANK == 0:
             merged = merging.merge(str(self.folder))
@@ -177,11 +178,11 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(
             raise PermissionError(13, "Permission denied", folder)
         return Timeline(folder, rank, size, "node", "of all")
 
-    monkeypatch.setattr(trace_of_job.of_process, "begin", begin)
+    monkeypatch.setattr(of_job.of_process, "begin", begin)
     comm = WORLD.Dup()
     folder = str(tmp_path / f"of rank {RANK}")
 
-    for name, message, _ in errors_of_ranks(lambda: trace_of_job.begin(comm, folder)):
+    for name, message, _ in errors_of_ranks(lambda: of_job.begin(comm, folder)):
         assert name == TopologyError.__name__
         assert f"1 of {SIZE} ranks cannot write" in message
         assert f"rank {LAST} on " in message

@@ -14,10 +14,10 @@ import mpistrat as ms
 from mpistrat import communicators
 from mpistrat.communicators import SUM, Communicator, LocalCommunicator, router
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.contract import Contract
-from mpistrat.communicators.mpi import MpiTransport
+from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transport import Mover, Transport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.transport import Mover, Transport
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -81,8 +81,8 @@ def imports_of(module):
 
 def test_mpi_and_the_ring_do_not_import_each_other():
     both = {
-        "mpistrat.communicators.ring" in imports_of("mpi"),
-        "mpistrat.communicators.mpi" in imports_of("ring"),
+        "mpistrat.communicators.transports.ring" in imports_of("mpi"),
+        "mpistrat.communicators.transports.mpi" in imports_of("ring"),
     }
     assert both == {False, True}  # the ring's messages are MPI's
 

@@ -10,11 +10,11 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.communicators import Reduction, construction
-from mpistrat.communicators.compressed import CompressedTransport
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node import watch_of
 from mpistrat.communicators.router import Router, Ways
+from mpistrat.communicators.transports.compressed import CompressedTransport
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.fault_tolerance.committed_states import CommittedStates
+from mpistrat.liveness.node_records import watch_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK

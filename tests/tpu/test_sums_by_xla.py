@@ -13,7 +13,7 @@ import torch
 
 import mpistrat as ms
 from mpistrat import xla
-from mpistrat.communicators.common_memory import PAGE
+from mpistrat.communicators.node.common_memory import PAGE
 from support.xla.trained_models import Training
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
-from mpistrat.communicators.agreement import BoardAgreement
+from mpistrat.communicators.contract.agreement import BoardAgreement
 from mpistrat.errors import StallError, TopologyError
 from mpistrat.liveness import job_folder, processes
 from mpistrat.liveness.job_folder import JobFolder, remove_leftovers

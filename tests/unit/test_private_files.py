@@ -17,7 +17,7 @@ ALLOWED = {
     ("tools/bench/peers/tensorflow.py", "socket"): "a peer, in a benchmark: TF_CONFIG names a port",
     ("tools/bench/peers/tensorflow.py", "bind"): "the same",
     ("tools/bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
-    ("communicators/cost_cache.py", "open"): "of a file that mkstemp has made",
+    ("communicators/costs/cache.py", "open"): "of a file that mkstemp has made",
     (
         "parameter_server/coordinator/pickling.py",
         "Unpickler",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpistrat.communicators.shared_memory import anonymous_file, mapped
+from mpistrat.communicators.node.shared_memory import anonymous_file, mapped
 
 _LINE = 64  # bytes of a cache line
 _PAGE = 4096

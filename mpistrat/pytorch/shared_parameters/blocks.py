@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mpistrat.communicators import Communicator
-from mpistrat.communicators.common_memory import PAGE, CommonMemory, View
+from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, View
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

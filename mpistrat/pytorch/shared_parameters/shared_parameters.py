@@ -18,7 +18,7 @@ import torch
 
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.common_memory import PAGE, Part
+from mpistrat.communicators.node.common_memory import PAGE, Part
 from mpistrat.cross_device_ops.packing import is_dense
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpistrat.communicators.common_memory import CommonMemory, View
+from mpistrat.communicators.node.common_memory import CommonMemory, View
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters

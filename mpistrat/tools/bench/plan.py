@@ -8,7 +8,7 @@ A node's ranks combine what they have in their memory, then each carries a slice
 for S bytes on N nodes. `node` is fitted to times of this run, with one alpha and beta for what the caches hold and
 others for what they do not. `latency` and `byte` are of the network, for all ranks of a node together: fitted to times
 between the nodes of this run by MPI's own algorithm, or given. Sums in pieces, which are taken where they were measured
-to be at most 1.1 times as slow, are not modelled on their own. Sources: `communicators/cost_model.py`. What the model
+to be at most 1.1 times as slow, are not modelled on their own. Sources: `communicators/costs/model.py`. What the model
 does not know: switches that are shared with others, and more than one level of them.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.communicators import Communicator
-from mpistrat.communicators.cost_model import Cost, fitted, fitted_in_two, link, over_nodes
+from mpistrat.communicators.costs.model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.options import CommunicationImplementation
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.operations import AllReduce

@@ -12,8 +12,8 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.hierarchical import HierarchicalTransport
-from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.hierarchical import HierarchicalTransport
+from mpistrat.communicators.transports.pipelined import PipelinedTransport
 
 WORLD = MPI.COMM_WORLD
 EXAMPLES = 8  # of a replica, in a step

@@ -22,8 +22,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.communication_thread import CommunicationThread
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node_memory import Blocks
+from mpistrat.communicators.node.blocks import Blocks
+from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.fault_tolerance import committed_states
 from mpistrat.fault_tolerance.survivors import Survivors
 

@@ -15,9 +15,9 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators import shared_memory
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.shared_window import WindowTransport
+from mpistrat.communicators.node import shared_memory
+from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from support.rank_errors import errors_of_ranks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.communicators.cost_model import Cost
+from mpistrat.communicators.costs.model import Cost
 from mpistrat.tools.bench.command import main
 from mpistrat.tools.bench.plan import Model, predict
 

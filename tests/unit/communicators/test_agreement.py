@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators.agreement import BoardAgreement
+from mpistrat.communicators.contract.agreement import BoardAgreement
 from mpistrat.liveness import waiting
 from mpistrat.liveness.watch import CommunicatorWatch
 

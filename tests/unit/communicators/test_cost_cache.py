@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.communicators import cost_cache
-from mpistrat.communicators.cost_model import Cost
+from mpistrat.communicators.costs import cache as cost_cache
+from mpistrat.communicators.costs.model import Cost
 
 KEY: dict[str, Any] = {"mpi": "MPICH 5.0.2", "cpus": [("a processor", 4, 2)]}
 COSTS = {"memory": Cost(1e-5, 1e-10, 0.1), "MPI": Cost(5e-6, 3e-10, 0.2)}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpistrat.communicators.cost_model import (
+from mpistrat.communicators.costs.model import (
     Cost,
     fitted,
     fitted_in_two,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mpistrat.communicators import LocalCommunicator, reducing
-from mpistrat.communicators.accelerator import buffers as device_buffers
-from mpistrat.communicators.accelerator import staging as device_staging
-from mpistrat.communicators.accelerator.staging import StagedTransport
+from mpistrat.communicators.transports.accelerator import buffers as device_buffers
+from mpistrat.communicators.transports.accelerator import staging as device_staging
+from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.liveness.watch import CommunicatorWatch
 
 SUM = reducing()

@@ -17,10 +17,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.arithmetic import KNOWN_TO_MPI
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.liveness.watch import CommunicatorWatch
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}

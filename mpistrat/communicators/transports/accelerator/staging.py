@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpistrat.arrays import Array, is_torch, itemsize, num_elements
-from mpistrat.communicators.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.accelerator.library import DeviceLibrary
 from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 
 CHUNK = (
     1 << 22

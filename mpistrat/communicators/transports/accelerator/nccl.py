@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, dtype_name, is_torch, num_elements
-from mpistrat.communicators.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.accelerator.library import DeviceLibrary
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.waiting import wait_until

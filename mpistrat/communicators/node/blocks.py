@@ -11,11 +11,11 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
 from mpistrat.communicators.host_views import bytes_of
+from mpistrat.communicators.node.shared_memory import before_others_see
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.shared_memory import before_others_see
-from mpistrat.communicators.transport import Mover
+from mpistrat.communicators.transports.transport import Mover
 from mpistrat.communicators.tree_sum import tree_sum_of
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch

@@ -10,9 +10,13 @@ import weakref
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat.communicators.agreement import Agreement, BoardAgreement, MessageAgreement
-from mpistrat.communicators.call_signature import CallSignature, explain_difference, signature_of
 from mpistrat.communicators.communicator import mark_raised_by_all
+from mpistrat.communicators.contract.agreement import Agreement, BoardAgreement, MessageAgreement
+from mpistrat.communicators.contract.call_signature import (
+    CallSignature,
+    explain_difference,
+    signature_of,
+)
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site, outside
 from mpistrat.liveness.record import ABORT
@@ -20,9 +24,9 @@ from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.collective_spans import CollectiveSpans
-    from mpistrat.communicators.mpi import MpiTransport
-    from mpistrat.communicators.shared_slots import Slot
+    from mpistrat.communicators.contract.collective_spans import CollectiveSpans
+    from mpistrat.communicators.node.slots import Slot
+    from mpistrat.communicators.transports.mpi import MpiTransport
     from mpistrat.trace.timeline import Timeline
 
 
@@ -112,7 +116,7 @@ class Contract(Unchecked):
             )
         self._spans: CollectiveSpans | None = None
         if timeline is not None:
-            from mpistrat.communicators.collective_spans import CollectiveSpans
+            from mpistrat.communicators.contract.collective_spans import CollectiveSpans
 
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._inside = _Inside(self)

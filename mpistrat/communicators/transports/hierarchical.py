@@ -13,19 +13,25 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.common_memory import CommonMemory, Part, View
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.cost_model import slowest
+from mpistrat.communicators.costs.measurement import (
+    SECONDS_BETWEEN_NODES,
+    Costs,
+    Way,
+    costs_of,
+    from_bytes,
+)
+from mpistrat.communicators.costs.model import slowest
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node_memory import how_to_add, share_of
-from mpistrat.communicators.pipelined import PipelinedTransport
+from mpistrat.communicators.node.blocks import how_to_add, share_of
+from mpistrat.communicators.node.common_memory import CommonMemory, Part, View
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, Way, costs_of, from_bytes
-from mpistrat.communicators.shared_window import MEMORY, MPI, WindowTransport
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.transport import Transport
+from mpistrat.communicators.transports.window import MEMORY, MPI, WindowTransport
 
 # Below, what is saved on the network is less than what the meetings within a node cost.
 SMALLEST = 1 << 16

@@ -14,17 +14,17 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.common_memory import PAGE, CommonMemory, Part, View
+from mpistrat.communicators.costs.measurement import Costs, Way, costs_of, from_bytes
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node_memory import Blocks, Window, share_of
+from mpistrat.communicators.node.blocks import Blocks, Window, share_of
+from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, Part, View
+from mpistrat.communicators.node.shared_memory import own_bytes, share
+from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.selection import Costs, Way, costs_of, from_bytes
-from mpistrat.communicators.shared_memory import own_bytes, share
-from mpistrat.communicators.shared_slots import SharedSlots
-from mpistrat.communicators.transport import Mover, Transport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.transport import Mover, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.shared_memory_limit import SHARED_MB
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from mpistrat.cluster_resolver.cache_folder import cache_folder
 from mpistrat.cluster_resolver.transport_settings import transport_settings
-from mpistrat.communicators import cost_cache
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.cost_model import Cost, fitted
+from mpistrat.communicators.costs import cache
+from mpistrat.communicators.costs.model import Cost, fitted
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.network_links import network_links
 
@@ -117,7 +117,7 @@ def costs_of(
         if communicator.rank == 0:
             known = costs_of_this_job[repr(key)] = _fitted(ways, measured, seconds)
             if folder is not None and known.ways and not known.disturbed:
-                cost_cache.write(folder, key, dict(known.ways))
+                cache.write(folder, key, dict(known.ways))
         known = communicator.broadcast_object(known)
     assert isinstance(known, Costs)
     return known
@@ -127,11 +127,11 @@ def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> 
     """What another communicator of this process has measured, or another job."""
     if repr(key) in costs_of_this_job:
         return costs_of_this_job[repr(key)]
-    found = None if folder is None else cost_cache.read(folder, key)
+    found = None if folder is None else cache.read(folder, key)
     if folder is None or found is None or found[0].keys() != ways.keys():
         return None
     costs = {way: found[0][way] for way in ways}
-    path = cost_cache.path_of(folder, key)
+    path = cache.path_of(folder, key)
     home = os.path.expanduser("~")
     told = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
     return Costs(costs, f"measured {_date(found[1])}, read from {told}")

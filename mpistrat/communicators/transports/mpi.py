@@ -20,10 +20,10 @@ from mpistrat.communicators.arithmetic import (
     arithmetic_of,
 )
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.node.blocks import share_of
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.transport import Transport
 from mpistrat.communicators.tree_sum import tree_sum_of
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mpistrat.communicators.agreement import DIGEST_BITS
+from mpistrat.communicators.contract.agreement import DIGEST_BITS
 from mpistrat.liveness.record import text_of
 
 # Of one signature; a program that calls a collective at more places has their texts made again.

@@ -8,7 +8,7 @@ import re
 from types import CodeType
 from typing import Any
 
-from mpistrat.communicators.call_signature import CallSignature
+from mpistrat.communicators.contract.call_signature import CallSignature
 from mpistrat.trace import profiler
 from mpistrat.trace.timeline import Timeline
 

@@ -9,7 +9,7 @@ from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.transport import Transport
 
 _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 

@@ -16,10 +16,10 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.mpi import MpiTransport
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.transport import Transport
 
 _COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 _TAG = 1

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
-from mpistrat.communicators.accelerator.library import DeviceLibrary, library_of
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
+from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 

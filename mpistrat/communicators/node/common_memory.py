@@ -21,7 +21,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.shared_memory import anonymous_file, forget_written, mapped, share
+from mpistrat.communicators.node.shared_memory import anonymous_file, forget_written, mapped, share
 
 PAGE = mmap.PAGESIZE
 # Combined before the next, while it is in the caches.

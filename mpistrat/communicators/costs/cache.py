@@ -14,7 +14,7 @@ import os
 import time
 from typing import Any
 
-from mpistrat.communicators.cost_model import Cost
+from mpistrat.communicators.costs.model import Cost
 from mpistrat.machine.private_files import make_folder
 
 # Counted up when a way comes to cost something else: what other versions have measured is not used.

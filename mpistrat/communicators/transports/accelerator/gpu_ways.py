@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrat.cluster_resolver.start_deadline import start_deadline
-from mpistrat.communicators.accelerator import nccl
-from mpistrat.communicators.accelerator.cuda_aware import CudaAwareTransport, is_proven
-from mpistrat.communicators.accelerator.library import CupyLibrary, TorchLibrary
-from mpistrat.communicators.accelerator.staging import StagedTransport
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.accelerator import nccl
+from mpistrat.communicators.transports.accelerator.cuda_aware import CudaAwareTransport, is_proven
+from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.transports.accelerator.staging import StagedTransport
+from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.abort_channel import AbortChannel
 
 

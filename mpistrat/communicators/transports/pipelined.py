@@ -17,14 +17,19 @@ from mpi4py import MPI
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
+from mpistrat.communicators.costs.measurement import (
+    SECONDS_BETWEEN_NODES,
+    Costs,
+    costs_of,
+    from_bytes,
+)
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.mpi import MpiTransport
-from mpistrat.communicators.node_memory import share_of
+from mpistrat.communicators.node.blocks import share_of
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.reduction_tree import ReductionTree
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.selection import SECONDS_BETWEEN_NODES, Costs, costs_of, from_bytes
-from mpistrat.communicators.transport import Transport
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 

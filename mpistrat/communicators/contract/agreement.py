@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.communicators.shared_memory import FENCE
+from mpistrat.communicators.node.shared_memory import FENCE
 from mpistrat.liveness.record import WORD
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.mpi import MpiTransport
+    from mpistrat.communicators.transports.mpi import MpiTransport
 
 DIGEST_BITS = 56
 # How often a rank looks at another's word before it begins to wait: for 4 us, in which ranks that keep step come.
