@@ -1,4 +1,4 @@
-"""Which signals reach the ranks through each launcher: README's table. And that the ranks then leave together."""
+"""Which signals reach the ranks through each launcher: the table of docs/preemption.md. All ranks leave together."""
 
 import signal
 import sys

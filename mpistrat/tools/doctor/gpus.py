@@ -90,8 +90,8 @@ def check(job: Job) -> Iterator[Finding]:
                 CHECK,
                 PROBLEM,
                 f"torch cannot be imported: {gpus.torch_error}.",
-                "pip install --force-reinstall torch, of the build that fits this machine (README: which torch comes "
-                "from where)",
+                "pip install --force-reinstall torch, of the build that fits this machine "
+                "(docs/getting_started.md: which torch comes from where)",
                 (name,),
             )
     if not any(_have(ranks) or _errors(ranks) or gpus.named for ranks, gpus, _ in told):
@@ -175,7 +175,7 @@ def _of_node(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
             CHECK,
             PROBLEM,
             f"torch {gpus.torch} is a build for CPUs, and there {there}.",
-            "pip install torch, of a CUDA build (README: which torch comes from where)",
+            "pip install torch, of a CUDA build (docs/getting_started.md: which torch comes from where)",
         )
     elif gpus.torch and not gpus.torch_gpus:
         yield Finding(

@@ -18,7 +18,7 @@ from mpistrat.tools.doctor.wording import bytes_in_words, count
 
 CHECK = "memory"
 SHARED = "/dev/shm"
-# A rank's share of a node's windows (README, "How values move"): fixed, and per byte of gradients
+# A rank's share of a node's windows (docs/how_values_move.md): fixed, and per byte of gradients
 FIXED_BYTES, GRADIENTS = 3.1e6, 3
 FEW_PARAMETERS = 10e6
 LITTLE_SPACE = 1e9

@@ -58,6 +58,8 @@ def _static() -> Iterator[Stage]:
     yield Stage("types", ["mypy"], beside_others=True)
     yield Stage("format", ["ruff", "format", "--check", "."], beside_others=True)
     yield Stage("lint", ["ruff", "check", "."], beside_others=True)
+    build = ["sphinx-build", "-q", "-E", "-W", "--keep-going", "docs", "build/docs"]
+    yield Stage("docs", build, beside_others=True)
     yield Stage("shell", ["shellcheck", "--external-sources", *scripts], beside_others=True)
 
 

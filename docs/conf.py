@@ -1,0 +1,25 @@
+"""How Sphinx builds these pages: `sphinx-build -W --keep-going docs build/docs`. Needs neither MPI nor a GPU."""
+
+import sys
+from pathlib import Path
+
+from mpistrat import __version__
+
+sys.path.append(str(Path(__file__).parent))  # for docstrings.py
+
+project = "mpistrat"
+version = release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings"]
+
+html_theme = "furo"
+html_title = f"mpistrat {release}"
+html_copy_source = False
+html_show_copyright = False
+
+myst_enable_extensions = ["deflist", "substitution"]
+myst_heading_anchors = 3
+
+default_role = "py:obj"  # `name` in a docstring is code, and a link where the name has a page
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True

@@ -1,0 +1,49 @@
+"""A Sphinx extension: from the sections of our docstrings ("Called by:", "Args:", …) to reStructuredText."""
+
+import re
+from collections.abc import Iterator
+
+from sphinx.application import Sphinx
+
+SECTION = re.compile(r"(Args|Attributes|Called by|Context|Made by|Raises|Returns): *(.*)")
+SEVERAL = re.compile(r"(?<=\S) {3,}(?=[A-Z][a-z ]+: )")  # "Called by: a rank.   Context: replica."
+ENTRY = re.compile(r"([*\w]+(?:, [*\w]+)*): +(.*)")
+CONSTANT = re.compile(r"([A-Z][A-Z_]+): +(.*)")  # a member of an enum
+INFLECTED = re.compile(r"(`[^`]+`)(?=\w)")  # "`Variable`s"
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", to_rst)
+
+
+def to_rst(
+    app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]
+) -> None:
+    """Rewrite the `lines` of one docstring in place. Called by: Sphinx, for each."""
+    parts = [part for line in lines for part in SEVERAL.split(line)]
+    lines[:] = _converted([INFLECTED.sub(r"\1\\ ", part) for part in parts])
+
+
+def _converted(lines: list[str]) -> Iterator[str]:
+    indent: int | None = None  # of what continues the field that began last
+    for line in lines:
+        if section := SECTION.fullmatch(line):
+            if indent is None:
+                yield ""
+            yield f":{section[1]}: {section[2]}".rstrip()
+            indent = 4
+        elif constant := CONSTANT.fullmatch(line):
+            yield from ("", f"- `{constant[1]}`: {constant[2]}")
+            indent = 2
+        elif not line.strip():
+            yield ""
+            indent = None
+        elif indent is None:
+            yield line
+        elif line[:4].isspace() and (entry := ENTRY.fullmatch(line[4:])):
+            names = entry[1].replace("*", r"\*")
+            yield from ("", f"    - **{names}**: {entry[2]}")
+            indent = 6
+        else:
+            yield " " * indent + line.strip()
+    yield ""

@@ -1,0 +1,137 @@
+"""README is a door, and docs/ is the house: what they name exists, and what exists publicly is named there."""
+
+import ast
+import importlib
+import inspect
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import mpistrat as ms
+from mpistrat import wire_formats
+
+TOP = Path(__file__).parents[2]
+README = TOP / "README.md"
+DOCS = TOP / "docs"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+# Where users find names.
+DOORS = (
+    ms,
+    ms.checkpoint,
+    ms.cluster_resolver,
+    ms.compat.v1,
+    ms.compat.v1.experimental,
+    ms.coordinator,
+    ms.errors,
+    ms.experimental,
+    ms.experimental.partitioners,
+    ms.fault_tolerance,
+    ms.input,
+    ms.tpu,
+    wire_formats,
+)
+
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=[str(page.relative_to(TOP)) for page in PAGES]
+)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of(README).split()) <= 900
+
+
+def test_readme_says_how_to_test() -> None:
+    commands = (TOP / ".ci/run").read_text(encoding="utf-8").splitlines()
+    assert commands[-1].endswith('/../scripts/test"')
+    assert "\n    scripts/test " in text_of(README)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]+))?\)", text_of(page)):
+        file = page.parent / target if target else page
+        assert file.is_file(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors_of(file), f"{page.name}: {target}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_programs_name_what_exists(page: Path) -> None:
+    for program in re.findall(
+        r"^ *```python\n(.*?)^ *```", text_of(page), re.DOTALL | re.MULTILINE
+    ):
+        for name in names_in(ast.parse(program)):
+            assert exists(name), f"{page.name}: ms.{name}"
+
+
+def exists(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(ms)
+    except AttributeError:
+        return False
+    return True
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """`checkpoint.Checkpoint` for `ms.checkpoint.Checkpoint`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner, _, name = ast.unparse(node).partition(".")
+            if owner == "ms" and name.replace(".", "").isidentifier():
+                yield name
+
+
+def public_names(door: ModuleType) -> list[str]:
+    """The classes and functions that a door shows; not what it imports for its own use."""
+    things = {name: getattr(door, name) for name in dir(door) if not name.startswith("_")}
+    return [
+        name
+        for name, thing in things.items()
+        if (inspect.isclass(thing) or inspect.isfunction(thing))
+        and thing.__module__.startswith("mpistrat")
+    ]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_public_names_are_in_the_reference(door: ModuleType) -> None:
+    reference = "\n".join(map(text_of, (DOCS / "api").glob("*.md")))
+    described = set(entries(reference))
+    for name in public_names(door):
+        thing = getattr(door, name)
+        assert thing in {entry[1] for entry in described}, name
+        assert (name, thing) in described or f"`{name}`" in reference, name
+
+
+def entries(reference: str) -> Iterator[tuple[str, object]]:
+    """Each name that has an entry, and what it stands for."""
+    module = ""
+    for directive, name in re.findall(r"^\.\. (\w+):: (\S+)", reference, re.MULTILINE):
+        if directive == "currentmodule":
+            module = name
+        elif directive == "automodule":
+            door = importlib.import_module(name)
+            yield from ((member, getattr(door, member)) for member in public_names(door))
+        else:
+            owner, _, last = (name if "." in name else f"{module}.{name}").rpartition(".")
+            yield last, getattr(importlib.import_module(owner), last)
+
+
+def test_pages_that_texts_name() -> None:
+    for folder in ("mpistrat", "scripts", "slurm", "tests"):
+        for file in (TOP / folder).rglob("*"):
+            if file.suffix in {"", ".py", ".sh", ".txt", ".sbatch"} and file.is_file():
+                for page in re.findall(r"\bdocs/\w+\.md", text_of(file)):
+                    assert (TOP / page).is_file(), f"{file}: {page}"
