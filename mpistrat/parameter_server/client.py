@@ -14,15 +14,22 @@ from mpistrat.arrays import Array
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.errors import UnavailableError
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server import protocol
 from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push, not_yet_everywhere
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.routes import Request, Routes
-from mpistrat.parameter_server.rpc import requests
-from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
-from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.protocol import NewArray, Update, Updates
+from mpistrat.parameter_server.routes import RoutedRequest, Routes
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Region
 from mpistrat.parameter_server.tables import MappedTable
-from mpistrat.parameter_server.tensors import Carried, Kind, Placed, carried, pack, unpack
+from mpistrat.parameter_server.tensors import (
+    InlineTensor,
+    SharedTensor,
+    TensorSpec,
+    inline,
+    pack,
+    unpack,
+)
 from mpistrat.parameter_server.update_numbers import UpdateNumbers, session_of
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ class Address(NamedTuple):
     server: int
     key: int
     name: str
-    kind: Kind
+    spec: TensorSpec
 
 
 class Change(NamedTuple):
@@ -60,7 +67,7 @@ class Client:
     What is on the same node is read where it lies; all changes are made by the servers, one after the other.
 
     Args:
-        post: to the servers.
+        rpc: to the servers.
         servers: their ranks, in task order.
         replicated: whether each keeps the second copies of what the one before it makes.
     Attributes:
@@ -69,9 +76,9 @@ class Client:
         bytes_pulled, bytes_pushed: so far.
     """
 
-    def __init__(self, post: Post, servers: Sequence[int], replicated: bool = False) -> None:
-        self.post, self.servers = post, tuple(servers)
-        self.routes = Routes(post, servers, replicated)
+    def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
+        self.rpc, self.servers = rpc, tuple(servers)
+        self.routes = Routes(rpc, servers, replicated)
         self.bytes_pulled = self.bytes_pushed = 0
         self._buffers = Buffers()
         self._results = RecycledBuffers()
@@ -81,20 +88,20 @@ class Client:
         self._tables: dict[tuple[int, int], MappedTable | None] = {}
         self.used: dict[int, Address] = {}
         self._is_done = False
-        self._numbers = UpdateNumbers(session_of(post.rank) if replicated else None)
+        self._numbers = UpdateNumbers(session_of(rpc.rank) if replicated else None)
         self._pushes = itertools.count()
         self._already_written = False
-        post.on_lost(self._forget_memory)
+        rpc.on_lost(self._forget_memory)
 
     def _forget_memory(self, rank: int) -> None:
         """Of a process that has died: its pages are there as long as they are mapped."""
-        self._mappings.forget(self.post.mail.pid_of(rank))
+        self._mappings.forget(self.rpc.channel.pid_of(rank))
         for which in [which for which in list(self._tables) if which[0] == rank]:
             del self._tables[which]
 
     def names_lost(self) -> list[str]:
         """Of the arrays that were used from here, and of which no copy is left."""
-        is_lost = self.post.mail.has_died
+        is_lost = self.rpc.channel.has_died
         used = list(self.used.values())
         return [one.name for one in used if all(map(is_lost, self.routes.copies_of(one.server)))]
 
@@ -102,61 +109,61 @@ class Client:
         """Have the server make the array, with this value."""
         self.used[address.key] = address
         packed, region = pack([value], self._shared_with(self.routes.holder_of(address.server)))
-        new = Created(address.key, address.server, address.name, address.kind, packed[0])
-        self.ask(
+        new = NewArray(address.key, address.server, address.name, address.spec, packed[0])
+        self.call(
             address.server,
-            requests.CREATE,
+            protocol.CREATE,
             new,
             lambda: new._replace(value=self._by_value(packed[0])),
         ).wait()
         self._give_back(region)
-        self.bytes_pushed += address.kind.nbytes
+        self.bytes_pushed += address.spec.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
         """Let those who look for this array raise the error, now and later."""
         for one in self.routes.copies_of(server):
-            self.post.tell(one, requests.CANNOT_CREATE, (key, error))
+            self.rpc.notify(one, protocol.CANNOT_CREATE, (key, error))
 
     def find(self, server: int, key: int) -> Address:
         """An array that another rank makes; waits until it has, as long as that uses the servers.
 
         Raises: UnavailableError when it does not any more; what it told by `cannot_create`.
         """
-        name, kind, _ = self.ask(server, requests.FIND, key).wait(limited=False)
-        self.used[key] = Address(server, key, name, kind)
+        name, spec, _ = self.call(server, protocol.FIND, key).wait(limited=False)
+        self.used[key] = Address(server, key, name, spec)
         return self.used[key]
 
     def pull(self, address: Address, out: Array | None = None) -> Array:
         """The value, on the host; in `out` where one is given."""
         if out is None:
             with self._recycling:
-                out = self._results.like(address.kind.empty())
+                out = self._results.like(address.spec.empty())
         self.pull_into([(address, out)])
         return out
 
     def pull_into(self, wanted: Sequence[tuple[Address, Array]]) -> None:
-        """Several values at the same time, each into an array of its kind, on any device."""
-        asked: list[tuple[Array, Kind, Region | None, Request]] = []
+        """Several values at the same time, each into an array of its spec, on any device."""
+        asked: list[tuple[Array, TensorSpec, Region | None, RoutedRequest]] = []
         for address, out in wanted:
-            kind = address.kind
-            self.bytes_pulled += kind.nbytes
+            spec = address.spec
+            self.bytes_pulled += spec.nbytes
             table = self._mapped(address)
             if table is not None and table.copy_to(out):
                 continue
             # The server answers between two updates.
-            region, place = None, None
+            region, target = None, None
             if table is not None:
-                region = self._buffers.take(kind.nbytes)
-                place = Placed(region.place._replace(nbytes=kind.nbytes), kind)
+                region = self._buffers.take(spec.nbytes)
+                target = SharedTensor(region.handle._replace(nbytes=spec.nbytes), spec)
             by_value = partial(tuple, (address.key, None))
-            reply = self.ask(address.server, requests.PULL, (address.key, place), by_value)
-            asked.append((out, kind, region, reply))
-        for out, kind, region, reply in asked:
+            reply = self.call(address.server, protocol.PULL, (address.key, target), by_value)
+            asked.append((out, spec, region, reply))
+        for out, spec, region, reply in asked:
             answer = reply.wait()
             if answer is not None:
                 out[...] = unpack(answer, self._mappings)
             elif region is not None:
-                out[...] = kind.array_in(region.memory[: kind.nbytes])
+                out[...] = spec.array_in(region.memory[: spec.nbytes])
             self._give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
@@ -164,9 +171,9 @@ class Client:
         table = self._mapped(address)
         rows = None if table is None else table.rows(indices)
         if rows is None:
-            body = address.key, carried(indices)
-            rows = unpack(self.ask(address.server, requests.ROWS, body).wait(), self._mappings)
-        self.bytes_pulled += arrays.num_elements(rows) * address.kind.itemsize
+            body = address.key, inline(indices)
+            rows = unpack(self.call(address.server, protocol.ROWS, body).wait(), self._mappings)
+        self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
     def change(self, changes: Sequence[Change]) -> list[Array | None]:
@@ -188,7 +195,7 @@ class Client:
             self.used[change.address.key] = change.address
             by_server.setdefault(change.address.server, []).append((position, change))
         push = self.next_push(by_server)
-        asked: list[tuple[Request, Region | None, list[int]]] = []
+        asked: list[tuple[RoutedRequest, Region | None, list[int]]] = []
         for server, given in by_server.items():
             operands = [_arrays_of(change.operand) for _, change in given]
             buffers = self._shared_with(self.routes.holder_of(server))
@@ -205,7 +212,7 @@ class Client:
             ]
             asks = Updates(updates, push and push._replace(part=server), settled)
             by_value = partial(self._updates_by_value, asks)
-            reply = self.ask(server, requests.UPDATE, asks, by_value)
+            reply = self.call(server, protocol.UPDATE, asks, by_value)
             asked.append((reply, region, [position for position, _ in given]))
             self.bytes_pushed += sum(
                 arrays.num_elements(one) * arrays.itemsize(one)
@@ -241,19 +248,19 @@ class Client:
             mine = [(one.key, shard) for one, shard in arrays if one.server == server]
             if mine:
                 body = optimizer, packed, mine
-                replies.append(self.ask(server, requests.MAKE_OPTIMIZER, body))
+                replies.append(self.call(server, protocol.MAKE_OPTIMIZER, body))
         for reply in replies:
             reply.wait()
 
     def optimizer_state(self, optimizer: int, address: Address) -> State:
         """What the optimizer keeps for an array: NumPy arrays and numbers, by name."""
         body = optimizer, address.key
-        state: State = self.ask(address.server, requests.OPTIMIZER_STATE, body).wait()
+        state: State = self.call(address.server, protocol.OPTIMIZER_STATE, body).wait()
         return state
 
     def load_optimizer_state(self, optimizer: int, address: Address, state: State) -> None:
         body = optimizer, address.key, state
-        self.ask(address.server, requests.LOAD_OPTIMIZER_STATE, body).wait()
+        self.call(address.server, protocol.LOAD_OPTIMIZER_STATE, body).wait()
 
     def next_push(self, servers: Iterable[int]) -> Push | None:
         """What goes to these servers now."""
@@ -284,10 +291,10 @@ class Client:
     def forget(self, over: Sequence[int], over_before: int) -> None:
         """Tell the servers which pieces of work nobody begins again: these, and all with smaller numbers."""
         for server in self.servers:
-            self.post.tell(server, requests.FORGET, (list(over), over_before))
+            self.rpc.notify(server, protocol.FORGET, (list(over), over_before))
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def consistent_snapshot(self) -> Iterator[None]:
         """Inside, nobody else changes anything: what is read then was so at one time."""
         holding: list[int] = []
         try:
@@ -307,9 +314,9 @@ class Client:
         try:
             for server in living:  # in this order by everybody: no two hold some of them each
                 holding.append(server)
-                held[server] = self.post.ask(server, HOLD).wait()
+                held[server] = self.rpc.call(server, HOLD).wait()
             missing = not_yet_everywhere(held, self.routes.holder_of)
-            for reply in [self.post.ask(one, ADMIT, missing[one]) for one in living]:
+            for reply in [self.rpc.call(one, ADMIT, missing[one]) for one in living]:
                 reply.wait()
         except UnavailableError:
             if any(map(self.routes.is_lost_with, self.servers)):
@@ -319,37 +326,37 @@ class Client:
 
     def _release(self, holding: list[int]) -> None:
         while holding:
-            self.post.tell(holding.pop(), RELEASE)
+            self.rpc.notify(holding.pop(), RELEASE)
 
     def publish(self, name: Any, value: Any) -> None:
         """Let all know that `name` is `value`."""
         for server in self.routes.copies_of(self.servers[0]):
-            self.post.tell(server, requests.PUBLISH, (name, value))
+            self.rpc.notify(server, protocol.PUBLISH, (name, value))
 
     def await_published(self, name: Any) -> Any:
         """What the rank that makes arrays publishes under this name; waits for it as long as that uses the servers."""
-        return self.ask(self.servers[0], requests.PUBLISHED, name).wait(limited=False)
+        return self.call(self.servers[0], protocol.PUBLISHED, name).wait(limited=False)
 
     def done(self) -> None:
         """This rank needs the servers no more."""
         self._is_done = True
         for server in self.servers:
-            self.post.tell(server, requests.DONE)
+            self.rpc.notify(server, protocol.DONE)
 
-    def ask(
+    def call(
         self,
         server: int,
-        kind: str,
+        method: str,
         body: Any = None,
         by_value: Callable[[], Any] | None = None,
-    ) -> Request:
+    ) -> RoutedRequest:
         """Ask who has what is made on `server`.
 
         Args: by_value: gives the body for a server that cannot map this process's memory, where `body` refers to that.
         Raises: RuntimeError after `done`.
         """
         self._check_not_done()
-        return self.routes.ask(server, kind, body, by_value)
+        return self.routes.call(server, method, body, by_value)
 
     def _check_not_done(self) -> None:
         if self._is_done:
@@ -361,24 +368,24 @@ class Client:
     def _mapped(self, address: Address) -> MappedTable | None:
         self._check_not_done()
         server = self.routes.holder_of(address.server)
-        if self.post.mail.has_died(server):  # its memory would still be there
-            raise self.post.gone(server)
+        if self.rpc.channel.has_died(server):  # its memory would still be there
+            raise self.rpc.death_error(server)
         which = server, address.key
         if which not in self._tables:
             self.used[address.key] = address
             table = None
-            if self.post.mail.shares_memory_with(server):
-                _, kind, place = self.ask(address.server, requests.FIND, address.key).wait()
+            if self.rpc.channel.shares_memory_with(server):
+                _, spec, handle = self.call(address.server, protocol.FIND, address.key).wait()
                 with contextlib.suppress(OSError):
-                    table = MappedTable(kind, self._mappings.at(place))
+                    table = MappedTable(spec, self._mappings.at(handle))
             self._tables[which] = table
         return self._tables[which]
 
     def _shared_with(self, server: int) -> Buffers | None:
-        return self._buffers if self.post.mail.shares_memory_with(server) else None
+        return self._buffers if self.rpc.channel.shares_memory_with(server) else None
 
-    def _by_value(self, packed: Placed | Carried) -> Carried:
-        return carried(unpack(packed, self._mappings))
+    def _by_value(self, packed: SharedTensor | InlineTensor) -> InlineTensor:
+        return inline(unpack(packed, self._mappings))
 
     def _updates_by_value(self, asks: Updates) -> Updates:
         updates = [

@@ -13,10 +13,10 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.input.splitting import Share
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.remote_shards import ServedShards
-from mpistrat.parameter_server.remote_variable import ServedVariable
-from mpistrat.parameter_server.rpc.remote_errors import as_told
-from mpistrat.parameter_server.tensors import Kind
+from mpistrat.parameter_server.remote_shards import RemoteShards
+from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.rpc.remote_errors import attributed_error
+from mpistrat.parameter_server.tensors import TensorSpec
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategy import Strategy
 from mpistrat.variables.aggregating import AggregatingVariable
@@ -73,8 +73,8 @@ class ServedExtended(StrategyExtended):
         """The rank that makes variables; of workers that train by themselves the first that is still there."""
         if self.makes_variables or "chief" in self.job.roles.ranks:
             return self.makes_variables
-        died = self.job.post.mail.has_died
-        return self.job.post.rank == next(
+        died = self.job.rpc.channel.has_died
+        return self.job.rpc.rank == next(
             (rank for rank in self.job.workers if not died(rank)), None
         )
 
@@ -87,7 +87,7 @@ class ServedExtended(StrategyExtended):
         return self.makes_variables and len(self.job.clients) > 1
 
     def unchanging(self) -> contextlib.AbstractContextManager[None]:
-        return self.job.client.alone()
+        return self.job.client.consistent_snapshot()
 
     def already_written(self) -> contextlib.AbstractContextManager[None]:
         return self.job.client.already_written()
@@ -108,8 +108,8 @@ class ServedExtended(StrategyExtended):
         try:
             yield
         except BaseException as error:
-            failed = f"{self.job.name_of(self.job.post.rank)} has not {what}"
-            self._tell(what, None, as_told(error, failed))
+            failed = f"{self.job.name_of(self.job.rpc.rank)} has not {what}"
+            self._tell(what, None, attributed_error(error, failed))
             raise
 
     def _tell(self, what: str, value: Any, error: Exception | None) -> None:
@@ -224,17 +224,17 @@ class ServedExtended(StrategyExtended):
         if self.makes_variables:
             try:
                 array = value()
-                address = Address(server, key, name, Kind.of(array))
+                address = Address(server, key, name, TensorSpec.of(array))
                 self.job.client.create(address, array)
             except BaseException as error:
                 self._tell_not_made(server, key, name, error)
                 raise
             return address
         address = self.job.client.find(server, key)
-        there = address.kind
+        there = address.spec
         if (address.name, there.shape, there.dtype) != (name, shape, dtype or there.dtype):
             raise CollectiveMismatchError(
-                f"{self.job.name_of(self.job.post.rank)} makes variable {name!r} of {dtype or there.dtype} "
+                f"{self.job.name_of(self.job.rpc.rank)} makes variable {name!r} of {dtype or there.dtype} "
                 f"{list(shape)} where {address.name!r} of {there.dtype} {list(there.shape)} was made: all workers make "
                 "the same variables, in the same order"
             )
@@ -259,8 +259,8 @@ class ServedExtended(StrategyExtended):
     def _tell_not_made(self, server: int, key: int, name: str, error: BaseException) -> None:
         """To those who look for the array that would have this number, from the rank that makes them."""
         if self.makes_variables:
-            who = f"{self.job.name_of(self.job.post.rank)} has not made variable {name!r}"
-            self.job.client.cannot_create(server, key, as_told(error, who))
+            who = f"{self.job.name_of(self.job.rpc.rank)} has not made variable {name!r}"
+            self.job.client.cannot_create(server, key, attributed_error(error, who))
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         return min(variables, key=lambda variable: variable.name)
@@ -278,7 +278,7 @@ def _servers_of(variable: Any) -> list[int]:
     """Where each of its parts is."""
     if isinstance(variable, AggregatingVariable):
         variable = variable.values[0]
-    parts = variable.variables if isinstance(variable, ServedShards) else [variable]
+    parts = variable.variables if isinstance(variable, RemoteShards) else [variable]
     return [part.address.server for part in parts]
 
 
@@ -293,10 +293,10 @@ def variable_of(
 
     Args: how: whether it is trainable, its synchronization, and its aggregation.
     """
-    variables = [ServedVariable(strategy, job.client, address, *how) for address in addresses]
+    variables = [RemoteVariable(strategy, job.client, address, *how) for address in addresses]
     variable: Variable = variables[0]
     if len(variables) > 1 or variable.name != name:
-        variable = ServedShards(job.client, variables, name)
+        variable = RemoteShards(job.client, variables, name)
     if strategy.num_replicas_in_sync == 1:
         return variable
     return AggregatingVariable(strategy, [variable], *how[1:])  # type: ignore[list-item]

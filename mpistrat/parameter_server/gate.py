@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from mpistrat.parameter_server.rpc.rpc import Asked, Post
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 # Requests, in this order: hold; let these through; and a notice: go on.
 HOLD, ADMIT, RELEASE = "hold", "admit", "release"
@@ -49,18 +49,18 @@ class Gate:
     """
 
     def __init__(
-        self, post: Post, then: Callable[[Callable[[], None]], None] = lambda call: call()
+        self, rpc: RpcEndpoint, then: Callable[[Callable[[], None]], None] = lambda call: call()
     ) -> None:
-        self._post, self._then = post, then
+        self._rpc, self._then = rpc, then
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
-        self._next: deque[tuple[int, Asked]] = deque()  # who wants to hold it after that
+        self._next: deque[tuple[int, Request]] = deque()  # who wants to hold it after that
         self._let: _Let = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._admitted: set[_Part] = set()
-        self._asked: Asked | None = None  # to admit them
-        post.handle(HOLD, self._hold)
-        post.handle(ADMIT, self._admit)
-        post.handle(RELEASE, lambda source, _: self._release(source))
+        self._asked: Request | None = None  # to admit them
+        rpc.handle(HOLD, self._hold)
+        rpc.handle(ADMIT, self._admit)
+        rpc.handle(RELEASE, lambda source, _: self._release(source))
 
     def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
         """Call `work` now, or when the gate is open again. Args: push: where the same goes to other servers, too."""
@@ -85,26 +85,26 @@ class Gate:
         self._answer_if_all_came()
         self._release(rank)
 
-    def _hold(self, source: int, asked: Asked) -> None:
+    def _hold(self, source: int, request: Request) -> None:
         if self._holder is not None:
-            self._next.append((source, asked))
+            self._next.append((source, request))
             return
         self._holder = source
         let = {which: list(pushes) for which, pushes in self._let.items()}
-        self._post.answer(source, asked.ticket, let)
+        self._rpc.reply(source, request.ticket, let)
 
-    def _admit(self, source: int, asked: Asked) -> None:
-        self._asked = asked
-        self._admitted = set(asked.body)
+    def _admit(self, source: int, request: Request) -> None:
+        self._asked = request
+        self._admitted = set(request.body)
         held, self._held = self._held, []
         for one in held:  # those of the dead, too: what has come has come whole
             self.enter(*one)
-        self._admitted = {one for one in self._admitted if one[0] not in self._post.mail.lost}
+        self._admitted = {one for one in self._admitted if one[0] not in self._rpc.channel.lost}
         self._answer_if_all_came()
 
     def _answer_if_all_came(self) -> None:
         if self._asked is not None and not self._admitted and self._holder is not None:
-            self._then(partial(self._post.answer, self._holder, self._asked.ticket))
+            self._then(partial(self._rpc.reply, self._holder, self._asked.ticket))
             self._asked = None
 
     def _release(self, source: int) -> None:

@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mpistrat.errors import FailedPreconditionError
-from mpistrat.parameter_server.rpc.requests import Update
-from mpistrat.parameter_server.tensors import Carried
+from mpistrat.parameter_server.protocol import Update
+from mpistrat.parameter_server.tensors import InlineTensor
 
 
-class Applied:
+class IdempotencyCache:
     """What came of numbered updates: answers, or why they could not be made."""
 
     def __init__(self) -> None:
         # By piece of work, then array and number.
-        self._outcomes: dict[int, dict[tuple[int, int], Carried | Exception | None]] = {}
+        self._outcomes: dict[int, dict[tuple[int, int], InlineTensor | Exception | None]] = {}
         self._over_before = 0  # pieces of work
 
     def __len__(self) -> int:
         return sum(map(len, self._outcomes.values()))
 
-    def once(self, update: Update, name: str, make: Callable[[], Carried | None]) -> Carried | None:
+    def once(
+        self, update: Update, name: str, make: Callable[[], InlineTensor | None]
+    ) -> InlineTensor | None:
         """What `make` returns or raises, now or when it was called for this update.
 
         Args: name: of the array.

@@ -20,9 +20,9 @@ from mpistrat.liveness import interrupts, job_end
 from mpistrat.machine.notices import tell
 from mpistrat.machine.shared_memory_limit import shared_bytes
 from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.routes import keepers_of
-from mpistrat.parameter_server.rpc.channel import Mail
-from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.routes import backups_of
+from mpistrat.parameter_server.rpc.channel import Channel
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.server import ParameterServer
 
 # A notice to workers that run closures: the chief has no more.
@@ -67,7 +67,7 @@ class ServerJob:
         outlives_ranks: whether it goes on when one has died: all but a chief can.
         why_not_fault_tolerant: "" where MPI is.
         roles: who has which task.
-        post: to all the ranks.
+        rpc: to all the ranks.
         client: to the servers; also on these.
         ended: whether the chief has said that there is no more to do.
     """
@@ -78,28 +78,28 @@ class ServerJob:
             duplicate = comm.Dup()
         self.why_not_fault_tolerant = _why_not_fault_tolerant()
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
-        mail = Mail(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
-        self.post = Post(mail, self.name_of, stall_seconds())
-        self.post.what_died = self._what_died
+        channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
+        self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
+        self.rpc.describe_death = self._what_died
         self.servers = roles.ranks["ps"]
-        self.client = Client(self.post, self.servers, replicated)
+        self.client = Client(self.rpc, self.servers, replicated)
         self.ended = False
         self._done = False
         self._last_checkpoint = ""  # its path
-        self.post.on_lost(self._lost)  # before the server's
+        self.rpc.on_lost(self._lost)  # before the server's
         self._server: ParameterServer | None = None
         if roles.rank in self.servers:
-            keeper = keepers_of(self.servers)[roles.rank] if replicated else None
+            backup = backups_of(self.servers)[roles.rank] if replicated else None
             self._server = ParameterServer(
-                self.post, self.clients, self.trainers, self.trainers[0], keeper
+                self.rpc, self.clients, self.trainers, self.trainers[0], backup
             )
         self._here, self._begun = 0, False
         self._coordinates = False  # whether this rank has others run functions
         self._coordinator: int | None = None  # the rank that does, once all have begun
-        self.post.handle(END, lambda source, body: self._end())
-        self.post.handle(_HERE, self._comes)
-        self.post.handle(_CHECKPOINT, self._hear_of_checkpoint)
-        self.post.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
+        self.rpc.handle(END, lambda source, body: self._end())
+        self.rpc.handle(_HERE, self._comes)
+        self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
+        self.rpc.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
         # Runs before the ranks wait for each other at their ends: handlers run last in, first out.
         # Also where the program has forgotten its strategy by then: the servers wait for it.
         atexit.register(self.done)
@@ -107,7 +107,7 @@ class ServerJob:
     @property
     def clients(self) -> tuple[int, ...]:
         """The ranks that use servers."""
-        return tuple(rank for rank in range(self.post.size) if rank not in self.servers)
+        return tuple(rank for rank in range(self.rpc.size) if rank not in self.servers)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -136,9 +136,9 @@ class ServerJob:
         self._coordinates = coordinates
         if not self.outlives_ranks:
             return
-        self.post.tell(self.servers[0], _HERE, coordinates)
-        self.post.attend(lambda: self._begun)
-        job_end.go_on_without_the_lost(self.post.mail.has_lost)
+        self.rpc.notify(self.servers[0], _HERE, coordinates)
+        self.rpc.run_until(lambda: self._begun)
+        job_end.go_on_without_the_lost(self.rpc.channel.has_lost)
         job_end.expect_losses(not coordinates)
 
     def tell_of_checkpoint(self, path: str) -> None:
@@ -146,14 +146,14 @@ class ServerJob:
         self._last_checkpoint = path
         if not self._done:
             for server in self.servers:
-                self.post.tell(server, _CHECKPOINT, path)
+                self.rpc.notify(server, _CHECKPOINT, path)
 
     def _hear_of_checkpoint(self, source: int, path: str) -> None:
         self._last_checkpoint = path
-        first = next(one for one in self.servers if one not in self.post.mail.lost)
-        if self._server is not None and self.post.rank == first:
+        first = next(one for one in self.servers if one not in self.rpc.channel.lost)
+        if self._server is not None and self.rpc.rank == first:
             for client in self._server.clients - {source}:
-                self.post.tell(client, _CHECKPOINT, path)
+                self.rpc.notify(client, _CHECKPOINT, path)
 
     def serve(self) -> None:
         """The work of a server: return when all that use it are done."""
@@ -170,22 +170,24 @@ class ServerJob:
         self._leave()
         if self.roles.task_type == "chief":
             for worker in self.roles.ranks["worker"]:
-                self.post.tell(worker, END)
-        if self.post.rank not in self.servers:
+                self.rpc.notify(worker, END)
+        if self.rpc.rank not in self.servers:
             self.client.done()
         self._send_the_rest()
-        if self.post.rank == self._coordinator and self.post.mail.lost:
+        if self.rpc.rank == self._coordinator and self.rpc.channel.lost:
             # Nobody waits for the others at the end then; mpirun would kill them if this rank fails.
-            everybody = self.post.size - 1
-            self.post.attend(lambda: len(self.post.mail.lost) == everybody, _SECONDS_FOR_THE_OTHERS)
+            everybody = self.rpc.size - 1
+            self.rpc.run_until(
+                lambda: len(self.rpc.channel.lost) == everybody, _SECONDS_FOR_THE_OTHERS
+            )
 
     def _send_the_rest(self) -> None:
         """To those that read until they have it: what found no room in a pipe goes out only while this rank reads."""
         to = (*self.servers, *(self.workers if self._coordinates else ()))
-        if not self.post.attend(lambda: not self.post.mail.unsent(to), _SECONDS_TO_SEND):
-            names = ", ".join(map(self.name_of, self.post.mail.unsent(to)))
+        if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
+            names = ", ".join(map(self.name_of, self.rpc.channel.unsent(to)))
             job_end.end_job(
-                f"ending the job: {self.name_of(self.post.rank)} was at its end for {_SECONDS_TO_SEND:g} s, and "
+                f"ending the job: {self.name_of(self.rpc.rank)} was at its end for {_SECONDS_TO_SEND:g} s, and "
                 f"{names} did not read what it had sent: see what they do (py-spy dump), or whether they were stopped",
                 1,
             )
@@ -200,9 +202,9 @@ class ServerJob:
     def _comes(self, rank: int, coordinates: bool) -> None:
         self._here += 1
         self._coordinator = rank if coordinates else self._coordinator
-        if self._here == self.post.size:
-            for one in range(self.post.size):
-                self.post.tell(one, _BEGIN, self._coordinator)
+        if self._here == self.rpc.size:
+            for one in range(self.rpc.size):
+                self.rpc.notify(one, _BEGIN, self._coordinator)
 
     def _may_begin(self, coordinator: int | None) -> None:
         self._begun, self._coordinator = True, coordinator
@@ -214,8 +216,8 @@ class ServerJob:
         routes = self.client.routes
         holder = routes.holder_of(rank)
         here = None
-        if self._server is not None and holder == self.post.rank:
-            here = self._server.kept
+        if self._server is not None and holder == self.rpc.rank:
+            here = self._server.backup_copies
         given_up = list(here.given_up.values()) if here is not None else []
         if given_up or routes.is_lost_with(rank):
             lost = _named(given_up or self.client.names_lost())
@@ -225,7 +227,7 @@ class ServerJob:
                 f"{last if self._last_checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
             )
         names = _named(list(here.names.values()) if here is not None else [])
-        kept_there = self.name_of(routes.kept_on(rank) or 0)
+        kept_there = self.name_of(routes.primary_of(rank) or 0)
         return (
             f"{died}; {self.name_of(holder)} goes on with {names}, of which there is no other copy now, nor of what "
             f"{kept_there} has made"
@@ -239,7 +241,7 @@ class ServerJob:
             self._lost_for_good(rank)
             return
         job_end.end_without_finalize()
-        lost, coordinator = self.post.mail.lost, self._coordinator
+        lost, coordinator = self.rpc.channel.lost, self._coordinator
         if rank == coordinator and not self.ended:
             self._end_job(f"{self.name_of(rank)} has died, which tells the others what to do")
         if coordinator in lost:
@@ -250,7 +252,7 @@ class ServerJob:
             teller = holder  # which has the names of what it keeps
         elif teller is None:
             teller = next((one for one in self.servers if one not in lost), None)
-        if self.post.rank != teller:
+        if self.rpc.rank != teller:
             return
         others = [one for one in self.clients if one not in lost and one != coordinator]
         if rank not in self.servers and not others and coordinator is None:
@@ -279,20 +281,20 @@ class ServerJob:
     def _lost_for_good(self, rank: int) -> None:
         """Launchers end the job as soon as they see it, and the observer tells who was the first; some never do."""
         needed = {*self.servers, *self.roles.ranks.get("chief", ())}
-        if self.post.rank in self.servers:
+        if self.rpc.rank in self.servers:
             needed.update(self.clients)
         if rank in needed:
             time.sleep(_SECONDS_FOR_THE_FIRST)
             job_end.end_job(
                 f"ending the job: {self.name_of(rank)} has died, or has left without a word, and "
-                f"{self.name_of(self.post.rank)} needs it",
+                f"{self.name_of(self.rpc.rank)} needs it",
                 1,
             )
 
     def _end_job(self, why: str) -> None:
-        alive = [one for one in range(self.post.size) if one not in self.post.mail.lost]
+        alive = [one for one in range(self.rpc.size) if one not in self.rpc.channel.lost]
         first = next((one for one in self.servers if one in alive), alive[0])
-        if self.post.rank != first:
+        if self.rpc.rank != first:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end.end_job(f"ending the job: {why}", 1)
 

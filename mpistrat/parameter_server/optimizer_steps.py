@@ -14,7 +14,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.tables import Table
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServedOptimizer, State
+    from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServerOptimizer, State
 
 
 class Step(NamedTuple):
@@ -38,7 +38,7 @@ class OptimizerSteps:
     """The optimizers of a server's arrays."""
 
     def __init__(self) -> None:
-        self._optimizers: dict[tuple[int, int], ServedOptimizer] = {}  # by number, and array
+        self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}  # by number, and array
         # By round, then optimizer, array and how many times before: the workers' gradients.
         self._pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
@@ -46,15 +46,15 @@ class OptimizerSteps:
         self, optimizer: int, recipe: OptimizerRecipe, tables: Sequence[tuple[int, Table, bool]]
     ) -> None:
         """For arrays, with their numbers and whether each is a part of a variable. Again and again changes nothing."""
-        from mpistrat.parameter_server.server_optimizers import ServedOptimizer
+        from mpistrat.parameter_server.server_optimizers import ServerOptimizer
 
         for key, table, shard in tables:
             if (optimizer, key) not in self._optimizers:
-                lacks = table.kind.of_torch and table.kind.dtype not in np.sctypeDict
-                self._optimizers[optimizer, key] = ServedOptimizer(
+                lacks = table.spec.is_torch and table.spec.dtype not in np.sctypeDict
+                self._optimizers[optimizer, key] = ServerOptimizer(
                     view_of(table.array),
                     recipe,
-                    dtype=table.kind.dtype if lacks else None,
+                    dtype=table.spec.dtype if lacks else None,
                     shard=shard,
                 )
 
@@ -122,7 +122,7 @@ class OptimizerSteps:
     def load_state(self, optimizer: int, key: int, state: State) -> None:
         self._of(optimizer, key).load_state_dict(state)
 
-    def _of(self, optimizer: int, key: int) -> ServedOptimizer:
+    def _of(self, optimizer: int, key: int) -> ServerOptimizer:
         try:
             return self._optimizers[optimizer, key]
         except KeyError:
@@ -131,7 +131,7 @@ class OptimizerSteps:
             ) from None
 
     def _take(
-        self, optimizer: ServedOptimizer, table: Table, gradient: Any, numbers: Mapping[str, Any]
+        self, optimizer: ServerOptimizer, table: Table, gradient: Any, numbers: Mapping[str, Any]
     ) -> None:
         with table.writing():
             optimizer.step(gradient, numbers)
@@ -188,11 +188,11 @@ def _combined(pending: _Pending, workers: int) -> Any:
 
 def _as_numbers(table: Table, memory: np.ndarray) -> Any:
     """The gradient's memory as an array of its own dtype, which NumPy may lack."""
-    if not table.kind.of_torch:
+    if not table.spec.is_torch:
         return memory
     import torch
 
-    return torch.from_numpy(memory).view(getattr(torch, table.kind.dtype))
+    return torch.from_numpy(memory).view(getattr(torch, table.spec.dtype))
 
 
 def _divided(table: Table, memory: np.ndarray, divisor: int) -> np.ndarray:

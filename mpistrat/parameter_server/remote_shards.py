@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.remote_variable import ServedVariable
+from mpistrat.parameter_server.remote_variable import RemoteVariable
 from mpistrat.variables.sharded import ShardedVariable
 
 
-class ServedShards(ShardedVariable):
+class RemoteShards(ShardedVariable):
     """A `ShardedVariable` of variables on servers, which change their rows at the same time."""
 
-    variables: list[ServedVariable]
+    variables: list[RemoteVariable]
 
-    def __init__(self, client: Client, variables: Sequence[ServedVariable], name: str) -> None:
+    def __init__(self, client: Client, variables: Sequence[RemoteVariable], name: str) -> None:
         super().__init__(list(variables), name)
         self._client = client
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
 
 
-class ServedVariable(Variable):
+class RemoteVariable(Variable):
     """One array on a server, which every worker reads and changes.
 
     `read_value` copies the array; what was read before stays what it was. An update is made by the server, at once and
@@ -47,11 +47,11 @@ class ServedVariable(Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.address.kind.shape
+        return self.address.spec.shape
 
     @property
     def dtype(self) -> Any:
-        return self.address.kind.empty().dtype
+        return self.address.spec.empty().dtype
 
     @property
     def device(self) -> str:
@@ -89,9 +89,9 @@ class ServedVariable(Variable):
 
     def change(self, method: str, operand: Any) -> Change:
         """The update, checked here: the server is asked for nothing that does not fit."""
-        fits = fitting_operand(method, self.address.kind.empty(), operand, self.name)
+        fits = fitting_operand(method, self.address.spec.empty(), operand, self.name)
         if isinstance(fits, IndexedSlices):
-            values = arrays.cast_like(arrays.detach_read(fits.values), self.address.kind.empty())
+            values = arrays.cast_like(arrays.detach_read(fits.values), self.address.spec.empty())
             indices = arrays.to_numpy(fits.indices).astype(np.int64, copy=False)
             fits = IndexedSlices(values, indices)
         return Change(self.address, method, fits)

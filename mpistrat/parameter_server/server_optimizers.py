@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
     return tuple(_plain(one) for one in value) if isinstance(value, (tuple, list)) else value
 
 
-class ServedOptimizer:
+class ServerOptimizer:
     """The steps of one array on a server, updated in place, and their state.
 
     Args:

@@ -68,7 +68,7 @@ class Server:
         """Names this rank, such as "mpi://3"; nobody connects to it."""
         if self._job is None:
             raise RuntimeError("the server was made with start=False: call start() first")
-        return f"mpi://{self._job.post.rank}"
+        return f"mpi://{self._job.rpc.rank}"
 
     def join(self) -> None:
         """Do this rank's work; return when nobody needs it any more."""

@@ -12,18 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.errors import StallError, UnavailableError
-from mpistrat.parameter_server.rpc.rpc import Asked, Post
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.client import Client
-    from mpistrat.parameter_server.routes import Request
+    from mpistrat.parameter_server.routes import RoutedRequest
 
 # Notices: so many steps are ended, and the `Push` that this is; the step after so many has failed, and the `Push`.
 # Requests: whether the next may begin; how many steps each has ended.
 ENDED, FAILED, MAY_BEGIN, STEPS = "steps ended", "step failed", "may begin", "steps"
 
 
-class Clock:
+class ServerClock:
     """On a server: the steps of all workers.
 
     Args:
@@ -35,18 +35,18 @@ class Clock:
 
     def __init__(
         self,
-        post: Post,
+        rpc: RpcEndpoint,
         workers: Sequence[int],
         ended: Callable[[int], Exception | None] = lambda steps: None,
         then: Callable[[Callable[[], None]], None] = lambda call: call(),
     ) -> None:
-        self._post, self._tell_ended, self._then = post, ended, then
+        self._rpc, self._tell_ended, self._then = rpc, ended, then
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
-        self._waiting: list[tuple[int, Asked]] = []
+        self._waiting: list[tuple[int, Request]] = []
         self._errors: dict[int, Exception] = {}  # by worker, which has not been told yet
-        post.handle(MAY_BEGIN, self._may_begin)
-        post.handle(STEPS, lambda source, asked: post.answer(source, asked.ticket, self._steps))
+        rpc.handle(MAY_BEGIN, self._may_begin)
+        rpc.handle(STEPS, lambda source, request: rpc.reply(source, request.ticket, self._steps))
 
     @property
     def slowest(self) -> int:
@@ -69,9 +69,9 @@ class Clock:
         self._steps[rank] = steps
         self.look()
 
-    def _may_begin(self, source: int, asked: Asked) -> None:
+    def _may_begin(self, source: int, request: Request) -> None:
         """Answered with the steps of the slowest, once that has ended the step that is asked for."""
-        self._waiting.append((source, asked))
+        self._waiting.append((source, request))
         self.look()
 
     def look(self) -> None:
@@ -80,15 +80,15 @@ class Clock:
         error = self._tell_ended(slowest)
         if error is not None:
             self._errors = {**dict.fromkeys(self._working, error), **self._errors}
-        still: list[tuple[int, Asked]] = []
-        for source, asked in self._waiting:
-            if slowest >= asked.body and source in self._errors:
+        still: list[tuple[int, Request]] = []
+        for source, request in self._waiting:
+            if slowest >= request.body and source in self._errors:
                 error = self._errors.pop(source)
-                self._then(partial(self._post.refuse, source, asked.ticket, error))
-            elif slowest >= asked.body:
-                self._then(partial(self._post.answer, source, asked.ticket, slowest))
+                self._then(partial(self._rpc.reply_error, source, request.ticket, error))
+            elif slowest >= request.body:
+                self._then(partial(self._rpc.reply, source, request.ticket, slowest))
             else:
-                still.append((source, asked))
+                still.append((source, request))
         self._waiting = still
 
 
@@ -104,7 +104,7 @@ class WorkerClock:
     """
 
     def __init__(self, client: Client, max_staleness: int | None) -> None:
-        self._client, self._post, self._max_staleness = client, client.post, max_staleness
+        self._client, self._rpc, self._max_staleness = client, client.rpc, max_staleness
         first = client.routes.copies_of(client.servers[0])
         self._servers = client.servers if max_staleness == 0 else first
         self.steps = 0
@@ -131,13 +131,13 @@ class WorkerClock:
         if self._max_staleness is None or self._slowest >= self.steps - self._max_staleness:
             return
         first = self.steps - self._max_staleness
-        replies = [self._client.ask(server, MAY_BEGIN, first) for server in self._servers]
+        replies = [self._client.call(server, MAY_BEGIN, first) for server in self._servers]
         try:
             self._slowest = min(_all_of(replies))
         except StallError:
-            steps = {self._post.name_of(rank): n for rank, n in self.all_steps().items()}
+            steps = {self._rpc.name_of(rank): n for rank, n in self.all_steps().items()}
             raise StallError(
-                f"{self._post.name_of(self._post.rank)} has waited too long (MPISTRAT_STALL_SECONDS) to begin step "
+                f"{self._rpc.name_of(self._rpc.rank)} has waited too long (MPISTRAT_STALL_SECONDS) to begin step "
                 f"{self.steps} with max_staleness={self._max_staleness}; steps ended so far: {steps}"
             ) from None
 
@@ -161,15 +161,15 @@ class WorkerClock:
     def _tell(self, what: str) -> None:
         push = self._client.next_push(self._servers)
         for server in self._servers:
-            self._post.tell(server, what, (self.steps, push))
+            self._rpc.notify(server, what, (self.steps, push))
 
     def all_steps(self) -> dict[int, int]:
         """How many steps each worker has ended, by rank."""
-        answer: Any = self._client.ask(self._servers[0], STEPS).wait()
+        answer: Any = self._client.call(self._servers[0], STEPS).wait()
         return dict(answer)
 
 
-def _all_of(replies: Sequence[Request]) -> list[int]:
+def _all_of(replies: Sequence[RoutedRequest]) -> list[int]:
     """Raises: StallError, UnavailableError at once; the first other error when all have come."""
     answers, refusals = [], []
     for reply in replies:

@@ -9,12 +9,12 @@ from typing import Any
 
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.idempotency import Applied
+from mpistrat.parameter_server.idempotency import IdempotencyCache
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
-from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
+from mpistrat.parameter_server.protocol import NewArray, Update, Updates
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import Carried, Placed, carried, unpack
+from mpistrat.parameter_server.tensors import InlineTensor, SharedTensor, inline, unpack
 from mpistrat.parameter_server.update_numbers import session_of
 
 # An answer to an update brings the new value along, up to here.
@@ -35,15 +35,17 @@ class Store:
     def __init__(self, beside: Store | None = None) -> None:
         self.by_key: dict[int, Table] = {}
         self.optimizers = OptimizerSteps()
-        self.applied: Applied = Applied() if beside is None else beside.applied
+        self.idempotency: IdempotencyCache = (
+            IdempotencyCache() if beside is None else beside.idempotency
+        )
         self.mappings: Mappings = Mappings() if beside is None else beside.mappings
         self._segments = Segments()
 
-    def create(self, new: Created) -> Table:
+    def create(self, new: NewArray) -> Table:
         """Make it, unless that was done."""
         if new.key in self.by_key:
             return self.by_key[new.key]
-        table = Table(new.name, new.kind, self._segments)
+        table = Table(new.name, new.spec, self._segments)
         if new.value is not None:
             with table.writing(updates=0) as array:
                 array[...] = unpack(new.value, self.mappings)
@@ -58,33 +60,33 @@ class Store:
                 f"this server has no array {key}: it has {len(self.by_key)}"
             ) from None
 
-    def update(self, client: int, asks: Updates) -> list[Carried | Exception | None]:
+    def update(self, client: int, asks: Updates) -> list[InlineTensor | Exception | None]:
         """Make updates, but for those that are made; also those after one that fails.
 
         Returns: of each, the value then, if it is small; or why it could not be made.
         """
-        self.applied.settle(session_of(client), asks.settled)
+        self.idempotency.settle(session_of(client), asks.settled)
         return [outcome_of(partial(self._update, one, client)) for one in asks.updates]
 
-    def _update(self, update: Update, client: int) -> Carried | None:
+    def _update(self, update: Update, client: int) -> InlineTensor | None:
         table = self.table(update.key)
-        return self.applied.once(update, table.name, lambda: self._apply(table, update, client))
+        return self.idempotency.once(update, table.name, lambda: self._apply(table, update, client))
 
-    def _apply(self, table: Table, update: Update, client: int) -> Carried | None:
+    def _apply(self, table: Table, update: Update, client: int) -> InlineTensor | None:
         operand: Any = [unpack(one, self.mappings) for one in update.operand]
         operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
         if isinstance(update.method, Step):
             self.optimizers.step(update.key, table, update.method, operand, client)
             return None
         table.update(update.method, operand)
-        return carried(table.array).copied() if table.kind.nbytes <= SMALL_VALUE else None
+        return inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
 
     def map_operands(self, asks: Updates) -> None:
         """Raises: OSError when the memory is gone."""
         for update in asks.updates:
             for operand in update.operand:
-                if isinstance(operand, Placed):
-                    self.mappings.at(operand.place)
+                if isinstance(operand, SharedTensor):
+                    self.mappings.at(operand.handle)
 
     def make_optimizer(
         self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]

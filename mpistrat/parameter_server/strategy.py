@@ -58,7 +58,7 @@ class _CoordinatedExtended(ServedExtended):
     def _new_variable(self, asked: VariableArguments) -> Variable:
         if self.job.roles.task_type == "worker":
             raise ValueError(
-                f"variable {asked.name!r} was made on {self.job.name_of(self.job.post.rank)}, inside a scheduled "
+                f"variable {asked.name!r} was made on {self.job.name_of(self.job.rpc.rank)}, inside a scheduled "
                 "function or a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
             )
         return super()._new_variable(asked)
@@ -129,7 +129,7 @@ class ParameterServerStrategy(Strategy):
             return  # an evaluator, which reads the variables
         references = ObjectReferences(self, job)
         self._extended.cluster = Cluster(
-            job.post,
+            job.rpc,
             job.workers,
             references,
             job.client.forget,
@@ -149,7 +149,7 @@ class ParameterServerStrategy(Strategy):
         job = self._extended.job
         seed_for_worker(job.roles.task_id)
         worker = Worker(
-            job.post,
+            job.rpc,
             job.roles.ranks["chief"][0],
             job.roles.task_id,
             ObjectReferences(self, job),

@@ -12,8 +12,8 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.node.shared_memory import before_others_see
-from mpistrat.parameter_server.rpc.segments import Place, Region, Segments
-from mpistrat.parameter_server.tensors import Kind
+from mpistrat.parameter_server.rpc.segments import Region, RegionHandle, Segments
+from mpistrat.parameter_server.tensors import TensorSpec
 from mpistrat.variables.updates import update_in_place
 
 # Before the array: how often it was begun or ended to be written, and how many updates it has had.
@@ -29,23 +29,23 @@ class Table:
 
     Attributes:
         array: in memory that others of the node map.
-        kind: what it is.
+        spec: what it is.
         updates: how many it has had.
     """
 
-    def __init__(self, name: str, kind: Kind, segments: Segments) -> None:
-        self.name, self.kind = name, kind
-        self._region: Region = segments.make(_HEADER + kind.nbytes)
+    def __init__(self, name: str, spec: TensorSpec, segments: Segments) -> None:
+        self.name, self.spec = name, spec
+        self._region: Region = segments.make(_HEADER + spec.nbytes)
         self._words = _words(self._region.memory)
-        self.array: Array = kind.array_in(self._region.memory[_HEADER:])
+        self.array: Array = spec.array_in(self._region.memory[_HEADER:])
 
     @property
-    def place(self) -> Place:
-        return self._region.place
+    def handle(self) -> RegionHandle:
+        return self._region.handle
 
     @property
-    def place_of_array(self) -> Place:
-        return self.place._replace(first=self.place.first + _HEADER, nbytes=self.kind.nbytes)
+    def array_handle(self) -> RegionHandle:
+        return self.handle._replace(first=self.handle.first + _HEADER, nbytes=self.spec.nbytes)
 
     @property
     def updates(self) -> int:
@@ -76,9 +76,9 @@ class Table:
 class MappedTable:
     """A server's table, in the memory of a process that reads it there."""
 
-    def __init__(self, kind: Kind, memory: np.ndarray) -> None:
+    def __init__(self, spec: TensorSpec, memory: np.ndarray) -> None:
         self._words = _words(memory)
-        self._array = kind.array_in(memory[_HEADER:])
+        self._array = spec.array_in(memory[_HEADER:])
 
     @property
     def updates(self) -> int:

@@ -61,7 +61,7 @@ class _BetweenGraphExtended(ServedExtended):
         own = self.job.roles.task_type, self.job.roles.task_id
         if task is not None and task[0] == own[0] and task != own:
             raise ValueError(
-                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.post.rank)}"
+                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.rpc.rank)}"
             )
 
 

@@ -21,9 +21,9 @@ from mpistrat.experimental.partitioners import (
     MinSizePartitioner,
 )
 from mpistrat.parameter_server import job as job_module
-from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.tables import MappedTable
-from mpistrat.parameter_server.tensors import carried
+from mpistrat.parameter_server.tensors import inline
 from support.open_files import descriptors, mapped_bytes
 from support.parameter_servers.served_jobs import served, workers_of
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How messages go: between nodes they have MPI alone, and no memory in common."""
     if request.param == "mpi":
-        monkeypatch.setattr(job_module, "Mail", functools.partial(Mail, pipes=False))
+        monkeypatch.setattr(job_module, "Channel", functools.partial(Channel, pipes=False))
     return request.param
 
 
@@ -392,10 +392,10 @@ def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monke
         if strategy is None:
             return
         makes = strategy.extended.makes_variables
-        post = strategy.extended.job.post
-        limit = post.stall_seconds
+        rpc = strategy.extended.job.rpc
+        limit = rpc.stall_seconds
         if not makes:
-            post.stall_seconds = 0.01  # it is not the server that the others wait for
+            rpc.stall_seconds = 0.01  # it is not the server that the others wait for
 
         def whole():
             time.sleep(0.2)
@@ -423,7 +423,7 @@ def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monke
                 variable(strategy, part if when == "second part" else whole, name="w", **how)
         when = "the next"
         one = variable(strategy, whole, name="w")
-        post.stall_seconds = limit
+        rpc.stall_seconds = limit
         one.assign_add(np.ones((4, 3), "f4"))  # no barrier: where this test fails, it ends
         assert (one.numpy() >= 1).all()
 
@@ -486,14 +486,14 @@ def test_an_error_of_a_server_comes_to_who_asked_and_it_serves_on(way) -> None:
             return
         one = variable(strategy, np.zeros(3))
         client = strategy.extended.job.client
-        client.post.ask(one.address.server, "rows", None)  # nobody waits for this one's error
+        client.rpc.call(one.address.server, "rows", None)  # nobody waits for this one's error
         for kind, body, error in (
             ("pull", (77, None), ms.errors.NotFoundError),
-            ("rows", (one.address.key, carried(np.array([9]))), IndexError),
+            ("rows", (one.address.key, inline(np.array([9]))), IndexError),
             ("pull", "nonsense", ValueError),
             ("pull", None, TypeError),
         ):
-            reply = client.post.ask(one.address.server, kind, body)
+            reply = client.rpc.call(one.address.server, kind, body)
             with pytest.raises(error):
                 reply.wait()
         assert not one.numpy().any()

@@ -173,10 +173,10 @@ def test_a_restore_that_fails_fails_for_all_workers_and_they_go_on(folder: Path)
         manager = ms.checkpoint.CheckpointManager(checkpoint, folder)
         who = "" if leads else r"worker 0 \(rank \d\) has not restored: "
         missing = str(folder / "step-00000009")
-        post = strategy.extended.job.post
-        limit = post.stall_seconds
+        rpc = strategy.extended.job.rpc
+        limit = rpc.stall_seconds
         if not leads:
-            post.stall_seconds = 0.01  # of one who follows, the others' pace is no stall
+            rpc.stall_seconds = 0.01  # of one who follows, the others' pace is no stall
         for path, error in ((missing, (ValueError, OSError)), (None, TypeError)):
             with pytest.raises(error, match=who):
                 manager.restore(path)
@@ -192,7 +192,7 @@ def test_a_restore_that_fails_fails_for_all_workers_and_they_go_on(folder: Path)
                 file.write_bytes(b"damaged")
         with pytest.raises(ValueError, match=r"(ValueError: |^)no checkpoint in .* can be read"):
             manager.restore_or_initialize()
-        post.stall_seconds = limit
+        rpc.stall_seconds = limit
         assert count.numpy() == 4.0
 
     job(False, 1, body)

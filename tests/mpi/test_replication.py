@@ -13,8 +13,8 @@ from mpistrat.communicators.host_views import view_of
 from mpistrat.compat.v1 import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
 from mpistrat.parameter_server import job as job_module
-from mpistrat.parameter_server.rpc import requests
-from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server import protocol
+from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.tensors import unpack
 from support.parameter_servers.served_jobs import served, workers_of
@@ -31,7 +31,7 @@ pytestmark = [
 @pytest.fixture(params=["pipes", "mpi"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "mpi":
-        monkeypatch.setattr(job_module, "Mail", functools.partial(Mail, pipes=False))
+        monkeypatch.setattr(job_module, "Channel", functools.partial(Channel, pipes=False))
     return request.param
 
 
@@ -45,7 +45,7 @@ def copies(strategy, address):
     servers = client.routes.copies_of(address.server)
     assert len(set(servers)) == 2
     body = address.key, None
-    replies = [client.post.ask(server, requests.PULL, body) for server in servers]
+    replies = [client.rpc.call(server, protocol.PULL, body) for server in servers]
     return [unpack(reply.wait(), Mappings()) for reply in replies]
 
 
@@ -68,7 +68,7 @@ def states_of_both(strategy):
     states = []
     for address in addresses_of(strategy):
         first, second = (
-            client.post.ask(server, requests.OPTIMIZER_STATE, (0, address.key)).wait()
+            client.rpc.call(server, protocol.OPTIMIZER_STATE, (0, address.key)).wait()
             for server in client.routes.copies_of(address.server)
         )
         assert first.keys() == second.keys()

@@ -23,7 +23,7 @@ from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 from mpistrat.parameter_server.coordinator.resources import ResourceTable
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.rpc import Post
+    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
     from mpistrat.strategy import Strategy
 
 
@@ -39,7 +39,7 @@ class Cluster:
         is_needed: whether nothing can be executed without a rank that has died.
     """
 
-    post: Post
+    rpc: RpcEndpoint
     workers: Sequence[int]
     references: References
     over: Callable[[list[int], int], None]
@@ -102,7 +102,7 @@ class ClusterCoordinator:
         self._resources = ResourceTable(cluster.references, len(cluster.workers))
         self._unpack = functools.partial(loads, resolve=self._resources.resolve)
         self._dispatcher = Dispatcher(
-            cluster.post,
+            cluster.rpc,
             cluster.workers,
             self._queue,
             self._resources,

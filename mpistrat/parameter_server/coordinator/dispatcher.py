@@ -21,7 +21,7 @@ from mpistrat.parameter_server.coordinator.worker import (
 )
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.rpc import Post
+    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 # What a worker has in hand while it works: for so many seconds, and so many closures at most.
 _SECONDS_AHEAD = 5e-3
@@ -44,22 +44,22 @@ class Dispatcher:
 
     def __init__(
         self,
-        post: Post,
+        rpc: RpcEndpoint,
         workers: Sequence[int],
         queue: ClosureQueue,
         table: ResourceTable,
         over: Callable[[list[int], int], None],
         is_needed: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        self._post, self._queue, self._resources, self._over = post, queue, table, over
+        self._rpc, self._queue, self._resources, self._over = rpc, queue, table, over
         self._lock = threading.RLock()  # taken before the queue's
         self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
         self._is_needed = is_needed
         self._ended = False
-        post.handle(OUTCOMES, self._take_outcomes)
-        post.handle(RETURNED, self._take_back)
-        post.on_lost(self._lose)
-        for rank in sorted(post.mail.lost):
+        rpc.handle(OUTCOMES, self._take_outcomes)
+        rpc.handle(RETURNED, self._take_back)
+        rpc.on_lost(self._lose)
+        for rank in sorted(rpc.channel.lost):
             self._lose(rank)
         # Runs before the job's handler, which tells the workers that there is no more: last in, first out.
         atexit.register(self.end)
@@ -86,7 +86,7 @@ class Dispatcher:
             left = self._queue.close(
                 UnavailableError("the strategy was shut down: its workers have left")
             )
-        self._post.mail.wake()
+        self._rpc.channel.wake()
         _tell_of(left)
 
     def _send(self, worker: _Worker, closures: list[Closure]) -> None:
@@ -109,7 +109,7 @@ class Dispatcher:
                     other.dropped.append(dropped)
         body = [(one.id, one.name, one.payload) for one in closures]
         dropping, worker.dropped = worker.dropped, []
-        self._post.tell(worker.rank, CLOSURES, (resources, dropping, body))
+        self._rpc.notify(worker.rank, CLOSURES, (resources, dropping, body))
 
     def _take_outcomes(self, source: int, body: Any) -> None:
         outcomes, seconds = body
@@ -118,7 +118,7 @@ class Dispatcher:
             if worker is None or self._ended:  # lost, and others have its closures
                 return
             worker.took(seconds / len(outcomes))
-            told_by = self._post.name_of(source)
+            told_by = self._rpc.name_of(source)
             ended = []
             for closure_id, packed, failure in outcomes:
                 closure = worker.in_hand.pop(closure_id)
@@ -143,7 +143,7 @@ class Dispatcher:
 
     def _lose(self, rank: int) -> None:
         if self._is_needed(rank):
-            self._queue.close(self._post.gone(rank))
+            self._queue.close(self._rpc.death_error(rank))
             return
         with self._lock:
             worker = self._workers.pop(rank, None)
@@ -155,7 +155,7 @@ class Dispatcher:
             if not self._workers:
                 self._queue.close(
                     UnavailableError(
-                        f"no worker is left to execute closures: the last one, {self._post.name_of(rank)}, has died, "
+                        f"no worker is left to execute closures: the last one, {self._rpc.name_of(rank)}, has died, "
                         "and under MPI none comes back"
                     )
                 )
@@ -163,7 +163,7 @@ class Dispatcher:
 
     def _attend(self) -> None:
         try:
-            self._post.attend(lambda: self._ended)
+            self._rpc.run_until(lambda: self._ended)
         except Exception as error:  # nobody else would hear of it
             failed = UnavailableError(
                 f"the chief cannot hear its workers any more: {type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from mpistrat.parameter_server.coordinator.pickling import References, dumps, ex
 from mpistrat.parameter_server.coordinator.resources import ResourceCache
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.rpc import Post
+    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 # Notices: from the chief, and to it.
 CLOSURES = "closures"  # resources by id, ids of dropped resources, [(id, name, payload)]
@@ -43,7 +43,7 @@ class Worker:
 
     def __init__(
         self,
-        post: Post,
+        rpc: RpcEndpoint,
         chief: int,
         index: int,
         references: References,
@@ -51,7 +51,7 @@ class Worker:
         scope: Callable[[], AbstractContextManager[Any]],
         unpacked: Callable[[], None],
     ) -> None:
-        self._post, self._chief, self._index = post, chief, index
+        self._rpc, self._chief, self._index = rpc, chief, index
         self._in_closure, self._scope, self._unpacked = in_closure, scope, unpacked
         self._resources = ResourceCache(references)
         self._waiting: collections.deque[tuple[int, str, bytes]] = collections.deque()
@@ -62,7 +62,7 @@ class Worker:
         self._seconds = 0.0  # that the outcomes took
         self._sent = 0.0  # when outcomes last were
         self._sending = threading.Lock()
-        post.handle(CLOSURES, self._receive)
+        rpc.handle(CLOSURES, self._receive)
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Until `until()`, which is asked when something has come. Closures that are not begun then are left."""
@@ -70,7 +70,7 @@ class Worker:
         watch.start()
         try:
             while not until():
-                self._post.attend(lambda: bool(self._waiting) or until())
+                self._rpc.run_until(lambda: bool(self._waiting) or until())
                 if not until():
                     self._execute_all()
         finally:
@@ -129,7 +129,7 @@ class Worker:
     def _send_outcomes(self, now: float) -> None:
         """Called by: who holds `_sending`."""
         if self._outcomes:
-            self._post.tell(self._chief, OUTCOMES, (self._outcomes, self._seconds))
+            self._rpc.notify(self._chief, OUTCOMES, (self._outcomes, self._seconds))
         self._outcomes, self._seconds, self._sent = [], 0.0, now
 
     def _keep_returning(self) -> None:
@@ -138,7 +138,7 @@ class Worker:
         except Exception as error:  # nobody else would hear of it, and closures may be lost
             from mpistrat.liveness.job_end import end_job  # here, because it starts MPI
 
-            who = self._post.name_of(self._post.rank)
+            who = self._rpc.name_of(self._rpc.rank)
             what = f"{type(error).__name__}: {error}"
             end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
@@ -149,14 +149,14 @@ class Worker:
             if self._is_sent():
                 time.sleep(SECONDS_TO_KEEP)
             else:  # what finds no room in a pipe goes out while somebody here reads
-                self._post.attend(self._is_sent, SECONDS_TO_KEEP)
+                self._rpc.run_until(self._is_sent, SECONDS_TO_KEEP)
             if self._ending:
                 return
             now = time.perf_counter()
             if not self._busy.is_set() or now - self._begun < SECONDS_TO_KEEP:
                 continue
             # More may have come, which nobody has read.
-            self._post.attend(lambda: False, _SECONDS_TO_READ)
+            self._rpc.run_until(lambda: False, _SECONDS_TO_READ)
             back: list[int] = []
             while True:
                 try:
@@ -166,10 +166,10 @@ class Worker:
             with self._sending:
                 self._send_outcomes(now)
             if back:
-                self._post.tell(self._chief, RETURNED, back[::-1])
+                self._rpc.notify(self._chief, RETURNED, back[::-1])
 
     def _is_sent(self) -> bool:
-        return not self._post.mail.unsent((self._chief,))
+        return not self._rpc.channel.unsent((self._chief,))
 
 
 NONE = dumps(None, lambda value: None)

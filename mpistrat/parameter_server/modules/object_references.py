@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.parameter_server.extended import variable_of
-from mpistrat.parameter_server.remote_shards import ServedShards
-from mpistrat.parameter_server.remote_variable import ServedVariable
+from mpistrat.parameter_server.remote_shards import RemoteShards
+from mpistrat.parameter_server.remote_variable import RemoteVariable
 from mpistrat.variables.aggregating import AggregatingVariable
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class ObjectReferences:
             key = self._modules.reference_of(value)
             if key is not None:
                 return _OF_TORCH, key
-        of_servers = isinstance(value, (ServedVariable, ServedShards, AggregatingVariable))
+        of_servers = isinstance(value, (RemoteVariable, RemoteShards, AggregatingVariable))
         if not of_servers or value.strategy is not self._strategy:
             return None
-        if isinstance(value, ServedVariable):
+        if isinstance(value, RemoteVariable):
             how = value.trainable, value.synchronization, value.aggregation
             return _VARIABLE, value.name, (value.address,), how
         if isinstance(value, AggregatingVariable):
             return self.reference_of(value.values[0])
-        if isinstance(value, ServedShards):
+        if isinstance(value, RemoteShards):
             how = value.trainable, value.synchronization, value.aggregation
             return _VARIABLE, value.name, tuple(one.address for one in value.variables), how
         return None

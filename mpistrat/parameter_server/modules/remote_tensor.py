@@ -28,7 +28,7 @@ class RemoteTensor:
     @property
     def rows(self) -> list[int]:
         """How many each part has."""
-        return [address.kind.shape[0] for address in self.addresses]
+        return [address.spec.shape[0] for address in self.addresses]
 
     def pieces(self, tensor: torch.Tensor) -> list[tuple[Address, torch.Tensor]]:
         """What `tensor`, of the same shape, has for each part."""

@@ -171,7 +171,7 @@ class WorkerModules(ReferencedModules):
 
     def _make(self, kind: str, places: Places, device: str) -> torch.Tensor:
         remote = RemoteTensor([self._client.find(server, key) for server, key in places])
-        parts = [address.kind.empty() for address in remote.addresses]
+        parts = [address.spec.empty() for address in remote.addresses]
         shape = (sum(remote.rows), *parts[0].shape[1:]) if remote.split else parts[0].shape
         if kind == _ROWS:
             nothing = torch.zeros((), dtype=parts[0].dtype, device=device)

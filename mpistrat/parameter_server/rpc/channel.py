@@ -28,7 +28,7 @@ _SECONDS_BETWEEN_LOOKS = 0.01  # for ranks of other nodes that have died
 LOST: Final = "lost"  # comes, as a message of a rank that has died, as its last
 
 
-class Mail:
+class Channel:
     """Messages between the ranks of `comm`: pipes within a node, MPI where memory is not shared.
 
     Collective to make. Whoever waits sleeps in the kernel while all the others are on its node; else it asks MPI now

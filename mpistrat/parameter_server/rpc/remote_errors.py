@@ -18,7 +18,7 @@ _REFUSALS: tuple[type[Exception], ...] = (
 )
 
 
-def as_refusal(error: Exception) -> Exception:
+def portable_error(error: Exception) -> Exception:
     """Of a server, for who asked it: what was wrong with the request, as the same error; else all that is known."""
     for kind in _REFUSALS:
         if isinstance(error, kind):
@@ -27,7 +27,7 @@ def as_refusal(error: Exception) -> Exception:
     return RuntimeError(f"the server failed:\n{told}")
 
 
-def as_told(error: BaseException, who: str) -> Exception:
+def attributed_error(error: BaseException, who: str) -> Exception:
     """Of a rank, for those that wait for what it did not manage: of the same class, if a text makes one of it.
 
     Args: who: failed at what, such as "worker 0 (rank 0) has not restored".

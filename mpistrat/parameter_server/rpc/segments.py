@@ -18,7 +18,7 @@ _PAGE = 4096
 _SLAB = 1 << 22  # what is smaller shares a file
 
 
-class Place(NamedTuple):
+class RegionHandle(NamedTuple):
     """Where bytes lie: what another process needs to map them."""
 
     pid: int
@@ -34,13 +34,13 @@ class Region:
 
     Attributes:
         memory: the bytes.
-        place: for the others.
+        handle: for the others.
     """
 
-    __slots__ = ("memory", "place")
+    __slots__ = ("handle", "memory")
 
-    def __init__(self, memory: np.ndarray, place: Place) -> None:
-        self.memory, self.place = memory, place
+    def __init__(self, memory: np.ndarray, handle: RegionHandle) -> None:
+        self.memory, self.handle = memory, handle
 
 
 class Segments:
@@ -48,24 +48,24 @@ class Segments:
 
     def __init__(self) -> None:
         self._slab: np.ndarray | None = None
-        self._slab_place: Place | None = None
+        self._slab_handle: RegionHandle | None = None
         self._used = 0
 
     def make(self, nbytes: int) -> Region:
         """`nbytes` of zeros. Raises: OSError, MemoryError."""
         if nbytes >= _SLAB // 4:
-            memory, place = self._file(nbytes)
-            return Region(memory[:nbytes], place._replace(nbytes=nbytes))
+            memory, handle = self._file(nbytes)
+            return Region(memory[:nbytes], handle._replace(nbytes=nbytes))
         room = -(-max(nbytes, 1) // _LINE) * _LINE
         if self._slab is None or self._used + room > _SLAB:
-            (self._slab, self._slab_place), self._used = self._file(_SLAB), 0
+            (self._slab, self._slab_handle), self._used = self._file(_SLAB), 0
         first, self._used = self._used, self._used + room
-        assert self._slab_place is not None
+        assert self._slab_handle is not None
         # Of the memoryview: a slice of a slice of an array refers to the whole array only.
         memory = self._slab[first : first + nbytes]
-        return Region(memory, self._slab_place._replace(first=first, nbytes=nbytes))
+        return Region(memory, self._slab_handle._replace(first=first, nbytes=nbytes))
 
-    def _file(self, nbytes: int) -> tuple[np.ndarray, Place]:
+    def _file(self, nbytes: int) -> tuple[np.ndarray, RegionHandle]:
         descriptor = _new_file()
         try:
             os.truncate(descriptor, nbytes)
@@ -76,7 +76,7 @@ class Segments:
         # Open as long as the memory is used: the others open it through this process.
         weakref.finalize(memory.base, os.close, descriptor).atexit = False
         inode = os.fstat(descriptor).st_ino
-        return memory, Place(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
+        return memory, RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
 
 
 def _new_file() -> int:
@@ -114,7 +114,7 @@ class Buffers:
     def give_back(self, region: Region) -> None:
         """Nobody uses it any more, here or elsewhere."""
         with self._lock:
-            self._free.setdefault(region.place.nbytes, []).append(region)
+            self._free.setdefault(region.handle.nbytes, []).append(region)
 
 
 class Mappings:
@@ -123,21 +123,21 @@ class Mappings:
     def __init__(self) -> None:
         self._files: dict[tuple[int, int, int], np.ndarray] = {}
 
-    def at(self, place: Place) -> np.ndarray:
+    def at(self, handle: RegionHandle) -> np.ndarray:
         """The bytes there. Raises: OSError when the process has died before."""
-        key = (place.pid, place.descriptor, place.inode)
+        key = (handle.pid, handle.descriptor, handle.inode)
         memory = self._files.get(key)
         if memory is None:
-            path = f"/proc/{place.pid}/fd/{place.descriptor}"
+            path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if os.fstat(descriptor).st_ino != place.inode:
+                if os.fstat(descriptor).st_ino != handle.inode:
                     raise OSError(f"{path} is another file here")
-                memory = mapped(descriptor, place.size)
+                memory = mapped(descriptor, handle.size)
             finally:
                 os.close(descriptor)
             self._files[key] = memory
-        return memory[place.first : place.first + place.nbytes]
+        return memory[handle.first : handle.first + handle.nbytes]
 
     def forget(self, pid: int | None) -> None:
         """The process has died."""

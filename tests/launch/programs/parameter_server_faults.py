@@ -26,9 +26,9 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server.rpc.channel import Channel
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.pipes import PipeOutbox
-from mpistrat.parameter_server.rpc.rpc import Post
 from mpistrat.parameter_server.rpc.segments import Buffers
 
 SECONDS_FOR_STACKS = 60.0  # less than the test waits
@@ -38,12 +38,12 @@ MOST_WAITING = 100
 LARGE = 50_000  # numbers: their memory is mapped by the servers
 SMALL = 700  # go through a pipe, in several pieces
 PLACES = (
-    (Mail, "send"),
+    (Channel, "send"),
     (Buffers, "take"),  # a large operand is about to be written
-    (Post, "wait_for"),  # an update is sent
+    (RpcEndpoint, "wait_for"),  # an update is sent
     (Buffers, "give_back"),  # and made
-    (Post, "tell"),  # outcomes of closures go to the chief
-    (Mail, "receive"),
+    (RpcEndpoint, "notify"),  # outcomes of closures go to the chief
+    (Channel, "receive"),
 )
 
 what, seed = sys.argv[1], sys.argv[2]
@@ -142,7 +142,7 @@ def closures(replication: int = 1) -> None:
     killer = threading.Thread(target=kill, args=(victims,))
     killer.start()
     results = []
-    while killer.is_alive() or cluster.post.mail.lost < set(victims):
+    while killer.is_alive() or cluster.rpc.channel.lost < set(victims):
         number = len(results)
         seconds = plan.random() * 4e-3
         results.append(coordinator.schedule(work, args=(number, seconds, plan.random() < 0.5)))
@@ -186,7 +186,7 @@ def training_closures() -> None:
     coordinator.join()  # torch is there: that takes longer than all the kills
     killer = threading.Thread(target=kill, args=(victims,))
     killer.start()
-    while killer.is_alive() or cluster.post.mail.lost < set(victims):
+    while killer.is_alive() or cluster.rpc.channel.lost < set(victims):
         results.append(coordinator.schedule(work, args=(elements,)))
         if len(results) > MOST_WAITING:
             results[-MOST_WAITING].get()
@@ -257,7 +257,7 @@ def steps(replication: int = 1) -> None:
         threading.Thread(target=kill, args=(victims,), daemon=True).start()
     taken = 0
     record = os.open(f"steps-{mine}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    while workers[mine] in victims or not set(victims) <= job.post.mail.lost or taken < 20:
+    while workers[mine] in victims or not set(victims) <= job.rpc.channel.lost or taken < 20:
         strategy.run(step)
         taken += 1
         os.write(record, b".")
@@ -336,7 +336,7 @@ def looks() -> None:
         assert np.ptp(seen) == 0, (taken, seen)
         assert np.array_equal(seen, again), (taken, seen, again)
         taken += 1
-        after += not kills or bool(job.post.mail.lost)
+        after += not kills or bool(job.rpc.channel.lost)
     print(f"{taken} looks of {seen[0]:g} updates, none torn", flush=True)
     still.assign(np.ones(len(job.workers)))
 

@@ -18,12 +18,12 @@ from mpistrat.parameter_server.coordinator.worker import Worker
 _DEATH = "death"
 
 
-class ThreadsPost:
-    """As `Post`, between threads. Notices are pickled."""
+class ThreadsRpc:
+    """As `RpcEndpoint`, between threads. Notices are pickled."""
 
-    def __init__(self, rank: int, job: dict[int, ThreadsPost]) -> None:
+    def __init__(self, rank: int, job: dict[int, ThreadsRpc]) -> None:
         self.rank, self.job = rank, job
-        self.mail = SimpleNamespace(
+        self.channel = SimpleNamespace(
             lost=set(), wake=lambda: self.inbox.put(None), unsent=lambda to: []
         )
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -42,12 +42,12 @@ class ThreadsPost:
     def on_lost(self, handler: Callable[[int], None]) -> None:
         self.when_lost.append(handler)
 
-    def tell(self, to: int, kind: str, body: Any = None) -> None:
+    def notify(self, to: int, kind: str, body: Any = None) -> None:
         if not self.dead:
             self.told.append(kind)
             self.job[to].inbox.put((self.rank, kind, pickle.dumps(body)))
 
-    def attend(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+    def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
         end = None if seconds is None else time.monotonic() + seconds
         while not until():
             if end is not None and time.monotonic() >= end:
@@ -60,7 +60,7 @@ class ThreadsPost:
                 continue
             source, kind, body = message
             if kind == _DEATH:
-                self.mail.lost.add(source)
+                self.channel.lost.add(source)
                 for handler in self.when_lost:
                     handler(source)
             else:
@@ -95,16 +95,16 @@ class Threads:
     """
 
     def __init__(self, workers: int) -> None:
-        self.job: dict[int, ThreadsPost] = {}
+        self.job: dict[int, ThreadsRpc] = {}
         self.things = Things()
         self.begun: list[tuple[int, int]] = []
         self.over: list[tuple[list[int], int]] = []
-        self.chief = ThreadsPost(0, self.job)
+        self.chief = ThreadsRpc(0, self.job)
         self._ended = False
         for index in range(workers):
             self._start(index)
         cluster = Cluster(
-            post=self.chief,  # type: ignore[arg-type]
+            rpc=self.chief,  # type: ignore[arg-type]
             workers=range(1, workers + 1),
             references=self.things,
             over=lambda over, before: self.over.append((over, before)),
@@ -120,9 +120,9 @@ class Threads:
             self.begun.append((index, closure))
             yield
 
-        post = ThreadsPost(index + 1, self.job)
+        rpc = ThreadsRpc(index + 1, self.job)
         worker = Worker(
-            post,  # type: ignore[arg-type]
+            rpc,  # type: ignore[arg-type]
             chief=0,
             index=index,
             references=self.things,
@@ -131,7 +131,7 @@ class Threads:
             unpacked=lambda: None,
         )
         threading.Thread(
-            target=worker.serve, args=(lambda: self._ended or post.dead,), daemon=True
+            target=worker.serve, args=(lambda: self._ended or rpc.dead,), daemon=True
         ).start()
 
     def kill(self, worker: int) -> None:
@@ -143,8 +143,8 @@ class Threads:
     def stop(self) -> None:
         self._ended = True
         self.coordinator.end()
-        for post in self.job.values():
-            post.inbox.put(None)
+        for rpc in self.job.values():
+            rpc.inbox.put(None)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:

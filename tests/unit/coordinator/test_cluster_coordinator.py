@@ -388,7 +388,7 @@ def test_a_worker_that_cannot_read_while_it_executes_ends_the_job(
     waiting = Waiting(threads, "waiting")
     value = threads.coordinator.schedule(waiting)
     assert waiting.begun.wait(20)
-    threads.chief.tell(1, "closures", "nonsense")
+    threads.chief.notify(1, "closures", "nonsense")
     eventually(lambda: bool(ended))
     text, code = ended[0]
     assert text.startswith(

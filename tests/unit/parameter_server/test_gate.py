@@ -13,36 +13,36 @@ from mpistrat.parameter_server.gate import (
     Push,
     not_yet_everywhere,
 )
-from support.parameter_servers.noted_post import NotedPost
+from support.parameter_servers.recorded_rpc import RecordedRpc
 
 HOLDER, OTHER, DEAD = 1, 2, 3
 SERVERS = (0, 9)
 
 
 @pytest.fixture
-def post() -> NotedPost:
-    return NotedPost()
+def rpc() -> RecordedRpc:
+    return RecordedRpc()
 
 
-def test_what_a_dead_rank_has_pushed_to_all_is_let_through_everywhere(post: Any) -> None:
+def test_what_a_dead_rank_has_pushed_to_all_is_let_through_everywhere(rpc: Any) -> None:
     """The push came here whole, and another server has made it already."""
-    gate, made = Gate(post), []
-    post.asked(HOLDER, HOLD)
+    gate, made = Gate(rpc), []
+    rpc.receive_request(HOLDER, HOLD)
     gate.enter(DEAD, Push(5, SERVERS), lambda: made.append("push"))
-    post.mail.lost.add(DEAD)
+    rpc.channel.lost.add(DEAD)
     gate.lost(DEAD)
     assert not made
-    ticket = post.asked(HOLDER, ADMIT, {(DEAD, 5, None), (DEAD, 6, None)})
+    ticket = rpc.receive_request(HOLDER, ADMIT, {(DEAD, 5, None), (DEAD, 6, None)})
     assert made == ["push"]
-    post.answer_to(ticket)  # nobody waits for number 6, which never comes
+    rpc.reply_to(ticket)  # nobody waits for number 6, which never comes
 
 
-def test_who_gave_up_waiting_does_not_hold_it_later(post: Any) -> None:
-    gate, made = Gate(post), []
-    post.asked(HOLDER, HOLD)
-    post.asked(OTHER, HOLD)
-    post.told(OTHER, RELEASE)
-    post.told(HOLDER, RELEASE)
+def test_who_gave_up_waiting_does_not_hold_it_later(rpc: Any) -> None:
+    gate, made = Gate(rpc), []
+    rpc.receive_request(HOLDER, HOLD)
+    rpc.receive_request(OTHER, HOLD)
+    rpc.receive_notice(OTHER, RELEASE)
+    rpc.receive_notice(HOLDER, RELEASE)
     gate.enter(DEAD, None, lambda: made.append("push"))
     assert made == ["push"]
 

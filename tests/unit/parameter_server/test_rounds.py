@@ -11,13 +11,13 @@ from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
 from mpistrat.parameter_server.rpc.segments import Segments
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import Kind
+from mpistrat.parameter_server.tensors import TensorSpec
 
 KEY, OPTIMIZER = 5, 1
 
 
 def served(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, OptimizerSteps]:
-    table = Table("w", Kind.of(array), Segments())
+    table = Table("w", TensorSpec.of(array), Segments())
     table.update("assign", array)
     steps = OptimizerSteps()
     steps.make(OPTIMIZER, OptimizerRecipe(cls, {"lr": 1.0, **keywords}), [(KEY, table, False)])

@@ -8,12 +8,12 @@ import pytest
 from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.routes import Routes
 from mpistrat.parameter_server.rpc.channel import LOST
-from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 
 SERVERS = (1, 2)
 
 
-class Mail:
+class Channel:
     """Of rank 0: batches of messages that come, and who can be seen to have died, before that is read or after."""
 
     rank = 0
@@ -40,29 +40,29 @@ class Mail:
 @pytest.mark.parametrize("second", ["lives", "died before", "died after"])
 def test_the_error_tells_of_both_servers(second: str) -> None:
     """The second one may die after the first one's death was read, and before its answer is waited for."""
-    mail: Any = Mail()
-    post = Post(mail)
-    routes = Routes(post, SERVERS, replicated=True)
-    post.what_died = lambda rank: (
+    channel: Any = Channel()
+    rpc = RpcEndpoint(channel)
+    routes = Routes(rpc, SERVERS, replicated=True)
+    rpc.describe_death = lambda rank: (
         f"rank {rank} has died, "
         + ("with the last copy" if routes.is_lost_with(rank) else "the other goes on")
     )
-    request = routes.ask(1, "pull", None)
+    request = routes.call(1, "pull", None)
     if second == "died before":
-        mail.dead.add(2)
-    mail.coming = [[(1, LOST)]]
-    post.attend(lambda: request.come)
+        channel.dead.add(2)
+    channel.coming = [[(1, LOST)]]
+    rpc.run_until(lambda: request.come)
     if second == "died after":
-        mail.dead.add(2)
+        channel.dead.add(2)
     if second == "lives":
         with pytest.raises(
             IndexError
         ):  # it waits for the answer of the other server, of which nothing comes
             request.wait()
-        assert [to for to, _ in mail.sent] == [1, 2]
+        assert [to for to, _ in channel.sent] == [1, 2]
     else:
         with pytest.raises(
             UnavailableError, match=re.escape("rank 1 has died, with the last copy")
         ):
             request.wait()
-        assert [to for to, _ in mail.sent] == [1]
+        assert [to for to, _ in channel.sent] == [1]

@@ -8,18 +8,18 @@ import sys
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Place, Region, Segments
+from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Region, RegionHandle, Segments
 from support.open_files import descriptors, mapped_bytes
 
 LARGE = 5 << 20
 MEMORY = "memfd:mpistrat"
 
-# Adds 1 to the bytes at a place.
+# Adds 1 to the bytes at a handle.
 ADDER = """
 import sys
-from mpistrat.parameter_server.rpc.segments import Mappings, Place
+from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle
 
-Mappings().at(Place(*map(int, sys.argv[1:])))[...] += 1
+Mappings().at(RegionHandle(*map(int, sys.argv[1:])))[...] += 1
 """
 
 
@@ -28,7 +28,7 @@ def test_another_process_writes_there(nbytes: int) -> None:
     segments = Segments()
     before, region, after = segments.make(64), segments.make(nbytes), segments.make(64)
     region.memory[:] = 41
-    command = [sys.executable, "-c", ADDER, *map(str, region.place)]
+    command = [sys.executable, "-c", ADDER, *map(str, region.handle)]
     subprocess.run(command, check=True, timeout=60)
     assert (region.memory == 42).all()
     assert not before.memory.any()
@@ -40,20 +40,20 @@ def test_regions_are_zeros_of_their_own_on_lines_of_their_own(nbytes: int) -> No
     segments = Segments()
     regions = [segments.make(nbytes) for _ in range(12)]
     for number, region in enumerate(regions):
-        assert len(region.memory) == nbytes == region.place.nbytes
+        assert len(region.memory) == nbytes == region.handle.nbytes
         assert not region.memory.any()
         assert region.memory.ctypes.data % 64 == 0 or not nbytes
         region.memory[:] = number
     mappings = Mappings()
     for number, region in enumerate(regions):
         assert (region.memory == number).all()
-        assert (mappings.at(region.place) == number).all()
+        assert (mappings.at(region.handle) == number).all()
 
 
 def test_small_ones_share_a_file() -> None:
     segments = Segments()
-    places = [segments.make(1000).place for _ in range(50)]
-    assert len({place.inode for place in places}) == 1
+    places = [segments.make(1000).handle for _ in range(50)]
+    assert len({handle.inode for handle in places}) == 1
 
 
 def test_memory_and_descriptors_go_with_the_last_use() -> None:
@@ -63,7 +63,7 @@ def test_memory_and_descriptors_go_with_the_last_use() -> None:
     region: Region | None = segments.make(LARGE)
     small = segments.make(10).memory
     assert region is not None
-    view = mappings.at(region.place)[10:20]
+    view = mappings.at(region.handle)[10:20]
     assert descriptors(MEMORY) == descriptors_before + 2
     del segments
     region = None
@@ -80,18 +80,18 @@ def test_memory_and_descriptors_go_with_the_last_use() -> None:
 
 def test_a_descriptor_that_is_another_file_by_now() -> None:
     region = Segments().make(LARGE)
-    place = region.place._replace(inode=region.place.inode + 1)
+    handle = region.handle._replace(inode=region.handle.inode + 1)
     with pytest.raises(OSError, match="is another file here"):
-        Mappings().at(place)
+        Mappings().at(handle)
     with pytest.raises(OSError, match="No such file"):
-        Mappings().at(Place(os.getpid(), 1 << 20, 1, LARGE, 0, LARGE))
+        Mappings().at(RegionHandle(os.getpid(), 1 << 20, 1, LARGE, 0, LARGE))
 
 
 def test_buffers_are_used_again() -> None:
     buffers = Buffers()
     first = buffers.take(5000)
     second = buffers.take(5000)
-    assert first.place != second.place
+    assert first.handle != second.handle
     buffers.give_back(first)
     assert buffers.take(8000) is first  # of one size class
     assert buffers.take(5000) is not second

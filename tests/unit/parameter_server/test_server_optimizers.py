@@ -14,7 +14,7 @@ from mpistrat.communicators.host_views import view_of
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.server_optimizers import (
     OptimizerRecipe,
-    ServedOptimizer,
+    ServerOptimizer,
     hyperparameters,
     join_states,
     split_state,
@@ -66,8 +66,8 @@ class Worker:
             yield gradient, pickle.loads(pickle.dumps(hyperparameters(self.group)))
             self.optimizer.step()
 
-    def served(self, array: np.ndarray, **options: Any) -> ServedOptimizer:
-        return ServedOptimizer(array, self.recipe, **options)
+    def served(self, array: np.ndarray, **options: Any) -> ServerOptimizer:
+        return ServerOptimizer(array, self.recipe, **options)
 
     def expect(self, *pieces: np.ndarray) -> None:
         expected = self.parameter.detach().numpy()
@@ -180,7 +180,7 @@ def test_sparse_adam() -> None:
     embedding = torch.nn.Embedding(ROWS, COLUMNS, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
     array = embedding.weight.detach().numpy().copy()
-    served = ServedOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
+    served = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
     for indices in ([1, 4, 1], [4, 9], [9, 1, 2]):
         optimizer.zero_grad()
         (embedding(torch.tensor(indices)) ** 2).sum().backward()
@@ -216,7 +216,7 @@ def test_dtypes(dtype: torch.dtype, name: str) -> None:
     numbers = hyperparameters(optimizer.param_groups[0])
     state: dict[str, Any] = {}
     for step in range(3):
-        served = ServedOptimizer(array, recipe, dtype=lacks)  # anew, as from a checkpoint
+        served = ServerOptimizer(array, recipe, dtype=lacks)  # anew, as from a checkpoint
         served.load_state_dict(state)
         gradient = torch.from_numpy(values(seed=step)).to(dtype)
         rows = IndexedSlices(view_of(gradient), np.arange(ROWS))
@@ -233,7 +233,7 @@ def test_scalar() -> None:
     array = np.array(2.0, np.float32)
     parameter = torch.nn.Parameter(torch.tensor(2.0))
     optimizer = torch.optim.Adam([parameter], lr=0.1)
-    served = ServedOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
+    served = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
     for _ in range(2):
         parameter.grad = torch.tensor(3.0)
         served.step(np.array(3.0, np.float32), hyperparameters(optimizer.param_groups[0]))
@@ -247,7 +247,7 @@ def test_how_a_worker_with_a_gpu_steps(name: str) -> None:
     worker, array = Worker(MAKERS[name]), values()
     had = worker.recipe.keywords
     asked = {**had, **{flag: value for flag, value in gpu.items() if flag in had}}
-    served = ServedOptimizer(array, OptimizerRecipe(type(worker.optimizer), asked))
+    served = ServerOptimizer(array, OptimizerRecipe(type(worker.optimizer), asked))
     for gradient, numbers in worker.steps(0, 3):
         served.step(gradient, {**numbers, **gpu})
     worker.expect(array)
@@ -343,7 +343,7 @@ def test_optimizer_of_the_user_s() -> None:
         OptimizerRecipe.of(incomplete, incomplete.param_groups[0])
     recipe = OptimizerRecipe(Halving, {"factor": 0.5})
     array = values()
-    served = ServedOptimizer(array, recipe, shard=True)
+    served = ServerOptimizer(array, recipe, shard=True)
     served.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.25})
     served.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.5})
     np.testing.assert_allclose(array[2], values()[2] - 0.5, rtol=1e-6)

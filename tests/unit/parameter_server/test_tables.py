@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.rpc.segments import Mappings, Place, Segments
+from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle, Segments
 from mpistrat.parameter_server.tables import MappedTable, Table
-from mpistrat.parameter_server.tensors import Kind
+from mpistrat.parameter_server.tensors import TensorSpec
 
 SIZE = 200_000
 
@@ -21,13 +21,13 @@ WRITER = textwrap.dedent(
     """
     import sys, time
     import numpy as np
-    from mpistrat.parameter_server.tensors import Kind
+    from mpistrat.parameter_server.tensors import TensorSpec
     from mpistrat.parameter_server.rpc.segments import Segments
     from mpistrat.parameter_server.tables import Table
 
     size, pause = int(sys.argv[1]), float(sys.argv[2])
-    table = Table("t", Kind((size,), "int64", False), Segments())
-    print(*table.place, flush=True)
+    table = Table("t", TensorSpec((size,), "int64", False), Segments())
+    print(*table.handle, flush=True)
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with table.writing() as array:
@@ -40,13 +40,13 @@ WRITER = textwrap.dedent(
 
 
 def table_of(array) -> Table:
-    table = Table("t", Kind.of(array), Segments())
+    table = Table("t", TensorSpec.of(array), Segments())
     table.update("assign", array)
     return table
 
 
 def mapped(table: Table) -> MappedTable:
-    return MappedTable(table.kind, Mappings().at(table.place))
+    return MappedTable(table.spec, Mappings().at(table.handle))
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def written_table():
         command = [sys.executable, "-c", WRITER, str(SIZE), str(pause)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         processes.append(process)
-        place = Place(*map(int, process.stdout.readline().split()))
-        return MappedTable(Kind((SIZE,), "int64", False), Mappings().at(place))
+        handle = RegionHandle(*map(int, process.stdout.readline().split()))
+        return MappedTable(TensorSpec((SIZE,), "int64", False), Mappings().at(handle))
 
     yield start
     for process in processes:

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from mpistrat.parameter_server.rpc.segments import Buffers, Mappings
-from mpistrat.parameter_server.tensors import Carried, Kind, Placed, carried, pack, unpack
+from mpistrat.parameter_server.tensors import (
+    InlineTensor,
+    SharedTensor,
+    TensorSpec,
+    inline,
+    pack,
+    unpack,
+)
 
 NUMPY = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
@@ -27,7 +34,7 @@ def sent(array, by_memory: bool):
     """What comes of `array` through a message."""
     packed, region = pack([array], Buffers() if by_memory else None)
     (parcel,) = pickle.loads(pickle.dumps(packed, protocol=5))
-    assert isinstance(parcel, Placed) == (region is not None)
+    assert isinstance(parcel, SharedTensor) == (region is not None)
     return unpack(parcel, Mappings()), region
 
 
@@ -52,9 +59,9 @@ def test_every_dtype_and_shape(library: str, dtype: str, shape, by_memory: bool)
     array = array_of(library, dtype, shape)
     came, _ = sent(array, by_memory)
     assert_same(came, array)
-    kind = Kind.of(array)
-    assert kind.nbytes == array.nbytes
-    assert_like(kind.empty(), array)
+    spec = TensorSpec.of(array)
+    assert spec.nbytes == array.nbytes
+    assert_like(spec.empty(), array)
 
 
 def assert_like(empty, array) -> None:
@@ -98,15 +105,15 @@ def test_small_ones_travel_in_the_message_and_large_ones_share_a_region() -> Non
     buffers = Buffers()
     packed, region = pack([np.zeros(10), np.zeros(20)], buffers)
     assert region is None
-    assert all(isinstance(one, Carried) for one in packed)
+    assert all(isinstance(one, InlineTensor) for one in packed)
     given = [np.arange(2000.0), np.arange(3), np.ones((7, 500), np.float32)]
     packed, region = pack(given, buffers)
     assert region is not None
-    assert all(isinstance(one, Placed) for one in packed)
+    assert all(isinstance(one, SharedTensor) for one in packed)
     mappings = Mappings()
     for one, array in zip(packed, given, strict=True):
         assert_same(unpack(one, mappings), array)
-        assert one.place.first % 64 == 0
+        assert one.handle.first % 64 == 0
 
 
 def test_what_is_in_memory_of_both_is_not_copied() -> None:
@@ -119,7 +126,7 @@ def test_what_is_in_memory_of_both_is_not_copied() -> None:
 
 def test_a_copy_is_its_own() -> None:
     array = np.zeros(3)
-    view, copy = carried(array), carried(array).copied()
+    view, copy = inline(array), inline(array).copied()
     array[:] = 1
     assert unpack(view, Mappings()).tolist() == [1, 1, 1]
     assert unpack(copy, Mappings()).tolist() == [0, 0, 0]

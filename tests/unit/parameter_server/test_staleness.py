@@ -6,93 +6,93 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.staleness import MAY_BEGIN, STEPS, Clock, WorkerClock
-from support.parameter_servers.noted_post import NotedPost
+from mpistrat.parameter_server.staleness import MAY_BEGIN, STEPS, ServerClock, WorkerClock
+from support.parameter_servers.recorded_rpc import RecordedRpc
 
 
 def clock_of(workers):
-    post = NotedPost()
+    rpc = RecordedRpc()
     told = []
-    return post, Clock(post, workers, told.append), told
+    return rpc, ServerClock(rpc, workers, told.append), told
 
 
-def waits(post, ticket) -> bool:
-    return ticket not in dict(post.answers)
+def waits(rpc, ticket) -> bool:
+    return ticket not in dict(rpc.replies)
 
 
 def test_a_step_begins_when_the_slowest_has_come_so_far() -> None:
-    post, clock, _ = clock_of([1, 2, 3])
-    first = post.asked(1, MAY_BEGIN, 0)
-    assert post.answer_to(first) == 0
+    rpc, clock, _ = clock_of([1, 2, 3])
+    first = rpc.receive_request(1, MAY_BEGIN, 0)
+    assert rpc.reply_to(first) == 0
     clock.ended(1, 1)
-    second = post.asked(1, MAY_BEGIN, 1)
+    second = rpc.receive_request(1, MAY_BEGIN, 1)
     clock.ended(2, 1)
-    assert waits(post, second)
+    assert waits(rpc, second)
     clock.ended(3, 1)
-    assert post.answer_to(second) == 1
+    assert rpc.reply_to(second) == 1
 
 
 def test_several_wait_for_one_and_are_let_go_together() -> None:
-    post, clock, _ = clock_of([1, 2, 3])
+    rpc, clock, _ = clock_of([1, 2, 3])
     for rank in (1, 2):
         clock.ended(rank, 2)
-    tickets = [post.asked(1, MAY_BEGIN, 1), post.asked(2, MAY_BEGIN, 2)]
-    assert all(waits(post, ticket) for ticket in tickets)
+    tickets = [rpc.receive_request(1, MAY_BEGIN, 1), rpc.receive_request(2, MAY_BEGIN, 2)]
+    assert all(waits(rpc, ticket) for ticket in tickets)
     clock.ended(3, 1)
-    assert [waits(post, ticket) for ticket in tickets] == [False, True]
+    assert [waits(rpc, ticket) for ticket in tickets] == [False, True]
     clock.ended(3, 2)
-    assert post.answer_to(tickets[1]) == 2
+    assert rpc.reply_to(tickets[1]) == 2
 
 
 def test_who_leaves_holds_nobody_back() -> None:
-    post, clock, told = clock_of([1, 2])
+    rpc, clock, told = clock_of([1, 2])
     clock.ended(1, 5)
-    ticket = post.asked(1, MAY_BEGIN, 5)
-    assert waits(post, ticket)
+    ticket = rpc.receive_request(1, MAY_BEGIN, 5)
+    assert waits(rpc, ticket)
     clock.leave(2)
-    assert post.answer_to(ticket) >= 5
+    assert rpc.reply_to(ticket) >= 5
     assert told[-1] == 5
-    assert post.answer_to(post.asked(2, STEPS)) == {1: 5, 2: 0}
+    assert rpc.reply_to(rpc.receive_request(2, STEPS)) == {1: 5, 2: 0}
     clock.leave(1)
     assert told[-1] > 1 << 60  # nobody waits for anything
 
 
 def test_rounds_are_told_before_anybody_may_begin() -> None:
-    post = NotedPost()
+    rpc = RecordedRpc()
     seen = []
-    clock = Clock(post, [1, 2], lambda steps: seen.append((steps, len(post.answers))))
+    clock = ServerClock(rpc, [1, 2], lambda steps: seen.append((steps, len(rpc.replies))))
     clock.ended(1, 1)
-    post.asked(1, MAY_BEGIN, 1)
+    rpc.receive_request(1, MAY_BEGIN, 1)
     clock.ended(2, 1)
     assert [count for steps, count in seen if steps == 1] == [0]
-    assert len(post.answers) == 1
+    assert len(rpc.replies) == 1
 
 
 class _Client:
     """Of a worker, whose requests go to the clocks of servers in this process."""
 
     def __init__(self, rank, servers):
-        self.servers, self.post, self._rank = list(range(len(servers))), self, rank
-        self._posts, self._clocks = zip(*servers, strict=True)
-        self.asked = 0
+        self.servers, self.rpc, self._rank = list(range(len(servers))), self, rank
+        self._rpcs, self._clocks = zip(*servers, strict=True)
+        self.called = 0
         self.routes = SimpleNamespace(copies_of=lambda server: (server,))
 
     def next_push(self, servers):
         return None
 
-    def tell(self, server, kind, body):
+    def notify(self, server, kind, body):
         self._clocks[server].ended(self._rank, body[0])
 
-    def ask(self, server, kind, body=None):
-        self.asked += 1
-        post = self._posts[server]
-        ticket = post.asked(self._rank, kind, body)
+    def call(self, server, kind, body=None):
+        self.called += 1
+        rpc = self._rpcs[server]
+        ticket = rpc.receive_request(self._rank, kind, body)
 
-        class Reply:
+        class PendingReply:
             def wait(self):
-                return post.answer_to(ticket)  # KeyError where it would wait
+                return rpc.reply_to(ticket)  # KeyError where it would wait
 
-        return Reply()
+        return PendingReply()
 
 
 @pytest.mark.parametrize(("k", "num_servers"), [*itertools.product([0, 1, 3, None], [1, 3])])
@@ -115,7 +115,7 @@ def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
     assert most == k if k is not None else most > 20
     assert clocks[0].combines == (k == 0)
     if k is None:
-        assert not any(client.asked for client in clients)  # nothing is waited for
+        assert not any(client.called for client in clients)  # nothing is waited for
     assert clocks[0].all_steps() == {rank: clock.steps for rank, clock in enumerate(clocks)}
 
 

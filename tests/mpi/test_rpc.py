@@ -11,9 +11,9 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat import errors
-from mpistrat.parameter_server.rpc.channel import Mail
+from mpistrat.parameter_server.rpc.channel import Channel
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.rpc.mpi_messages import BUFFERS, HEAD, MpiMessages
-from mpistrat.parameter_server.rpc.rpc import Post
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -21,28 +21,28 @@ OTHERS = [rank for rank in range(SIZE) if rank != RANK] or [RANK]
 
 
 class Talk:
-    """A post whose ranks answer each other, and know when all have come to the end of a test."""
+    """A rpc whose ranks answer each other, and know when all have come to the end of a test."""
 
     def __init__(self, pipes: bool) -> None:
         comm = WORLD.Dup()
-        self.post = Post(Mail(comm, pipes=pipes), stall_seconds=40)
+        self.rpc = RpcEndpoint(Channel(comm, pipes=pipes), stall_seconds=40)
         self.finished: set[int] = set()
         self.notices: list[tuple[int, object]] = []
-        self.post.handle("finished", lambda source, _: self.finished.add(source))
-        self.post.handle("notice", lambda source, body: self.notices.append((source, body)))
-        self.post.handle("echo", self._echo)
-        self.post.handle("fail", self._fail)
+        self.rpc.handle("finished", lambda source, _: self.finished.add(source))
+        self.rpc.handle("notice", lambda source, body: self.notices.append((source, body)))
+        self.rpc.handle("echo", self._echo)
+        self.rpc.handle("fail", self._fail)
 
-    def _echo(self, source, asked) -> None:
-        self.post.answer(source, asked.ticket, asked.body)
+    def _echo(self, source, request) -> None:
+        self.rpc.reply(source, request.ticket, request.body)
 
-    def _fail(self, source, asked) -> None:
-        self.post.refuse(source, asked.ticket, asked.body(f"of rank {RANK}"))
+    def _fail(self, source, request) -> None:
+        self.rpc.reply_error(source, request.ticket, request.body(f"of rank {RANK}"))
 
     def finish(self) -> None:
         for rank in range(SIZE):
-            self.post.tell(rank, "finished")
-        assert self.post.attend(lambda: len(self.finished) == SIZE, 40)
+            self.rpc.notify(rank, "finished")
+        assert self.rpc.run_until(lambda: len(self.finished) == SIZE, 40)
         WORLD.Barrier()
         self.finished.clear()
 
@@ -54,7 +54,7 @@ def talk(request: pytest.FixtureRequest) -> Talk:
 
 def test_everybody_asks_everybody(talk) -> None:
     bodies = [None, 0, "text", {"a": [1, (2, 3)]}, np.arange(5), np.zeros((0, 3)), b"x" * 10_000]
-    replies = [(body, talk.post.ask(to, "echo", body)) for body in bodies for to in range(SIZE)]
+    replies = [(body, talk.rpc.call(to, "echo", body)) for body in bodies for to in range(SIZE)]
     for body, reply in reversed(replies):  # in any order
         np.testing.assert_equal(reply.wait(), body)
     talk.finish()
@@ -67,16 +67,16 @@ def test_everybody_asks_everybody(talk) -> None:
 def test_errors_come_back_with_their_class(talk, kind) -> None:
     for to in range(SIZE):
         with pytest.raises(kind, match=f"of rank {to}") as told:
-            talk.post.ask(to, "fail", kind).wait()
+            talk.rpc.call(to, "fail", kind).wait()
         assert type(told.value) is kind
-    assert talk.post.ask(OTHERS[0], "echo", 1).wait() == 1
+    assert talk.rpc.call(OTHERS[0], "echo", 1).wait() == 1
     talk.finish()
 
 
 def test_large_messages_both_ways_at_once(talk) -> None:
     """More than the pipes hold, from all to all: nobody waits for a receiver that waits for it."""
     large = np.random.default_rng(RANK).integers(0, 255, 3 << 20).astype(np.uint8)
-    replies = [talk.post.ask(to, "echo", large) for to in OTHERS for _ in range(2)]
+    replies = [talk.rpc.call(to, "echo", large) for to in OTHERS for _ in range(2)]
     for reply in replies:
         assert np.array_equal(reply.wait(), large)
     talk.finish()
@@ -86,8 +86,8 @@ def test_messages_of_a_rank_come_in_its_order(talk) -> None:
     sizes = np.random.default_rng(0).integers(0, 20_000, 100)
     for number, size in enumerate(sizes):
         for to in OTHERS:
-            talk.post.tell(to, "notice", (number, np.zeros(size, np.uint8)))
-    assert talk.post.attend(lambda: len(talk.notices) == 100 * len(OTHERS), 40)
+            talk.rpc.notify(to, "notice", (number, np.zeros(size, np.uint8)))
+    assert talk.rpc.run_until(lambda: len(talk.notices) == 100 * len(OTHERS), 40)
     for source in OTHERS:
         mine = [body for sender, body in talk.notices if sender == source]
         assert [(number, len(data)) for number, data in mine] == list(enumerate(sizes))
@@ -103,7 +103,7 @@ def test_threads_ask_at_the_same_time(talk) -> None:
             for number in range(40):
                 body = (RANK, thread, number, b"y" * 500 * thread)
                 to = OTHERS[number % len(OTHERS)]
-                if talk.post.ask(to, "echo", body).wait() != body:
+                if talk.rpc.call(to, "echo", body).wait() != body:
                     wrong.append(body)
         except Exception as error:
             wrong.append(error)
@@ -124,35 +124,35 @@ def test_wake(talk) -> None:
     def wake() -> None:
         time.sleep(0.1)
         woken.set()
-        talk.post.mail.wake()
+        talk.rpc.channel.wake()
 
     thread = threading.Thread(target=wake)
     thread.start()
-    assert talk.post.attend(woken.is_set, 40)
+    assert talk.rpc.run_until(woken.is_set, 40)
     thread.join()
     talk.finish()
 
 
 def test_a_limit_to_waiting(talk) -> None:
     begin = time.monotonic()
-    assert not talk.post.attend(lambda: False, 0.2)
+    assert not talk.rpc.run_until(lambda: False, 0.2)
     assert time.monotonic() - begin >= 0.19
     talk.finish()
 
 
 def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
     tickets = {}
-    talk.post.handle("later", lambda source, asked: tickets.update({source: asked.ticket}))
-    talk.post.handle("now", lambda source, _: talk.post.answer(source, tickets[source], 5))
-    monkeypatch.setattr(talk.post, "stall_seconds", 0.1)
+    talk.rpc.handle("later", lambda source, request: tickets.update({source: request.ticket}))
+    talk.rpc.handle("now", lambda source, _: talk.rpc.reply(source, tickets[source], 5))
+    monkeypatch.setattr(talk.rpc, "stall_seconds", 0.1)
     told = []
 
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         told.append(text)
-        talk.post.tell(OTHERS[0], "now")
+        talk.rpc.notify(OTHERS[0], "now")
 
-    monkeypatch.setattr("mpistrat.parameter_server.rpc.rpc.tell", tell)
-    assert talk.post.ask(OTHERS[0], "later").wait(limited=False) == 5
+    monkeypatch.setattr("mpistrat.parameter_server.rpc.endpoint.tell", notify)
+    assert talk.rpc.call(OTHERS[0], "later").wait(limited=False) == 5
     assert f"rank {OTHERS[0]} to answer 'later'" in told[0]
     talk.finish()
 
@@ -165,11 +165,11 @@ class Unreadable:
 
 
 def test_what_cannot_be_unpickled_does_not_keep_others_from_being_read(talk) -> None:
-    replies = [talk.post.ask(RANK, "echo", number) for number in range(3)]
-    talk.post.tell(RANK, "notice", Unreadable())
-    replies += [talk.post.ask(RANK, "echo", number) for number in range(3, 6)]
+    replies = [talk.rpc.call(RANK, "echo", number) for number in range(3)]
+    talk.rpc.notify(RANK, "notice", Unreadable())
+    replies += [talk.rpc.call(RANK, "echo", number) for number in range(3, 6)]
     with pytest.raises(RuntimeError, match=f"what rank {RANK} has sent cannot be unpickled: Value"):
-        talk.post.attend(lambda: False, 40)
+        talk.rpc.run_until(lambda: False, 40)
     assert [reply.wait() for reply in replies] == list(range(6))
     talk.finish()
 
@@ -208,9 +208,9 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender(monkeypatch) -> None:
 
 
 def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:
-    talk.post.handle("nothing", lambda source, asked: None)
-    monkeypatch.setattr(talk.post, "stall_seconds", 0.3)
-    reply = talk.post.ask(OTHERS[0], "nothing")
+    talk.rpc.handle("nothing", lambda source, request: None)
+    monkeypatch.setattr(talk.rpc, "stall_seconds", 0.3)
+    reply = talk.rpc.call(OTHERS[0], "nothing")
     with pytest.raises(errors.StallError, match=rf"rank {OTHERS[0]} to answer 'nothing'"):
         reply.wait()
     talk.finish()

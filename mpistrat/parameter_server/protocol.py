@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mpistrat.parameter_server.gate import Push
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.tensors import Carried, Kind, Placed
+from mpistrat.parameter_server.tensors import InlineTensor, SharedTensor, TensorSpec
 
 # Requests that read.
 FIND, PULL, ROWS, OPTIMIZER_STATE = "find", "pull", "rows", "optimizer state"
@@ -22,7 +22,7 @@ FORGET, DONE = "forget", "done"
 END_ROUNDS, DROP_GRADIENTS = "end rounds", "drop gradients"
 
 
-class Created(NamedTuple):
+class NewArray(NamedTuple):
     """A new array: its first value is `value`, or zeros.
 
     Attributes:
@@ -32,8 +32,8 @@ class Created(NamedTuple):
     key: int
     server: int
     name: str
-    kind: Kind
-    value: Placed | Carried | None
+    spec: TensorSpec
+    value: SharedTensor | InlineTensor | None
 
 
 class Update(NamedTuple):
@@ -50,7 +50,7 @@ class Update(NamedTuple):
 
     key: int
     method: str | Step
-    operand: list[Placed | Carried]
+    operand: list[SharedTensor | InlineTensor]
     work: int | None = None
     number: int = 0
 

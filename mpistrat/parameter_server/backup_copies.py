@@ -1,4 +1,4 @@
-"""The second copies of what another server makes: the keeper's side of `replica`."""
+"""The second copies of what another server makes: the backup's side of `replica`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
+from mpistrat.parameter_server import protocol
+from mpistrat.parameter_server.backup import ABANDON, CHANGE, CHANGED
 from mpistrat.parameter_server.gate import Gate
-from mpistrat.parameter_server.replica import ABANDON, CHANGE, CHANGED
-from mpistrat.parameter_server.rpc import requests
-from mpistrat.parameter_server.rpc.rpc import Post
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.store import Store, outcome_of
 
 
-class KeptCopies:
+class BackupCopies:
     """Makes the changes that the other server passes on, in their order, and nothing else, until it is gone.
 
     Args:
@@ -23,15 +23,15 @@ class KeptCopies:
         copies: a store of their own.
     """
 
-    def __init__(self, post: Post, store: Store, gate: Gate) -> None:
-        self._post, self._own, self._gate = post, store, gate
+    def __init__(self, rpc: RpcEndpoint, store: Store, gate: Gate) -> None:
+        self._rpc, self._own, self._gate = rpc, store, gate
         self.copies = Store(beside=store)
         self._is_over = False  # the other's changes do not count any more
         self.primary: int | None = None  # the other server, once it has passed something on
         self.names: dict[int, str] = {}  # of the arrays, by key
         self.given_up: dict[int, str] = {}  # of those that came to differ
-        post.handle(CHANGE, self._change)
-        post.handle(ABANDON, lambda source, _: self._give_up())
+        rpc.handle(CHANGE, self._change)
+        rpc.handle(ABANDON, lambda source, _: self._give_up())
 
     def has(self, key: int) -> bool:
         """Whether it is among the copies still.
@@ -51,35 +51,35 @@ class KeptCopies:
         self._own.adopt(self.copies)
 
     def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
-        number, kind, source, change = body
+        number, method, source, change = body
         self.primary = primary
-        outcome = outcome_of(partial(self._make, kind, source, change))
+        outcome = outcome_of(partial(self._make, method, source, change))
         why_not = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else ""
-        self._post.tell(primary, CHANGED, (number, why_not))
+        self._rpc.notify(primary, CHANGED, (number, why_not))
 
-    def _make(self, kind: str, source: int, change: Any) -> None:
+    def _make(self, method: str, source: int, change: Any) -> None:
         if self._is_over:  # nobody hears this, but one that lives, against all evidence
             raise RuntimeError("another server has taken over")
         store = self.copies
-        if kind == requests.CREATE:
+        if method == protocol.CREATE:
             self.names[change.key] = store.create(change).name
-        elif kind == requests.UPDATE:
+        elif method == protocol.UPDATE:
             self._gate.let(source, change.push)
             for outcome in store.update(source, change):
                 if isinstance(outcome, Exception):
                     raise outcome
-        elif kind == requests.MAKE_OPTIMIZER:
+        elif method == protocol.MAKE_OPTIMIZER:
             store.make_optimizer(*change)
-        elif kind == requests.LOAD_OPTIMIZER_STATE:
+        elif method == protocol.LOAD_OPTIMIZER_STATE:
             store.optimizers.load_state(*change)
-        elif kind == requests.DROP_GRADIENTS:
+        elif method == protocol.DROP_GRADIENTS:
             store.optimizers.forget(source, change)
-        elif kind == requests.END_ROUNDS:
+        elif method == protocol.END_ROUNDS:
             before, who_ended = change
             for name, error in store.optimizers.end_rounds(before, who_ended.__getitem__):
                 raise RuntimeError(f"the step of {name!r}") from error
         else:
-            raise ValueError(f"no change of a replica is called {kind!r}")
+            raise ValueError(f"no change of a replica is called {method!r}")
 
     def _give_up(self) -> None:
         self.given_up, self.names = self.names, {}

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from mpistrat import errors
+from mpistrat.parameter_server import protocol
+from mpistrat.parameter_server.backup import ABANDON, CHANGED
 from mpistrat.parameter_server.gate import ADMIT, HOLD, Push
 from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.replica import ABANDON, CHANGED
-from mpistrat.parameter_server.rpc import requests
-from mpistrat.parameter_server.rpc.requests import Created, Update, Updates
+from mpistrat.parameter_server.protocol import NewArray, Update, Updates
 from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.staleness import ENDED, FAILED, MAY_BEGIN
-from mpistrat.parameter_server.tensors import Kind, carried, unpack
+from mpistrat.parameter_server.tensors import TensorSpec, inline, unpack
 from mpistrat.parameter_server.update_numbers import session_of
-from support.parameter_servers.noted_post import NotedPost
+from support.parameter_servers.recorded_rpc import RecordedRpc
 
-KEY, PRIMARY, KEEPER, CLIENT, OTHER = 3, 8, 9, 1, 2
+KEY, PRIMARY, BACKUP, CLIENT, OTHER = 3, 8, 9, 1, 2
 OPTIMIZER = 5
 
 
@@ -29,185 +29,192 @@ class Pair:
     """Two servers; what the first passes on comes to the second when the test says so."""
 
     def __init__(self) -> None:
-        self.first, self.second = NotedPost(), NotedPost()
-        self.first.rank, self.second.rank = PRIMARY, KEEPER
+        self.first, self.second = RecordedRpc(), RecordedRpc()
+        self.first.rank, self.second.rank = PRIMARY, BACKUP
         clients = [CLIENT, OTHER]
-        self.primary = ParameterServer(self.first, clients, clients, CLIENT, KEEPER)
-        self.keeper = ParameterServer(self.second, clients, clients, CLIENT)
+        self.primary = ParameterServer(self.first, clients, clients, CLIENT, BACKUP)
+        self.backup = ParameterServer(self.second, clients, clients, CLIENT)
         self.why_not_there = ""
 
     def carry(self, most: int = 100) -> None:
-        """Changes to the keeper, and its answers back."""
+        """Changes to the backup, and its answers back."""
         notices, self.first.notices = self.first.notices, []
         for to, kind, body in notices[:most]:
-            assert to == KEEPER
-            self.second.told(PRIMARY, kind, body)
+            assert to == BACKUP
+            self.second.receive_notice(PRIMARY, kind, body)
         self.first.notices = notices[most:]
         answers, self.second.notices = self.second.notices, []
         for to, kind, (number, why_not) in answers:
             assert (to, kind) == (PRIMARY, CHANGED)
-            self.first.told(KEEPER, CHANGED, (number, why_not or self.why_not_there))
+            self.first.receive_notice(BACKUP, CHANGED, (number, why_not or self.why_not_there))
 
     def values(self) -> list[list[float]]:
         """On the first server; then on the second, where nobody else looks while the first lives."""
-        stores = self.primary.store, self.keeper.kept.copies
-        if KEY in self.keeper.store.by_key:
-            stores = self.primary.store, self.keeper.store
+        stores = self.primary.store, self.backup.backup_copies.copies
+        if KEY in self.backup.store.by_key:
+            stores = self.primary.store, self.backup.store
         return [store.table(KEY).array.tolist() for store in stores]
 
 
-def created() -> Created:
+def created() -> NewArray:
     value = np.zeros(3)
-    return Created(KEY, PRIMARY, "v", Kind.of(value), carried(value))
+    return NewArray(KEY, PRIMARY, "v", TensorSpec.of(value), inline(value))
 
 
 def add(number: float, n: int, size: int = 3, key: int = KEY) -> Update:
-    return Update(key, "assign_add", [carried(np.full(size, number))], session_of(CLIENT), n)
+    return Update(key, "assign_add", [inline(np.full(size, number))], session_of(CLIENT), n)
 
 
 @pytest.fixture
 def pair() -> Pair:
     pair = Pair()
-    pair.first.asked(CLIENT, requests.CREATE, created())
+    pair.first.receive_request(CLIENT, protocol.CREATE, created())
     pair.carry()
     return pair
 
 
-def is_answered(post: NotedPost, ticket: int) -> bool:
-    return ticket in dict(post.answers)
+def is_answered(rpc: RecordedRpc, ticket: int) -> bool:
+    return ticket in dict(rpc.replies)
 
 
 def test_an_array_is_found_when_both_have_it() -> None:
     pair = Pair()
-    tickets = [pair.first.asked(CLIENT, "find", KEY)]
-    tickets.append(pair.first.asked(CLIENT, requests.CREATE, created()))
-    tickets.append(pair.first.asked(CLIENT, "find", KEY))
+    tickets = [pair.first.receive_request(CLIENT, "find", KEY)]
+    tickets.append(pair.first.receive_request(CLIENT, protocol.CREATE, created()))
+    tickets.append(pair.first.receive_request(CLIENT, "find", KEY))
     assert not any(is_answered(pair.first, ticket) for ticket in tickets)
     pair.carry()
-    assert [pair.first.answer_to(ticket)[0] for ticket in tickets] == ["v"] * 3
-    assert pair.keeper.kept.names == {KEY: "v"}
+    assert [pair.first.reply_to(ticket)[0] for ticket in tickets] == ["v"] * 3
+    assert pair.backup.backup_copies.names == {KEY: "v"}
 
 
 def test_updates_are_answered_for_in_turn_when_both_have_them(pair) -> None:
     tickets = [
-        pair.first.asked(CLIENT, "update", Updates([add(number, number)])) for number in (1, 10)
+        pair.first.receive_request(CLIENT, "update", Updates([add(number, number)]))
+        for number in (1, 10)
     ]
     assert pair.values() == [[11] * 3, [0] * 3]
     pair.carry(1)
     assert [is_answered(pair.first, ticket) for ticket in tickets] == [True, False]
     pair.carry()
     assert pair.values() == [[11] * 3] * 2
-    (first,), (second,) = map(pair.first.answer_to, tickets)
+    (first,), (second,) = map(pair.first.reply_to, tickets)
     assert (unpack(first, Mappings())[0], unpack(second, Mappings())[0]) == (1, 11)
 
 
 def test_what_was_not_answered_for_is_made_once_by_who_goes_on(pair) -> None:
-    """One of two updates came to the keeper; both are asked again, of it."""
+    """One of two updates came to the backup; both are asked again, of it."""
     for number in (1, 10):
-        pair.first.asked(CLIENT, "update", Updates([add(number, number)]))
+        pair.first.receive_request(CLIENT, "update", Updates([add(number, number)]))
     pair.carry(1)
     pair.second.lose(PRIMARY)
     for number in (1, 10):
-        pair.second.answer_to(pair.second.asked(CLIENT, "update", Updates([add(number, number)])))
-    pair.second.asked(CLIENT, requests.CREATE, created())  # as if its answer had not come
+        pair.second.reply_to(
+            pair.second.receive_request(CLIENT, "update", Updates([add(number, number)]))
+        )
+    pair.second.receive_request(CLIENT, protocol.CREATE, created())  # as if its answer had not come
     assert pair.values()[1] == [11] * 3
     assert not pair.second.notices
 
 
 def test_without_its_replica_a_server_answers_alone(pair) -> None:
-    ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    ticket = pair.first.receive_request(CLIENT, "update", Updates([add(1, 1)]))
     assert not is_answered(pair.first, ticket)
-    pair.first.lose(KEEPER)
-    pair.first.answer_to(ticket)
+    pair.first.lose(BACKUP)
+    pair.first.reply_to(ticket)
     pair.first.notices.clear()
-    pair.first.answer_to(pair.first.asked(CLIENT, "update", Updates([add(1, 2)])))
+    pair.first.reply_to(pair.first.receive_request(CLIENT, "update", Updates([add(1, 2)])))
     assert not pair.first.notices
 
 
 def test_an_update_that_fails_fails_on_both_and_those_beside_it_are_made(pair, capsys) -> None:
     asked = Updates([add(1, 1), add(5, 2, size=4), add(10, 3)])
-    ticket = pair.first.asked(CLIENT, "update", asked)
+    ticket = pair.first.receive_request(CLIENT, "update", asked)
     pair.carry()
     with pytest.raises(ValueError, match="broadcast"):
-        pair.first.answer_to(ticket)
+        pair.first.reply_to(ticket)
     assert pair.values() == [[11] * 3] * 2
     assert capsys.readouterr().err == ""
 
 
 def test_a_replica_that_could_not_do_the_same_is_given_up(pair, capsys) -> None:
     pair.why_not_there = "MemoryError: no room"
-    ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    ticket = pair.first.receive_request(CLIENT, "update", Updates([add(1, 1)]))
     pair.carry()
-    pair.first.answer_to(ticket)
+    pair.first.reply_to(ticket)
     assert re.search("no replica any more of 'v'.*: MemoryError: no room", capsys.readouterr().err)
-    assert [(to, kind) for to, kind, _ in pair.first.notices] == [(KEEPER, ABANDON)]
-    pair.second.told(PRIMARY, ABANDON)
+    assert [(to, kind) for to, kind, _ in pair.first.notices] == [(BACKUP, ABANDON)]
+    pair.second.receive_notice(PRIMARY, ABANDON)
     pair.second.lose(PRIMARY)
     for kind, body in (
         ("find", KEY),
         ("pull", (KEY, None)),
-        ("rows", (KEY, carried(np.array([0])))),
+        ("rows", (KEY, inline(np.array([0])))),
         ("update", Updates([add(1, 1)])),
         ("create", created()),
         ("optimizer state", (0, KEY)),
     ):
         with pytest.raises(errors.UnavailableError, match="'v' is lost"):
-            pair.second.answer_to(pair.second.asked(CLIENT, kind, body))
+            pair.second.reply_to(pair.second.receive_request(CLIENT, kind, body))
 
 
 def test_answers_are_remembered_as_long_as_they_may_be_asked_again(pair) -> None:
     for number in range(5):
-        pair.first.asked(CLIENT, "update", Updates([add(1, number)], settled=max(0, number - 1)))
+        pair.first.receive_request(
+            CLIENT, "update", Updates([add(1, number)], settled=max(0, number - 1))
+        )
     pair.carry()
-    assert len(pair.primary.store.applied) == len(pair.keeper.store.applied) == 2
+    assert len(pair.primary.store.idempotency) == len(pair.backup.store.idempotency) == 2
 
 
 def test_who_holds_all_servers_reads_what_outlives_one(pair) -> None:
     """Else what it reads may be gone with the server, and what came to others not."""
-    push = Push(5, (PRIMARY, KEEPER), PRIMARY)
-    pair.first.asked(CLIENT, "update", Updates([add(1, 1)], push))
-    hold = pair.first.asked(7, HOLD)
-    assert pair.first.answer_to(hold) == {(CLIENT, PRIMARY): [push]}
-    admit = pair.first.asked(7, ADMIT, set())
+    push = Push(5, (PRIMARY, BACKUP), PRIMARY)
+    pair.first.receive_request(CLIENT, "update", Updates([add(1, 1)], push))
+    hold = pair.first.receive_request(7, HOLD)
+    assert pair.first.reply_to(hold) == {(CLIENT, PRIMARY): [push]}
+    admit = pair.first.receive_request(7, ADMIT, set())
     assert not is_answered(pair.first, admit)
     pair.carry()
-    assert pair.first.answer_to(admit) is None
-    there = pair.second.asked(7, HOLD)
-    assert pair.second.answer_to(there) == {(CLIENT, PRIMARY): [push]}  # known to who goes on
+    assert pair.first.reply_to(admit) is None
+    there = pair.second.receive_request(7, HOLD)
+    assert pair.second.reply_to(there) == {(CLIENT, PRIMARY): [push]}  # known to who goes on
 
 
 def test_a_change_for_a_replica_is_made_though_one_rank_holds_the_server(pair) -> None:
-    pair.second.asked(7, HOLD)
-    ticket = pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+    pair.second.receive_request(7, HOLD)
+    ticket = pair.first.receive_request(CLIENT, "update", Updates([add(1, 1)]))
     pair.carry()
-    pair.first.answer_to(ticket)
+    pair.first.reply_to(ticket)
     assert pair.values() == [[1] * 3] * 2
 
 
 def test_what_a_dead_server_may_still_have_sent_is_not_made_again(pair) -> None:
     """Another's question comes before what the server had sent, and tells that it has died."""
     asked = Updates([add(1, 1)])
-    pair.first.asked(CLIENT, "update", asked)
-    pair.second.answer_to(pair.second.asked(CLIENT, "update", asked))
-    pair.second.answer_to(pair.second.asked(CLIENT, "update", Updates([add(10, 2)], settled=2)))
+    pair.first.receive_request(CLIENT, "update", asked)
+    pair.second.reply_to(pair.second.receive_request(CLIENT, "update", asked))
+    pair.second.reply_to(
+        pair.second.receive_request(CLIENT, "update", Updates([add(10, 2)], settled=2))
+    )
     pair.carry()
     pair.second.lose(PRIMARY)
     assert pair.values()[1] == [11] * 3
 
 
 def test_what_could_not_be_sent_holds_up_nothing_else(pair) -> None:
-    tell = pair.first.tell
+    tell = pair.first.notify
 
     def fail(*_: object) -> None:
-        pair.first.tell = tell
+        pair.first.notify = tell
         raise MemoryError("no room for the message")
 
-    pair.first.tell = fail
+    pair.first.notify = fail
     with pytest.raises(RuntimeError, match="no room for the message"):
-        pair.first.answer_to(pair.first.asked(CLIENT, "update", Updates([add(1, 1)])))
-    ticket = pair.first.asked(CLIENT, "update", Updates([add(10, 2)]))
+        pair.first.reply_to(pair.first.receive_request(CLIENT, "update", Updates([add(1, 1)])))
+    ticket = pair.first.receive_request(CLIENT, "update", Updates([add(10, 2)]))
     pair.carry()
-    pair.first.answer_to(ticket)
+    pair.first.reply_to(ticket)
     assert pair.values() == [[10] * 3] * 2
 
 
@@ -215,22 +222,24 @@ def test_what_could_not_be_sent_holds_up_nothing_else(pair) -> None:
 def stepped(pair) -> Pair:
     """With an optimizer whose rounds are the sums of all workers' gradients."""
     recipe = cloudpickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
-    ticket = pair.first.asked(CLIENT, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)]))
+    ticket = pair.first.receive_request(
+        CLIENT, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)])
+    )
     assert not is_answered(pair.first, ticket)
     pair.carry()
-    assert pair.first.answer_to(ticket) is None
+    assert pair.first.reply_to(ticket) is None
     return pair
 
 
 def test_loaded_state_is_answered_for_when_both_have_it(stepped) -> None:
     state = {"momentum_buffer": np.full(3, 5.0)}
-    ticket = stepped.first.asked(CLIENT, "load optimizer state", (OPTIMIZER, KEY, state))
+    ticket = stepped.first.receive_request(CLIENT, "load optimizer state", (OPTIMIZER, KEY, state))
     assert not is_answered(stepped.first, ticket)
     stepped.carry()
-    assert stepped.first.answer_to(ticket) is None
+    assert stepped.first.reply_to(ticket) is None
     stepped.second.lose(PRIMARY)
-    for post in (stepped.first, stepped.second):
-        found = post.answer_to(post.asked(CLIENT, "optimizer state", (OPTIMIZER, KEY)))
+    for rpc in (stepped.first, stepped.second):
+        found = rpc.reply_to(rpc.receive_request(CLIENT, "optimizer state", (OPTIMIZER, KEY)))
         assert found["momentum_buffer"].tolist() == [5] * 3
 
 
@@ -242,11 +251,11 @@ def test_loaded_state_is_answered_for_when_both_have_it(stepped) -> None:
     ],
 )
 def test_what_fails_on_both_is_no_difference(pair, capsys, kind, body) -> None:
-    ticket = pair.first.asked(CLIENT, kind, body)
+    ticket = pair.first.receive_request(CLIENT, kind, body)
     pair.carry()
     with pytest.raises((RuntimeError, errors.NotFoundError)):
-        pair.first.answer_to(ticket)
-    pair.first.asked(CLIENT, "update", Updates([add(1, 1)]))
+        pair.first.reply_to(ticket)
+    pair.first.receive_request(CLIENT, "update", Updates([add(1, 1)]))
     pair.carry()
     assert pair.values() == [[1] * 3] * 2
     assert capsys.readouterr().err == ""
@@ -254,9 +263,9 @@ def test_what_fails_on_both_is_no_difference(pair, capsys, kind, body) -> None:
 
 def push(pair: Pair, worker: int, gradient: float, number: int, n: int) -> None:
     """A gradient for the round of this number, to the first server."""
-    operand = [carried(np.full(3, float(gradient)))]
+    operand = [inline(np.full(3, float(gradient)))]
     update = Update(KEY, Step(OPTIMIZER, {"lr": 1.0}, number), operand, session_of(worker), n)
-    pair.first.asked(worker, "update", Updates([update]))
+    pair.first.receive_request(worker, "update", Updates([update]))
 
 
 def test_a_round_ends_on_both_as_it_did_on_the_first(stepped) -> None:
@@ -265,9 +274,9 @@ def test_a_round_ends_on_both_as_it_did_on_the_first(stepped) -> None:
     push(stepped, OTHER, 100, 0, 0)
     stepped.carry()
     for worker in (CLIENT, OTHER):
-        stepped.second.told(worker, ENDED, (1, None))
+        stepped.second.receive_notice(worker, ENDED, (1, None))
     assert stepped.values() == [[0] * 3] * 2  # it is for the first to say
-    stepped.first.told(CLIENT, ENDED, (1, None))
+    stepped.first.receive_notice(CLIENT, ENDED, (1, None))
     stepped.first.lose(OTHER)
     stepped.carry()
     assert stepped.values() == [[-1] * 3] * 2
@@ -279,7 +288,7 @@ def test_gradients_of_the_dead_are_dropped_on_both_whatever_comes_first(stepped)
     stepped.carry()
     stepped.first.lose(OTHER)
     push(stepped, CLIENT, 1, 0, 0)
-    stepped.first.told(CLIENT, ENDED, (1, None))
+    stepped.first.receive_notice(CLIENT, ENDED, (1, None))
     stepped.carry()
     assert stepped.values() == [[-1] * 3] * 2
 
@@ -287,12 +296,12 @@ def test_gradients_of_the_dead_are_dropped_on_both_whatever_comes_first(stepped)
 def test_a_step_that_is_tried_again_counts_once_on_both(stepped) -> None:
     """The notice that it had failed comes to the other late."""
     push(stepped, CLIENT, 100, 0, 0)
-    stepped.first.told(CLIENT, FAILED, (0, None))
+    stepped.first.receive_notice(CLIENT, FAILED, (0, None))
     push(stepped, CLIENT, 1, 0, 1)
     stepped.carry()
-    stepped.second.told(CLIENT, FAILED, (0, None))
+    stepped.second.receive_notice(CLIENT, FAILED, (0, None))
     for worker in (CLIENT, OTHER):
-        stepped.first.told(worker, ENDED, (1, None))
+        stepped.first.receive_notice(worker, ENDED, (1, None))
     stepped.carry()
     assert stepped.values() == [[-1] * 3] * 2
 
@@ -300,10 +309,10 @@ def test_a_step_that_is_tried_again_counts_once_on_both(stepped) -> None:
 def test_what_happens_between_rounds_happens_there_on_both(stepped) -> None:
     push(stepped, CLIENT, 1, 0, 0)
     for worker in (CLIENT, OTHER):
-        stepped.second.told(worker, ENDED, (1, None))
-        stepped.first.told(worker, ENDED, (1, None))
-    doubled = Update(KEY, "assign", [carried(np.full(3, 50.0))], session_of(OTHER), 0)
-    stepped.first.asked(OTHER, "update", Updates([doubled]))
+        stepped.second.receive_notice(worker, ENDED, (1, None))
+        stepped.first.receive_notice(worker, ENDED, (1, None))
+    doubled = Update(KEY, "assign", [inline(np.full(3, 50.0))], session_of(OTHER), 0)
+    stepped.first.receive_request(OTHER, "update", Updates([doubled]))
     stepped.carry()
     assert stepped.values() == [[50] * 3] * 2
 
@@ -311,11 +320,11 @@ def test_what_happens_between_rounds_happens_there_on_both(stepped) -> None:
 def test_a_worker_begins_when_both_have_ended_the_round(stepped) -> None:
     push(stepped, CLIENT, 1, 0, 0)
     for worker in (CLIENT, OTHER):
-        stepped.first.told(worker, ENDED, (1, None))
-    ticket = stepped.first.asked(CLIENT, MAY_BEGIN, 1)
+        stepped.first.receive_notice(worker, ENDED, (1, None))
+    ticket = stepped.first.receive_request(CLIENT, MAY_BEGIN, 1)
     assert not is_answered(stepped.first, ticket)
     stepped.carry()
-    assert stepped.first.answer_to(ticket) == 1
+    assert stepped.first.reply_to(ticket) == 1
 
 
 def test_who_goes_on_ends_the_rounds_that_the_first_had_not(stepped) -> None:
@@ -323,7 +332,7 @@ def test_who_goes_on_ends_the_rounds_that_the_first_had_not(stepped) -> None:
     push(stepped, CLIENT, 1, 0, 0)
     push(stepped, OTHER, 100, 0, 0)
     stepped.carry()
-    stepped.second.told(CLIENT, ENDED, (1, None))
+    stepped.second.receive_notice(CLIENT, ENDED, (1, None))
     stepped.second.lose(OTHER)
     stepped.second.lose(PRIMARY)
     assert stepped.values()[1] == [-1] * 3

@@ -1,4 +1,4 @@
-"""A `Post` without others: a test says what comes, and sees what goes."""
+"""A `RpcEndpoint` without others: a test says what comes, and sees what goes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mpistrat.parameter_server.rpc.rpc import Asked
+from mpistrat.parameter_server.rpc.endpoint import Request
 
 
-class NotedPost:
+class RecordedRpc:
     """
     Attributes:
-        answers: (ticket, answer) in the order in which they were given; an error that was refused with as itself.
+        replies: (ticket, answer) in the order in which they were given; an error that was refused with as itself.
         notices: (to, kind, body) that were sent.
     """
 
     rank = 0
 
     def __init__(self) -> None:
-        self.mail = SimpleNamespace(
+        self.channel = SimpleNamespace(
             lost=set(), shares_memory_with=lambda rank: False, pid_of=lambda rank: None
         )
         self.name_of = "rank {}".format
-        self.answers: list[tuple[int, Any]] = []
+        self.replies: list[tuple[int, Any]] = []
         self.notices: list[tuple[int, str, Any]] = []
         self._handlers: dict[str, Callable[[int, Any], None]] = {}
         self._when_lost: list[Callable[[int], None]] = []
@@ -36,33 +36,33 @@ class NotedPost:
     def on_lost(self, handler: Callable[[int], None]) -> None:
         self._when_lost.append(handler)
 
-    def tell(self, to: int, kind: str, body: Any = None) -> None:
+    def notify(self, to: int, kind: str, body: Any = None) -> None:
         self.notices.append((to, kind, body))
 
-    def answer(self, source: int, ticket: int, value: Any = None) -> None:
-        self.answers.append((ticket, value))
+    def reply(self, source: int, ticket: int, value: Any = None) -> None:
+        self.replies.append((ticket, value))
 
-    def refuse(self, source: int, ticket: int, error: BaseException) -> None:
-        self.answers.append((ticket, error))
+    def reply_error(self, source: int, ticket: int, error: BaseException) -> None:
+        self.replies.append((ticket, error))
 
-    def told(self, source: int, kind: str, body: Any = None) -> None:
+    def receive_notice(self, source: int, kind: str, body: Any = None) -> None:
         """A notice comes."""
         self._handlers[kind](source, body)
 
-    def asked(self, source: int, kind: str, body: Any = None) -> int:
+    def receive_request(self, source: int, kind: str, body: Any = None) -> int:
         """A request comes. Returns: its ticket."""
         ticket = next(self._tickets)
-        self._handlers[kind](source, Asked(ticket, body))
+        self._handlers[kind](source, Request(ticket, body))
         return ticket
 
-    def answer_to(self, ticket: int) -> Any:
+    def reply_to(self, ticket: int) -> Any:
         """Raises: KeyError when there is none; what it was refused with."""
-        answer = dict(self.answers)[ticket]
+        answer = dict(self.replies)[ticket]
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def lose(self, rank: int) -> None:
-        self.mail.lost.add(rank)
+        self.channel.lost.add(rank)
         for handler in self._when_lost:
             handler(rank)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.rpc.channel import LOST, Mail
+from mpistrat.parameter_server.rpc.channel import LOST, Channel
 from mpistrat.parameter_server.rpc.unpickling import Unreadable
 
 # Of a message: what it is, then what it says.
@@ -21,23 +21,23 @@ SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it s
 Handler = Callable[[int, Any], None]
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A request, as its handler gets it."""
 
     ticket: int
     body: Any
 
 
-class Reply:
+class PendingReply:
     """What a request brings, later.
 
-    Args: to: the rank that was asked. kind: for what.
+    Args: to: the rank that was asked. method: for what.
     """
 
-    __slots__ = ("_answer", "_error", "_post", "come", "kind", "to")
+    __slots__ = ("_answer", "_error", "_rpc", "come", "method", "to")
 
-    def __init__(self, post: Post, to: int, kind: str) -> None:
-        self._post, self.to, self.kind = post, to, kind
+    def __init__(self, rpc: RpcEndpoint, to: int, method: str) -> None:
+        self._rpc, self.to, self.method = rpc, to, method
         self.come = False
         self._answer: Any = None
         self._error: BaseException | None = None
@@ -50,7 +50,7 @@ class Reply:
             not answer within MPISTRAT_STALL_SECONDS.
         """
         if not self.come:
-            self._post.wait_for(self, limited)
+            self._rpc.wait_for(self, limited)
         if self._error is not None:
             raise self._error
         return self._answer
@@ -60,24 +60,27 @@ class Reply:
         self.come = True
 
 
-class Post:
-    """Requests and notices over `mail`. It has no thread: whoever waits reads for all threads.
+class RpcEndpoint:
+    """Requests and notices over `channel`. It has no thread: whoever waits reads for all threads.
 
     Args:
-        mail: used by nobody else.
+        channel: used by nobody else.
         name_of: how people call a rank, such as "ps 0 (rank 3)".
         stall_seconds: how long a rank may take to answer a request; 0 is for ever.
     Attributes:
         stall_seconds: as given.
-        what_died: what is said of a rank that has died.
+        describe_death: what is said of a rank that has died.
     """
 
     def __init__(
-        self, mail: Mail, name_of: Callable[[int], str] = "rank {}".format, stall_seconds: float = 0
+        self,
+        channel: Channel,
+        name_of: Callable[[int], str] = "rank {}".format,
+        stall_seconds: float = 0,
     ) -> None:
-        self.what_died: Callable[[int], str] = lambda rank: f"{name_of(rank)} has died"
-        self.mail = mail
-        self.rank, self.size = mail.rank, mail.size
+        self.describe_death: Callable[[int], str] = lambda rank: f"{name_of(rank)} has died"
+        self.channel = channel
+        self.rank, self.size = channel.rank, channel.size
         self.name_of = name_of
         self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
@@ -85,47 +88,47 @@ class Post:
         self._early: dict[str, list[tuple[int, Any]]] = {}  # what came before its handler
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count(1)
-        self._open: dict[int, Reply] = {}
+        self._open: dict[int, PendingReply] = {}
         self._reading = threading.Lock()
         self._news = threading.Condition()
 
-    def handle(self, kind: str, handler: Handler) -> None:
-        """Call `handler(source, body)` for each notice of this kind, `handler(source, Asked)` for each request.
+    def handle(self, method: str, handler: Handler) -> None:
+        """Call `handler(source, body)` for each notice of this method, `handler(source, Request)` for each request.
 
         In the thread that reads, which must not wait for an answer there.
         """
         with self._registering:  # what another thread reads meanwhile comes after what came early
-            self._handlers[kind] = handler
-            _call_all(partial(handler, *one) for one in self._early.pop(kind, ()))
+            self._handlers[method] = handler
+            _call_all(partial(handler, *one) for one in self._early.pop(method, ()))
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Call `handler(rank)` once for each rank that dies, in the thread that reads."""
         self._when_lost.append(handler)
 
-    def tell(self, to: int, kind: str, body: Any = None) -> None:
+    def notify(self, to: int, method: str, body: Any = None) -> None:
         """Send a notice. Called by: any thread."""
-        self.mail.send(to, (_NOTICE, kind, body))
+        self.channel.send(to, (_NOTICE, method, body))
 
-    def ask(self, to: int, kind: str, body: Any = None) -> Reply:
+    def call(self, to: int, method: str, body: Any = None) -> PendingReply:
         """Send a request. Called by: any thread."""
-        reply = Reply(self, to, kind)
+        reply = PendingReply(self, to, method)
         ticket = next(self._tickets)
         self._open[ticket] = reply
-        if to in self.mail.lost:
+        if to in self.channel.lost:
             self._open.pop(ticket, None)
-            reply.put(None, self.gone(to))
+            reply.put(None, self.death_error(to))
         else:
-            self.mail.send(to, (_REQUEST, kind, ticket, body))
+            self.channel.send(to, (_REQUEST, method, ticket, body))
         return reply
 
-    def answer(self, source: int, ticket: int, value: Any = None) -> None:
-        self.mail.send(source, (_ANSWER, ticket, value))
+    def reply(self, source: int, ticket: int, value: Any = None) -> None:
+        self.channel.send(source, (_ANSWER, ticket, value))
 
-    def refuse(self, source: int, ticket: int, error: BaseException) -> None:
+    def reply_error(self, source: int, ticket: int, error: BaseException) -> None:
         """Answer with an error, of a class that can be pickled; the one who asked raises it."""
-        self.mail.send(source, (_REFUSAL, ticket, error))
+        self.channel.send(source, (_REFUSAL, ticket, error))
 
-    def attend(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+    def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
         """Read, and call handlers, until `until()`; returns False when so many seconds are over before.
 
         Called by: any thread. What another one reads is looked at as soon as it has been handled.
@@ -140,7 +143,7 @@ class Post:
                 try:
                     # Another thread may have read what was waited for, before this one got to read.
                     if not until():
-                        _call_all(partial(self._handle, *one) for one in self.mail.receive(left))
+                        _call_all(partial(self._handle, *one) for one in self.channel.receive(left))
                 finally:
                     self._reading.release()
                     with self._news:
@@ -152,31 +155,31 @@ class Post:
                         self._news.wait(pause if left is None else min(left, pause))
         return True
 
-    def wait_for(self, reply: Reply, limited: bool = True) -> None:
+    def wait_for(self, reply: PendingReply, limited: bool = True) -> None:
         """Attend until the reply has come. Raises: StallError, if the wait is limited; else that is only told."""
-        if self.attend(lambda: reply.come, self.stall_seconds or None):
+        if self.run_until(lambda: reply.come, self.stall_seconds or None):
             return
         waited = (
             f"{self.name_of(self.rank)} has waited {self.stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
-            f"{self.name_of(reply.to)} to answer {reply.kind!r}"
+            f"{self.name_of(reply.to)} to answer {reply.method!r}"
         )
         if limited:
             raise StallError(
                 f"{waited}: see what that process does (py-spy dump), or whether it was stopped"
             )
         tell(f"{waited}, which depends on what another rank does, and waits on")
-        self.attend(lambda: reply.come)
+        self.run_until(lambda: reply.come)
 
-    def gone(self, rank: int) -> UnavailableError:
+    def death_error(self, rank: int) -> UnavailableError:
         """For who needs a rank that has died."""
-        return UnavailableError(self.what_died(rank))
+        return UnavailableError(self.describe_death(rank))
 
     def _handle(self, source: int, message: Any) -> None:
         if message is LOST or message == LOST:
             for ticket, reply in list(self._open.items()):
                 if reply.to == source:
                     self._open.pop(ticket, None)
-                    reply.put(None, self.gone(source))
+                    reply.put(None, self.death_error(source))
             _call_all(partial(handler, source) for handler in self._when_lost)
             return
         if isinstance(message, Unreadable):
@@ -184,26 +187,26 @@ class Post:
                 f"what {self.name_of(source)} has sent cannot be unpickled: "
                 f"{type(message.error).__name__}: {message.error}"
             ) from message.error
-        kind = message[0]
-        if kind == _NOTICE:
+        method = message[0]
+        if method == _NOTICE:
             self._give(message[1], source, message[2])
-        elif kind == _REQUEST:
+        elif method == _REQUEST:
             _, name, ticket, body = message
-            self._give(name, source, Asked(ticket, body))
+            self._give(name, source, Request(ticket, body))
         else:
             _, ticket, value = message
             waiting = self._open.pop(ticket, None)
             if waiting is not None:
-                if kind == _ANSWER:
+                if method == _ANSWER:
                     waiting.put(value)
                 else:
                     waiting.put(None, value)
 
-    def _give(self, kind: str, source: int, body: Any) -> None:
+    def _give(self, method: str, source: int, body: Any) -> None:
         with self._registering:
-            handler = self._handlers.get(kind)
+            handler = self._handlers.get(method)
             if handler is None:
-                self._early.setdefault(kind, []).append((source, body))
+                self._early.setdefault(method, []).append((source, body))
                 return
         handler(source, body)
 
