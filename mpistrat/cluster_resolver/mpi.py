@@ -14,9 +14,8 @@ from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline
 from mpistrat.errors import TopologyError
 from mpistrat.liveness import observation
+from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
-
-_RANK_PID = "MPISTRAT_RANK_PID"  # "4242": set by a rank, for the processes that it starts
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
 _kept_with_comm: int | None = (
@@ -112,7 +111,7 @@ def start_mpi() -> Any:
     misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(os.environ) else ()
     for name in [*filter(launcher.confuses_children, os.environ), *misleading]:
         os.environ.pop(name, None)
-    os.environ[_RANK_PID] = str(os.getpid())
+    os.environ[rank_pid.name] = str(os.getpid())
     if alone:
         _warn_if_left_alone()
     _started = mpi
@@ -133,10 +132,10 @@ def _refuse_in_worker() -> None:
     process = multiprocessing.current_process()
     # While it imports the main program, it does not know its parent yet.
     child = multiprocessing.parent_process() or getattr(process, "_inheriting", False)
-    rank_pid = os.environ.get(_RANK_PID, "")
-    if child and rank_pid not in ("", str(os.getpid())):
+    of_rank = rank_pid()
+    if child and of_rank not in ("", str(os.getpid())):
         raise RuntimeError(
-            f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {rank_pid}), where no "
+            f"MPI was to be started in a worker process (pid {os.getpid()}) of a rank (pid {of_rank}), where no "
             "strategy can be built. Workers import the main program when they start: put what it does into a "
             'function, and call that under `if __name__ == "__main__":`'
         )

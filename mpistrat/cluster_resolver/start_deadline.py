@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
-from mpistrat.errors import TopologyError
 from mpistrat.machine.interpreter import python_of_helpers
-
-START_SECONDS = "MPISTRAT_START_SECONDS"  # "300"; "0" waits for ever
+from mpistrat.settings import start_seconds
 
 # Runs while its parent is inside MPI_Init: reads the end of its input when the parent goes on or is gone.
 _WATCHER = """
@@ -22,25 +20,6 @@ if not select.select([0], [], [], seconds)[0] and os.getppid() == parent:
     os.write(2, message.encode())
     os.kill(parent, 9)
 """
-
-
-def start_seconds(environ: Mapping[str, str] | None = None) -> float:
-    """How long a rank waits for the others at the start. Raises: TopologyError when the setting is no number >= 0."""
-    return seconds_setting(START_SECONDS, "300", environ)
-
-
-def seconds_setting(name: str, default: str, environ: Mapping[str, str] | None = None) -> float:
-    """The environment's number of seconds under `name`; 0 stands for no limit."""
-    text = (os.environ if environ is None else environ).get(name, default)
-    try:
-        seconds = float(text)
-        if not 0 <= seconds < threading.TIMEOUT_MAX:
-            raise ValueError
-    except ValueError:
-        raise TopologyError(
-            f"{name}={text!r:.80}: expected a number of seconds; 0 waits for ever"
-        ) from None
-    return seconds
 
 
 @contextmanager
@@ -102,7 +81,7 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
         f"there.\n"
         f"Every rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a rank "
         f"end or "
-        f"fail before, or is one still busy? {START_SECONDS}=N allows N seconds (0: no limit). Ending the job.\n"
+        f"fail before, or is one still busy? {start_seconds.name}=N allows N seconds (0: no limit). Ending the job.\n"
     )
 
 

@@ -11,7 +11,6 @@ from typing import cast
 from mpi4py import MPI
 
 from mpistrat.cluster_resolver.start_deadline import start_deadline
-from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.contract import Contract
@@ -27,8 +26,8 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import job_end
 from mpistrat.liveness.node_records import see_each_other, watch_of
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.machine.shared_memory_limit import shared_bytes
 from mpistrat.options import CommunicationImplementation
+from mpistrat.settings import shared_bytes, trace_folder
 
 _CACHED = MPI.Comm.Create_keyval()
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
 from mpistrat.liveness import observation
 from mpistrat.liveness.job_folder import JobFolder, record_of, remove_leftovers, stacks_of
 from mpistrat.liveness.processes import job_of
@@ -21,6 +20,7 @@ from mpistrat.liveness.record import END, LOOKED, RAISE, RankRecord
 from mpistrat.liveness.revocable_group import revocable_group_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.cpu_share import cpu_share
+from mpistrat.settings import raises_on_stall, stall_seconds
 
 SECONDS_TO_BE_SEEN = 1.0
 

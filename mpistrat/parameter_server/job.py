@@ -14,16 +14,15 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
 from mpistrat.cluster_resolver.job_roles import JobRoles
-from mpistrat.cluster_resolver.stall_limit import stall_seconds
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.liveness import interrupts, job_end
 from mpistrat.machine.notices import tell
-from mpistrat.machine.shared_memory_limit import shared_bytes
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.routes import backups_of
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.server import ParameterServer
+from mpistrat.settings import shared_bytes, stall_seconds
 
 # A notice to workers that run closures: the chief has no more.
 END = "end"

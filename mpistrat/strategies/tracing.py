@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from mpistrat.cluster_resolver.mpi import start_mpi
-from mpistrat.cluster_resolver.trace_folder import trace_folder
 from mpistrat.communicators import Communicator
 from mpistrat.errors import TopologyError
+from mpistrat.settings import trace_folder
 from mpistrat.trace import spans
 
 

@@ -159,5 +159,5 @@ def test_without_the_setting_nothing_of_it_is_loaded(
     job = run(launcher, tmp_path, "modules", ranks, trace="")
     assert job.returncode == 0, job.output
     loaded = [ast.literal_eval(line) for line in job.stdout.splitlines()]
-    assert loaded == [["mpistrat.cluster_resolver.trace_folder"]] * ranks
+    assert loaded == [[]] * ranks
     assert files(tmp_path) == []

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
 from mpistrat.communicators.contract.agreement import BoardAgreement
 from mpistrat.errors import StallError, TopologyError
 from mpistrat.liveness import job_folder, processes
@@ -29,6 +28,7 @@ from mpistrat.liveness.record import (
 from mpistrat.liveness.report import find_ranks, waits
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.settings import raises_on_stall, stall_seconds
 
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, <linux/proc_ns.h>
 

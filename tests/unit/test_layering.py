@@ -28,11 +28,12 @@ LAYERS = (
     ("communicators",),
     ("cluster_resolver", "liveness", "trace"),
     ("arrays", "indexed_slices", "machine"),
+    ("settings",),
     ("errors", "nest", "options", "reduce_op", "topology"),
 )
 
-# Who we are comes from the resolvers; below and beside them nothing looks at the environment.
-MAY_READ_ENVIRONMENT = ("cluster_resolver/", "machine/")
+# Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
+MAY_READ_ENVIRONMENT = ("cluster_resolver/", "machine/", "settings.py")
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.cluster_resolver.cache_folder import cache_folder
-from mpistrat.cluster_resolver.transport_settings import transport_settings
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs import cache
 from mpistrat.communicators.costs.model import Cost, fitted
 from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.network_links import network_links
+from mpistrat.settings import cache_folder, transport_settings
 
 # What is timed: from the least bytes that go another way than MPI's to more than the caches of a core hold.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)

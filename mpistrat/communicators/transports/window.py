@@ -26,7 +26,7 @@ from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.machine.shared_memory_limit import SHARED_MB
+from mpistrat.settings import shared_bytes
 
 # Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15
@@ -94,7 +94,9 @@ class WindowTransport(Transport):
         if self.blocks is None and not self.why_not:
             segments, why = self._share(Blocks.NBYTES, populate=True)
             if segments is None:
-                self.why_not = why or f"{SHARED_MB} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
+                self.why_not = (
+                    why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
+                )
                 if why:
                     self._warn("all messages go through MPI, which is slower", why)
             else:
@@ -117,7 +119,7 @@ class WindowTransport(Transport):
         bounds = share_of(nbytes, PAGE, self.size, carriers)[self.rank]
         own = bounds[1] - bounds[0] + (nbytes if summed else 0)
         if min(gather(self._limit - own_bytes() - own)) < 0:
-            return None, f"{SHARED_MB} does not allow a rank {own / 1e6:.1f} MB more"
+            return None, f"{shared_bytes.name} does not allow a rank {own / 1e6:.1f} MB more"
         return CommonMemory.make(nbytes, bounds, self.rank, gather, summed=summed)
 
     def _share(

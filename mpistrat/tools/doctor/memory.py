@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from mpistrat.errors import TopologyError
-from mpistrat.machine.shared_memory_limit import SHARED_MB, shared_bytes
+from mpistrat.settings import shared_bytes
 from mpistrat.tools.doctor.control_groups import allowed
 from mpistrat.tools.doctor.facts import Job, Memory, Rank, Room
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
@@ -82,7 +82,7 @@ def _shared(ranks: Sequence[Rank]) -> Iterator[Finding]:
         return
     fix = (
         f"make it larger (docker run --shm-size=8g …, or --ipc=host; on a node: mount -o remount,size=50% {SHARED}), "
-        f"remove what ended jobs left there, or bound what windows take with {SHARED_MB}"
+        f"remove what ended jobs left there, or bound what windows take with {shared_bytes.name}"
     )
     each = room.free / len(ranks)
     parameters = (each - FIXED_BYTES) / (GRADIENTS * 4)
@@ -99,9 +99,9 @@ def _shared(ranks: Sequence[Rank]) -> Iterator[Finding]:
         yield Finding(
             CHECK,
             WARNING,
-            f"{told}, but {SHARED_MB}={megabytes:g} allows {count(len(ranks), 'rank')} "
+            f"{told}, but {shared_bytes.name}={megabytes:g} allows {count(len(ranks), 'rank')} "
             f"{bytes_in_words(megabytes * 1e6 * len(ranks))}: what finds no room goes through MPI, and is slower.",
-            f"set {SHARED_MB}={int(each / 1e6)}, or {fix}",
+            f"set {shared_bytes.name}={int(each / 1e6)}, or {fix}",
         )
     elif megabytes is None and parameters < FEW_PARAMETERS:
         yield Finding(

@@ -23,14 +23,14 @@ import numpy as np
 
 from mpistrat.cluster_resolver.library_search import visible_mpi_libraries
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver, library_path, start_mpi
-from mpistrat.cluster_resolver.start_deadline import START_SECONDS, seconds_setting
 from mpistrat.errors import TopologyError
 from mpistrat.machine.network_links import network_links
+from mpistrat.settings import start_seconds
 from mpistrat.tools.doctor import links, nodes
 from mpistrat.tools.doctor.facts import Failure, Job, Library, Links, Rank, as_json, rank_from_json
 
 SECONDS_TO_LOAD = 60.0
-SECONDS_TO_START = "60"  # unless MPISTRAT_START_SECONDS says otherwise
+SECONDS_TO_START = dataclasses.replace(start_seconds, default="60")
 SECONDS_TO_GATHER = 120.0  # the first ranks of nodes try their GPUs meanwhile
 SECONDS_TO_MEASURE = 30.0
 LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -55,7 +55,7 @@ def main() -> None:
         return
     library = _library(mpi)
     tell(library=as_json(library))
-    tell(stage="MPI_Init", seconds=seconds_setting(START_SECONDS, SECONDS_TO_START))
+    tell(stage="MPI_Init", seconds=SECONDS_TO_START())
     try:
         start_mpi()
     except TopologyError as error:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpistrat.cluster_resolver.cache_folder import cache_folder
+from mpistrat.settings import cache_folder
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from mpistrat.cluster_resolver import SlurmClusterResolver, TFConfigClusterResolver, launcher
 from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster_resolver.stall_limit import raises_on_stall, stall_seconds
-from mpistrat.cluster_resolver.start_deadline import start_seconds
 from mpistrat.errors import TopologyError
 from mpistrat.machine.cpu_share import fixed_threads, user_set_threads
 from mpistrat.machine.gpus import visible_gpus
-from mpistrat.machine.shared_memory_limit import shared_bytes
+from mpistrat.settings import raises_on_stall, shared_bytes, stall_seconds, start_seconds
 from support.clusters.simulated_launchers import (
     Environment,
     Step,

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.machine.shared_memory_limit import shared_bytes
+from mpistrat.settings import shared_bytes
 
 
 def test_megabytes() -> None:

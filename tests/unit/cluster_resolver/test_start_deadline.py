@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline, start_seconds
+from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline
 from mpistrat.errors import TopologyError
+from mpistrat.settings import start_seconds
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpistrat.cluster_resolver import trace_folder as module
-from mpistrat.cluster_resolver.trace_folder import trace_folder
+from mpistrat import settings as module
+from mpistrat.settings import trace_folder
 
 
 @pytest.fixture(autouse=True)

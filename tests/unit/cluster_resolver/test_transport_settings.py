@@ -1,6 +1,6 @@
 """What of the environment changes how fast MPI is."""
 
-from mpistrat.cluster_resolver.transport_settings import transport_settings
+from mpistrat.settings import transport_settings
 
 
 def test_settings() -> None:
