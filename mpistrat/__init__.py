@@ -35,6 +35,7 @@ from mpistrat.pytorch.conversion import convert_sync_batchnorm as convert_sync_b
 from mpistrat.reduce_op import ReduceOp as ReduceOp
 from mpistrat.reduce_op import VariableAggregation as VariableAggregation
 from mpistrat.reduce_op import VariableSynchronization as VariableSynchronization
+from mpistrat.replicas.extended import StrategyExtended as StrategyExtended
 from mpistrat.replicas.losses import compute_average_loss as compute_average_loss
 from mpistrat.replicas.losses import scale_regularization_loss as scale_regularization_loss
 from mpistrat.replicas.replica_context import ReplicaContext as ReplicaContext
@@ -42,7 +43,6 @@ from mpistrat.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.strategies import MirroredStrategy as MirroredStrategy
 from mpistrat.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpistrat.strategies import OneDeviceStrategy as OneDeviceStrategy
-from mpistrat.strategies.extended import StrategyExtended as StrategyExtended
 from mpistrat.strategy import Strategy as Strategy
 from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
 from mpistrat.topology import Topology as Topology

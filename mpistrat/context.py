@@ -9,16 +9,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from mpistrat.replicas.replica_context import ReplicaContext
-    from mpistrat.strategy import Strategy
+
+class AnyStrategy(Protocol):
+    """What this module and those below `Strategy` need of one."""
+
+    @property
+    def extended(self) -> Any: ...
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    @property
+    def runs(self) -> int: ...
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any: ...
+
+
+class AnyReplicaContext(Protocol):
+    """What this module needs of a `ReplicaContext`."""
+
+    local_index: int
+
+    @property
+    def strategy(self) -> Any: ...
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any: ...
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any: ...
 
 
 class Mode(NamedTuple):
-    strategy: Strategy
-    replica_context: ReplicaContext | None  # None: cross-replica context
+    strategy: AnyStrategy
+    replica_context: AnyReplicaContext | None  # None: cross-replica context
 
 
 class _PerThread(threading.local):
@@ -51,7 +75,7 @@ def current_mode() -> Mode:
     return _default_mode
 
 
-def get_strategy() -> Strategy:
+def get_strategy() -> Any:
     """The strategy in force on this thread; the default strategy if there is none."""
     return current_mode().strategy
 
@@ -64,7 +88,7 @@ def has_strategy() -> bool:
     )
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> Any:
     """The context of the replica this thread runs; None in a cross-replica context."""
     return current_mode().replica_context
 
@@ -79,7 +103,7 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
 
     __slots__ = ("mode",)
 
-    def __init__(self, strategy: Strategy, replica_context: ReplicaContext | None) -> None:
+    def __init__(self, strategy: AnyStrategy, replica_context: AnyReplicaContext | None) -> None:
         self.mode = Mode(strategy, replica_context)
 
     def __enter__(self) -> None:
@@ -89,7 +113,7 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
         per_thread.modes.pop()
 
 
-def require_cross_replica(strategy: Strategy, call: str) -> None:
+def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
     """Raise RuntimeError unless `strategy` may act as a whole here, at top level or in its scope."""
     if not per_thread.modes:
         return
@@ -106,7 +130,7 @@ def require_cross_replica(strategy: Strategy, call: str) -> None:
         )
 
 
-def require_iteration(strategy: Strategy) -> None:
+def require_iteration(strategy: AnyStrategy) -> None:
     """Raise unless a distributed dataset of `strategy` may be iterated here: ValueError inside its own run,
     RuntimeError inside another strategy's scope or run."""
     if not per_thread.modes:
@@ -120,7 +144,7 @@ def require_iteration(strategy: Strategy) -> None:
     require_cross_replica(strategy, "next(iterator)")
 
 
-def require_replica(context: ReplicaContext, call: str) -> None:
+def require_replica(context: AnyReplicaContext, call: str) -> None:
     """Raise RuntimeError unless this thread runs the replica that `context` belongs to."""
     mode = current_mode()
     if mode.replica_context is context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +17,7 @@ from mpistrat.input.distributed_dataset import (
 )
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from mpistrat.cluster_resolver import ClusterResolver
-    from mpistrat.pytorch.modules.mirroring import Mirroring
 
 
 class Strategy:
@@ -38,25 +36,23 @@ class Strategy:
     `OneDeviceStrategy` for one device.
     """
 
-    _extended: StrategyExtended
-    _cluster_resolver: ClusterResolver | None = None
-    _gradients: str | None = None
-    _shared_parameters = False
-    _mirroring: Mirroring | None = None
     # Set by compute_average_loss: the gradients of averaged losses are to be summed.
     losses_are_averaged = False
     # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
     workers_combined = 1
-    # Calls of `run` so far: ranks whose counts differ at a backward are not in the same step.
-    runs = 0
 
-    def __init__(self, extended: StrategyExtended) -> None:
+    def __init__(
+        self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None
+    ) -> None:
         if not isinstance(extended, StrategyExtended):
             raise TypeError(
                 f"{type(self).__name__} takes a StrategyExtended, got {extended!r:.60}; to train, make a "
                 "MultiWorkerMirroredStrategy, a MirroredStrategy or a OneDeviceStrategy"
             )
-        self._extended = extended
+        self._extended, self._cluster_resolver = extended, cluster_resolver
+        self._replicas, self._modules = extended.replicas, extended.modules
+        # Calls of `run` so far: ranks whose counts differ at a backward are not in the same step.
+        self.runs = 0
 
     @property
     def extended(self) -> StrategyExtended:
@@ -118,11 +114,11 @@ class Strategy:
     def _run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
-        if "torch" in sys.modules and self._sees_modules:
-            (self._mirroring or self._torch()).before_run()
+        if self._modules.needed and "torch" in sys.modules:
+            (self._modules.made or self._modules.get()).before_run()
         self.runs += 1
         try:
-            return self._extended.call_for_each_replica(fn, args, kwargs)
+            return self._replicas.call(fn, args, kwargs)
         except Exception as error:
             if self.num_replicas_in_sync > 1:
                 explain_empty_batch(error, (args, kwargs))
@@ -236,19 +232,6 @@ class Strategy:
 
     # PyTorch
 
-    @functools.cached_property
-    def _sees_modules(self) -> bool:
-        """Whether something is to be done about torch modules."""
-        return self.num_replicas_in_sync > 1
-
-    def _torch(self) -> Mirroring:
-        if self._mirroring is None:
-            from mpistrat.pytorch.modules.mirroring import Mirroring
-
-            self._mirroring = Mirroring(self, self._gradients)
-            spans.current.watch_optimizers()
-        return self._mirroring
-
     def mirror(self, module: torch.nn.Module) -> torch.nn.Module:
         """Make a torch module's parameters and buffers equal on all ranks: rank 0's.
 
@@ -257,12 +240,12 @@ class Strategy:
         Returns:
             `module`.
         """
-        self._torch().mirror(module)
+        self._modules.get().mirror(module)
         return module
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, `backward()` adds to `.grad` on this replica only; the next one outside reduces all of it."""
-        return self._torch().no_sync()
+        return self._modules.get().no_sync()
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a Strategy cannot be copied; pass the object itself")
@@ -273,7 +256,7 @@ class Strategy:
 
 class _Scope:
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self._strategy, self._modules = strategy, strategy.extended.modules
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
@@ -289,16 +272,16 @@ class _Scope:
                     "scope() was entered inside run; make variables and modules before run, or use "
                     "get_replica_context().merge_call(fn), which is in the scope"
                 )
-        elif "torch" in sys.modules and strategy._sees_modules:
-            strategy._torch()  # from here on it sees the modules that are built
+        elif self._modules.are_seen:
+            self._modules.get()  # from here on it sees the modules that are built
         self._entered = entered(strategy, None)
         self._entered.__enter__()
         return strategy
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
         self._entered.__exit__(exc_type, *exc)
-        if not per_thread.modes and self._strategy._mirroring is not None:
-            self._strategy._mirroring.stop_recording(failed=exc_type is not None)
+        if not per_thread.modes and self._modules.made is not None:
+            self._modules.made.stop_recording(failed=exc_type is not None)
 
 
 def _input_options(
@@ -310,7 +293,7 @@ def _input_options(
     options = options or InputOptions()
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     on_device = options.experimental_place_dataset_on_device
-    if per_replica and not (from_function and extended.reads_per_replica):
+    if per_replica and not (from_function and extended.input.per_replica):
         raise NotImplementedError(
             "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function of a MirroredStrategy"
         )
@@ -330,7 +313,7 @@ def _input_contexts(extended: StrategyExtended, options: InputOptions) -> list[I
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         first = extended.first_replica_id
         return [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
-    return [InputContext(*extended.input_pipelines, n)]
+    return [InputContext(*extended.input.pipelines, n)]
 
 
 _set_scope: _Scope | None = None

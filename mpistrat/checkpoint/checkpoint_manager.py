@@ -88,7 +88,7 @@ class CheckpointManager:
         """
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
-        if self._claimed or not self._extended.saves_checkpoints:
+        if self._claimed or not self._extended.checkpoints.saves:
             return
 
         def open_directory() -> str | None:
@@ -120,12 +120,12 @@ class CheckpointManager:
         began = time.monotonic()
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
-        if not self._extended.saves_checkpoints:
+        if not self._extended.checkpoints.saves:
             return self.latest_checkpoint or self.directory
         self.wait()
         self.claim()
         # Some states are collective.
-        with communicator.raising_together(), self._extended.unchanging():
+        with communicator.raising_together(), self._extended.checkpoints.unchanging():
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
         del state
@@ -141,7 +141,7 @@ class CheckpointManager:
                 communicator.size,
                 self._directory,
                 self._keep,
-                self._extended.tell_of_checkpoint,
+                self._extended.checkpoints.completed,
             )
         self._saving.start()
         if wait:
@@ -239,10 +239,10 @@ class CheckpointManager:
             object; what the objects raise.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
-        if not self._extended.restores_checkpoints:
+        if not self._extended.checkpoints.restores:
             self._follow()
             return
-        with self._extended.telling_failure("restored"):
+        with self._extended.checkpoints.telling_failure("restored"):
             self.wait()
             of_rank_0 = (
                 self._on_all_ranks(  # absolute before others, in another working directory, see it
@@ -253,8 +253,8 @@ class CheckpointManager:
             chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
             stored = self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}")
             states = self._load(stored)
-        self._extended.tell_followers("restored", (chosen, states))
-        self._extended.tell_of_checkpoint(chosen, restored=True)
+        self._extended.checkpoints.tell_followers("restored", (chosen, states))
+        self._extended.checkpoints.completed(chosen, restored=True)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -263,20 +263,20 @@ class CheckpointManager:
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
-        if not self._extended.restores_checkpoints:
+        if not self._extended.checkpoints.restores:
             return self._follow()
-        with self._extended.telling_failure("restored"):
+        with self._extended.checkpoints.telling_failure("restored"):
             self.wait()
             path, states = self._restore_newest()
-        self._extended.tell_followers("restored", (path, states))
+        self._extended.checkpoints.tell_followers("restored", (path, states))
         if path is not None:
-            self._extended.tell_of_checkpoint(path, restored=True)
+            self._extended.checkpoints.completed(path, restored=True)
         return path
 
     def _follow(self) -> str | None:
         """Go on from what another rank has restored. Returns: its path."""
         path: str | None
-        path, states = self._extended.follow("restored")
+        path, states = self._extended.checkpoints.follow("restored")
         if states is not None:
             load_as_follower(self.checkpoint, states)
         return path
@@ -321,8 +321,8 @@ class CheckpointManager:
         """Returns: what followers load, where there are any."""
         states = None
         # Some loading is collective.
-        with self._communicator.raising_together(), self._extended.unchanging():
-            if self._extended.has_followers:
+        with self._communicator.raising_together(), self._extended.checkpoints.unchanging():
+            if self._extended.checkpoints.has_followers:
                 states = states_for_followers(self.checkpoint, stored)
             self.checkpoint.load_state_dict(stored)
             have_loaded(self.checkpoint)

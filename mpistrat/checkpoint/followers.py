@@ -37,12 +37,12 @@ def states_for_followers(checkpoint: Checkpoint, stored: Mapping[str, Any]) -> d
 def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
     """Go on from these. Random numbers are this worker's own; what else is each rank's own stays as it is."""
     extended = checkpoint.strategy.extended
-    with extended.already_written():
+    with extended.checkpoints.already_written():
         for name, value in checkpoint.objects.items():
             if name not in states:
                 continue
             if isinstance(value, RandomStates):
-                _, worker = extended.input_pipelines
+                _, worker = extended.input.pipelines
                 value.draw_own(states[name], worker * extended.num_local_replicas)
             elif _is_module(value):
                 value.load_state_dict(states[name], strict=False)
@@ -53,7 +53,7 @@ def load_as_follower(checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
 
 def have_loaded(checkpoint: Checkpoint) -> None:
     """Its objects have been given their states: let the servers have them, where one gives them theirs."""
-    mirroring = checkpoint.strategy._mirroring
+    mirroring = checkpoint.strategy.extended.modules.made
     if mirroring is not None:
         mirroring.have_loaded(checkpoint.objects.values())
 

@@ -16,7 +16,7 @@ from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.extended import StrategyExtended
+    from mpistrat.replicas.extended import StrategyExtended
 
 _COMMON = ("state_dict", "load_state_dict")
 _OF_RANK = ("rank_state_dict", "load_rank_state_dicts")

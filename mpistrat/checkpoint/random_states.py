@@ -38,7 +38,7 @@ class RandomStates:
         return {
             **replicas_of_rank(extended),
             "torch": torch_states,
-            "device": extended.device_random_state,
+            "device": extended.replicas.device_random_state,
             "python": (version, np.array(words, np.uint32), gauss),
             "numpy": np.random.get_state(),
         }
@@ -68,7 +68,7 @@ class RandomStates:
                     generators.append(saved["torch"][replica - saved["first_replica"]])
             set_generators_of(extended, generators)
         if own is not None and own["first_replica"] == first and own.get("device") is not None:
-            extended.set_device_random_state(own["device"])
+            extended.replicas.set_device_random_state(own["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.extended import StrategyExtended
+    from mpistrat.replicas.extended import StrategyExtended
 
 
 def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:

@@ -26,12 +26,13 @@ class Residuals:
         self._strategy = strategy
 
     def rank_state_dict(self) -> dict[str, Any]:
-        mirroring = self._strategy._mirroring
+        mirroring = self._strategy.extended.modules.made
         return {} if mirroring is None else mirroring.reducer.held_back()
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """Called by: every rank."""
-        mirroring, communicator = self._strategy._mirroring, self._strategy.extended.communicator
+        extended = self._strategy.extended
+        mirroring, communicator = extended.modules.made, extended.communicator
         rank, size = communicator.rank, communicator.size
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:

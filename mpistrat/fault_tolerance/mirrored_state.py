@@ -32,11 +32,12 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     What this rank has dropped is missing; another may still have it.
     """
     found: dict[Key, MirroredThing] = {}
-    if strategy._mirroring is not None:
-        found.update(_parameters(strategy._mirroring))
-        found.update(_buffers(strategy))
-        found.update(_optimizers(strategy._mirroring))
-    for number, variable in sorted(strategy.extended.mirrored_variables.items()):
+    mirroring = strategy.extended.modules.made
+    if mirroring is not None:
+        found.update(_parameters(mirroring))
+        found.update(_buffers(strategy, mirroring))
+        found.update(_optimizers(mirroring))
+    for number, variable in sorted(strategy.extended.variables.mirrored.items()):
         copies = [component.read_value() for component in variable.values]
         found[_VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
     return found
@@ -51,11 +52,10 @@ def _parameters(mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
             yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
 
 
-def _buffers(strategy: Strategy) -> Iterator[tuple[Key, MirroredThing]]:
+def _buffers(strategy: Strategy, mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
-    assert strategy._mirroring is not None
-    slots = strategy._mirroring.registry.buffers
+    slots = mirroring.registry.buffers
     copies = copies_of_buffers(strategy.extended, slots)
     # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {

@@ -22,12 +22,12 @@ from mpistrat.input.readers import (
     IndexReader,
     Reader,
 )
-from mpistrat.input.splitting import Share
 from mpistrat.options import AutoShardPolicy, InputOptions
+from mpistrat.replicas.input_plan import Share
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.extended import StrategyExtended
+    from mpistrat.replicas.extended import StrategyExtended
     from mpistrat.strategy import Strategy
 
 
@@ -192,14 +192,14 @@ def distribute(
             "a dataset must be an iterable of batches, such as a torch.utils.data.DataLoader; got "
             f"{dataset!r:.60}"
         )
-    share = extended.input_share()
+    share = extended.input.share
     policy = options.experimental_auto_shard_policy
     assert isinstance(policy, AutoShardPolicy)
     if isinstance(dataset, (BatchedDataset, FileDataset)) and policy is not AutoShardPolicy.OFF:
         # Ranks whose files or orders differ would read some examples twice and others never.
         extended.communicator.barrier(label=f"distributed {dataset.summary()}")
     reader = _reader_of(dataset, share, policy, extended.communicator)
-    return DistributedDataset(reader, extended, options, extended.has_partial_steps)
+    return DistributedDataset(reader, extended, options, extended.input.partial_steps)
 
 
 def distribute_from_function(
@@ -213,7 +213,7 @@ def distribute_from_function(
                 f"{dataset!r:.60}"
             )
     reader = FunctionReader([beside_mpi(one) for one in datasets], extended.num_local_replicas)
-    return DistributedDataset(reader, extended, options, partial and extended.has_partial_steps)
+    return DistributedDataset(reader, extended, options, partial and extended.input.partial_steps)
 
 
 def made_together(communicator: Communicator, make: Callable[[], T]) -> T:
@@ -229,7 +229,7 @@ def made_together(communicator: Communicator, make: Callable[[], T]) -> T:
 
 
 def _single_worker(extended: StrategyExtended) -> bool:
-    return extended.input_share().workers == 1
+    return extended.input.share.workers == 1
 
 
 def _reader_of(

@@ -70,7 +70,7 @@ class DistributedIterator(Iterator[Any]):
         self._extended = dataset._extended
         self._reader = dataset._reader
         fetches = dataset._options.experimental_fetch_to_device is not False
-        self._copies = DeviceCopies(self._extended.input_devices if fetches else ())
+        self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self.progress = Progress(epoch, start)
         self._begin(epoch, start)
 

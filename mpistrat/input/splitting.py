@@ -15,57 +15,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's part of the input.
-
-    Attributes:
-        workers, worker: how many workers read, and which of them this rank belongs to.
-        num_replicas: over all workers.
-        replicas: this rank's replicas, numbered within its worker.
-        first: the number in the job of this worker's first replica: replica i takes piece i of each global batch. With
-            None the pieces are dealt out to the workers in turn, as TensorFlow does; with one replica per worker that
-            is the same.
-    """
-
-    workers: int
-    worker: int
-    num_replicas: int
-    replicas: range
-    first: int | None = None
-
-    @property
-    def replicas_per_worker(self) -> int:
-        """Raises: ValueError when some workers have more than others."""
-        each, rest = divmod(self.num_replicas, self.workers)
-        if rest or self.replicas.stop > each or self.first not in (None, self.worker * each):
-            raise ValueError(
-                f"{self.num_replicas} replicas are spread unequally over {self.workers} ranks: then each of these "
-                "reads its part of every batch (AutoShardPolicy.DATA), not files or batches of its own"
-            )
-        return each
-
-    @property
-    def pieces(self) -> list[int]:
-        """The numbers of the pieces of a global batch that this rank's replicas take, in their order."""
-        if self.first is not None:
-            return [self.first + replica for replica in self.replicas]
-        return [self.worker + replica * self.workers for replica in self.replicas]
-
-    def sizes(self, global_batch_size: int) -> list[int]:
-        """The sizes of the worker's pieces, in turn: each is floor(batch / n), the first batch mod n are one larger.
-
-        Worker w begins at its own replicas, so that over n pieces all workers read as much.
-        """
-        floor, larger = divmod(global_batch_size, self.num_replicas)
-        sizes = [floor + (i < larger) for i in range(self.num_replicas)]
-        first = self.worker * self.replicas_per_worker
-        return sizes[first:] + sizes[:first]
-
+from mpistrat.replicas.input_plan import Share
 
 _END = object()
 

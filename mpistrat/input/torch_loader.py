@@ -30,9 +30,9 @@ from mpistrat.input.readers import (
     set_epoch,
     steps_of_indices,
 )
-from mpistrat.input.splitting import Share
 from mpistrat.input.worker_processes import Shielded, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
+from mpistrat.replicas.input_plan import Share
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096

@@ -17,7 +17,7 @@ from mpistrat.parameter_server.remote_shards import RemoteShards
 from mpistrat.parameter_server.remote_variable import RemoteVariable
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
 from mpistrat.parameter_server.tensors import TensorSpec
-from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.strategy import Strategy
 from mpistrat.variables.aggregating import AggregatingVariable
 from mpistrat.variables.arguments import VariableArguments

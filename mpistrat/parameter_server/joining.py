@@ -11,8 +11,8 @@ from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import check_devices
 from mpistrat.strategies.binding import bind
-from mpistrat.strategies.mirrored import communicator_of
 from mpistrat.strategies.threads import share_cores
+from mpistrat.strategies.wiring import communicator_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI

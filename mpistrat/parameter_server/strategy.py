@@ -24,7 +24,7 @@ from mpistrat.parameter_server.joining import (
 )
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.reduce_op import ReduceOp
-from mpistrat.strategies.mirrored import check_strategy_arguments
+from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy
 from mpistrat.variables.arguments import VariableArguments
 from mpistrat.variables.partitioners import Partitioner

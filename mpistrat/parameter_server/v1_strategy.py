@@ -21,9 +21,9 @@ from mpistrat.parameter_server.joining import (
 )
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.reduce_op import ReduceOp
+from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.central_storage import CentralStorageExtended
-from mpistrat.strategies.mirrored import check_strategy_arguments
 from mpistrat.strategy import Strategy
 from mpistrat.variables.partitioners import Partitioner
 

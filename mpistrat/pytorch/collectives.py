@@ -21,13 +21,15 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Any, op: Any, options: Any, label: str, *leaves: Any) -> Any:
         ctx.call = (context, op, options)
-        return tuple(context.strategy.extended.all_reduce(context, op, leaves, options, label))
+        return tuple(
+            context.strategy.extended.replicas.all_reduce(context, op, leaves, options, label)
+        )
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         context, op, options = ctx.call
         _check_device(context, upstream)
-        gradients = context.strategy.extended.all_reduce(
+        gradients = context.strategy.extended.replicas.all_reduce(
             context, op, upstream, options, "gradient of all_reduce"
         )
         return None, None, None, None, *gradients
@@ -39,8 +41,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Any, axis: int, options: Any, value: torch.Tensor) -> Any:
         extended = context.strategy.extended
-        gathered = extended.all_gather(context, value, axis, options)
-        sizes = extended.all_gather(context, torch.tensor([value.shape[axis]]), 0, options)
+        gathered = extended.replicas.all_gather(context, value, axis, options)
+        sizes = extended.replicas.all_gather(context, torch.tensor([value.shape[axis]]), 0, options)
         own = torch.as_tensor(
             context.replica_id_in_sync_group
         )  # where cores run one program, each has its own
@@ -58,7 +60,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, upstream: Any) -> Any:
         context, axis, options, first, length = ctx.call
         _check_device(context, [upstream])
-        (total,) = context.strategy.extended.all_reduce(
+        (total,) = context.strategy.extended.replicas.all_reduce(
             context, ReduceOp.SUM, [upstream], options, "gradient of all_gather"
         )
         rows = first.to(total.device) + torch.arange(length, device=total.device)
@@ -89,7 +91,7 @@ def all_reduce(
         results[i] = result
     others = [i for i in range(len(leaves)) if i not in tensors]
     if others:
-        rest = context.strategy.extended.all_reduce(
+        rest = context.strategy.extended.replicas.all_reduce(
             context, op, [leaves[i] for i in others], options, label
         )
         for i, result in zip(others, rest, strict=True):

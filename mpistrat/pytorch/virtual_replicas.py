@@ -18,7 +18,7 @@ from mpistrat.context import get_replica_context
 from mpistrat.pytorch.modules.registry import BufferSlot, ParameterSlot, Registry, version
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.extended import StrategyExtended
+    from mpistrat.replicas.extended import StrategyExtended
 
 _states: weakref.WeakKeyDictionary[Any, TorchState] = weakref.WeakKeyDictionary()
 

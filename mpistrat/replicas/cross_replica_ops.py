@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat import arrays
@@ -50,6 +50,8 @@ class CrossReplicaOps:
         cross_device_ops: the user's policy for the components on one rank, or None.
         options: defaults of every collective.
         deterministic: whether sums are not to depend on how replicas are spread over ranks.
+        take_apart: gives the components of what has one name on several cores, and None for anything else; None where
+            each replica has names of its own.
 
     Attributes:
         over_ranks: what combines the replicas of all ranks.
@@ -63,6 +65,7 @@ class CrossReplicaOps:
         cross_device_ops: CrossDeviceOps | None,
         options: CommunicationOptions,
         deterministic: bool = False,
+        take_apart: Callable[[Any], tuple[Any, ...] | None] | None = None,
     ) -> None:
         self.communicator = communicator
         self.num_local_replicas = replicas_of_ranks[communicator.rank]
@@ -70,6 +73,7 @@ class CrossReplicaOps:
         self._custom = cross_device_ops
         self.has_custom_ops = cross_device_ops is not None
         self.options = options
+        self._take_apart = take_apart
         self.over_ranks = (
             OrderedAllReduce(communicator, replicas_of_ranks, options)
             if deterministic
@@ -86,6 +90,8 @@ class CrossReplicaOps:
 
     def components(self, value: Any) -> tuple[Any, ...]:
         """What each replica of this rank contributes; one object passed by all counts for each."""
+        if self._take_apart is not None and (parts := self._take_apart(value)) is not None:
+            return parts
         if not isinstance(value, DistributedValues):
             return (value,) * self.num_local_replicas
         components = value.values

@@ -87,7 +87,9 @@ class ReplicaContext:
         """
         require_replica(self, "merge_call")
         check_call("merge_call", merge_fn, args, kwargs)
-        return self._strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
+        return self._strategy.extended.replicas.merge_call(
+            self, merge_fn, tuple(args), dict(kwargs or {})
+        )
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
@@ -125,7 +127,7 @@ class ReplicaContext:
 
             reduced = collectives.all_reduce(self, op, leaves, options, label)
         else:
-            reduced = extended.all_reduce(self, op, leaves, options, label)
+            reduced = extended.replicas.all_reduce(self, op, leaves, options, label)
         return reduced[0] if value is leaves[0] else nest.pack_like(value, reduced)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -157,7 +159,7 @@ class ReplicaContext:
 
                 gathered.append(collectives.all_gather(self, leaf, axis, options))
             else:
-                gathered.append(extended.all_gather(self, leaf, axis, options, label))
+                gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
         return gathered[0] if arrays.is_array(value) else nest.pack_like(value, gathered)
 
     def __repr__(self) -> str:

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.machine.devices import check_device, check_devices
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
+from mpistrat.strategies import wiring
+from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy
-from mpistrat.values import DistributedValues
-from mpistrat.variables.aggregating import AggregatingVariable
-from mpistrat.variables.arguments import VariableArguments
-from mpistrat.variables.node import variable_of_node
-from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class CentralStorageExtended(StrategyExtended):
-    """One copy of every variable, for all replicas of a node."""
-
-    has_partial_steps = False
-    experimental_between_graph = True
-    parameter_device = "cpu:0"
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return (self.parameter_device,)
-
-    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        return min(variables, key=lambda variable: variable.name)
-
-    def _new_variable(self, asked: VariableArguments) -> Variable:
-        with self.communicator.raising_together():
-            value = asked.initial_array()
-        value = self.cross_replica_ops.from_first_replica(value, f"initial value of {asked.name!r}")
-        how = asked.synchronization, asked.aggregation
-        component = variable_of_node(self.communicator, value, asked.trainable, asked.name, *how)
-        if self.num_replicas_in_sync == 1:
-            component.strategy = self.strategy
-            return component
-        return AggregatingVariable(self.strategy, [component], *how)
-
-    def _update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        components = variable.values if isinstance(variable, DistributedValues) else (variable,)
-        return self._on_each_component(components[:1], fn, args, kwargs)
-
-    def _batch_destinations(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        return list(pairs)
 
 
 class CentralStorageStrategy(Strategy):
@@ -103,17 +63,22 @@ class CentralStorageStrategy(Strategy):
                 f"{topology.num_nodes} nodes: use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
                 "keeps one copy of the parameters)"
             )
-        setup(
-            self,
+        shared = len(devices) == 1
+        group = wiring.agree(
+            type(self).__name__,
             topology,
-            communicator_of(resolver, check, type(self).__name__),
+            wiring.communicator_of(resolver, check, type(self).__name__),
             devices,
-            None,
             communication_options,
             gradients,
-            deterministic=False,
-            extended=CentralStorageExtended,
-            shared_parameters=len(devices) == 1,
+            shared_parameters=shared,
         )
-        assert isinstance(self._extended, CentralStorageExtended)
-        self._extended.parameter_device = parameter_device
+        extended = wiring.central_storage(
+            self,
+            group,
+            parameter_device,
+            communication_options,
+            gradients=gradients,
+            shared_parameters=shared,
+        )
+        super().__init__(extended)

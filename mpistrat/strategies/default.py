@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 from mpistrat.context import Mode, has_strategy, set_default_mode
 from mpistrat.input import InputContext
 from mpistrat.replicas.replica_context import ReplicaContext
-from mpistrat.strategies.one_device import OneReplicaExtended
+from mpistrat.strategies.replicated import ReplicatedExtended
+from mpistrat.strategies.wiring import one_replica
 from mpistrat.strategy import Strategy
 
 
@@ -15,19 +16,17 @@ class DefaultReplicaContext(ReplicaContext):
     """The replica context outside every strategy: one replica, number 0."""
 
 
-class _DefaultExtended(OneReplicaExtended):
+class _DefaultExtended(ReplicatedExtended):
+    """Says nothing of devices and programs: no strategy has chosen them."""
+
     @property
-    def worker_devices(self) -> tuple[str, ...]:
+    def worker_devices(self) -> NoReturn:
         raise RuntimeError(
             "worker_devices: no strategy is in force; enter a strategy's scope() first"
         )
 
-    @worker_devices.setter
-    def worker_devices(self, devices: tuple[str, ...]) -> None:
-        self._device = devices
-
     @property
-    def parameter_devices(self) -> tuple[str, ...]:
+    def parameter_devices(self) -> NoReturn:
         raise RuntimeError(
             "parameter_devices: no strategy is in force; enter a strategy's scope() first"
         )
@@ -47,9 +46,9 @@ class _DefaultStrategy(Strategy):
     def __init__(self) -> None:
         if _default:
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
-        self._extended = _DefaultExtended(self, "cpu:0")
         context = DefaultReplicaContext(self, 0)
-        self._extended._contexts = [context]
+        parts = one_replica(self, "cpu:0", context)
+        super().__init__(_DefaultExtended(self, parts, wraps_values=False))
         set_default_mode(Mode(self, context))
         _default.append(self)
 

@@ -7,31 +7,14 @@ from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.errors import TopologyError
-from mpistrat.input.splitting import Share
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
+from mpistrat.strategies import wiring
+from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class MultiWorkerExtended(StrategyExtended):
-    experimental_between_graph = True
-    reads_per_replica = False
-
-    def input_share(self) -> Share:
-        """Each rank is a worker, which reads for its own replicas."""
-        communicator = self.communicator
-        return Share(
-            communicator.size,
-            communicator.rank,
-            self.num_replicas_in_sync,
-            range(self.num_local_replicas),
-            first=self.first_replica_id if self.deterministic else None,
-        )
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -96,16 +79,22 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"{claimed.size}, MPI says rank {topology.rank} of {topology.size}; start one process "
                     "per task, with MPI's launcher, or leave cluster_resolver out to ask MPI alone"
                 )
-        setup(
-            self,
+        group = wiring.agree(
+            type(self).__name__,
             topology,
-            communicator_of(over_mpi, check, type(self).__name__),
+            wiring.communicator_of(over_mpi, check, type(self).__name__),
             checked,
-            None,
             communication_options,
             gradients,
-            deterministic,
-            MultiWorkerExtended,
-            shared_parameters,
+            deterministic=deterministic,
+            shared_parameters=shared_parameters,
         )
-        self._cluster_resolver = cluster_resolver or over_mpi
+        extended = wiring.mirrored(
+            self,
+            group,
+            communication_options,
+            gradients=gradients,
+            shared_parameters=shared_parameters,
+            ranks_are_workers=True,
+        )
+        super().__init__(extended, cluster_resolver or over_mpi)

@@ -2,48 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from mpistrat.communicators import LocalCommunicator
 from mpistrat.machine.devices import check_device
-from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.strategies.replicated import ReplicatedExtended
+from mpistrat.strategies.wiring import one_replica
 from mpistrat.strategy import Strategy
-from mpistrat.variables.arguments import VariableArguments
-from mpistrat.variables.variable import PlainVariable, Variable
-
-
-class OneReplicaExtended(StrategyExtended):
-    """One replica: values are never wrapped, variables are plain."""
-
-    wraps_values = False
-    has_partial_steps = False
-    reads_per_replica = False
-
-    def __init__(self, strategy: Strategy, device: str) -> None:
-        super().__init__(strategy, LocalCommunicator(), [device])
-
-    def _new_variable(self, asked: VariableArguments) -> Variable:
-        variable = PlainVariable(
-            asked.initial_array(),
-            asked.trainable,
-            asked.name,
-            asked.synchronization,
-            asked.aggregation,
-        )
-        variable.strategy = self.strategy
-        return variable
-
-    def _update(
-        self, variable: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        return [fn(variable, *args, **kwargs)]
-
-    def _group(self, results: list[Any], group: bool) -> Any:
-        return results[0] if group else tuple(results)
-
-    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
-        return self.worker_devices[0]
 
 
 class OneDeviceStrategy(Strategy):
@@ -54,4 +16,5 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str) -> None:
-        self._extended = OneReplicaExtended(self, check_device(device))
+        parts = one_replica(self, check_device(device))
+        super().__init__(ReplicatedExtended(self, parts, wraps_values=False))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies.mirrored import check_strategy_arguments, communicator_of, setup
+from mpistrat.strategies import wiring
+from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy
-from mpistrat.xla.extended import TPUExtended
 from mpistrat.xla.placement import replicas_of_rank
 from mpistrat.xla.system import start_system
 from mpistrat.xla.topology.device_assignment import DeviceAssignment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpistrat.xla.logical_devices import LogicalDevices
 
 
 class TPUStrategy(Strategy):
@@ -44,8 +41,6 @@ class TPUStrategy(Strategy):
     Raises: as `tpu.initialize_tpu_system`; ValueError for an assignment that the ranks cannot run.
     """
 
-    _sees_modules = True  # whose place is the device
-
     def __init__(
         self,
         tpu_cluster_resolver: TPUClusterResolver | None = None,
@@ -68,28 +63,22 @@ class TPUStrategy(Strategy):
             )
         over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()
-        communicator = communicator_of(over_mpi, check, type(self).__name__)
+        communicator = wiring.communicator_of(over_mpi, check, type(self).__name__)
         system = start_system(resolver, topology, communicator)
         replicas = replicas_of_rank(assignment, system.topology, topology.rank)
         one_program = len(replicas) > 1 or len(replicas[0]) > 1
+        from mpistrat.xla.wiring import on_xla
+
         devices = [f"xla:{0 if one_program else cores[0]}" for cores in replicas]
         if one_program:
             system.runtime.use_spmd()
             system.runtime.cores_of_ranks = system.cores_of_ranks
-        setup(
-            self,
-            topology,
-            communicator,
-            devices,
-            None,
-            communication_options,
-            gradients,
-            deterministic=False,
-            extended=functools.partial(
-                TPUExtended, system=system, cores_per_replica=len(replicas[0])
-            ),
+        group = wiring.agree(
+            type(self).__name__, topology, communicator, devices, communication_options, gradients
         )
-        self._cluster_resolver = resolver or over_mpi
+        extended = on_xla(self, group, communication_options, gradients, system, len(replicas[0]))
+        super().__init__(extended, resolver or over_mpi)
+        self._logical_devices = extended.logical_devices
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """`tensor`, for one of the replica's logical devices; all of them have it: see `LogicalDevices`.
@@ -113,8 +102,3 @@ class TPUStrategy(Strategy):
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
         """`tensor`, whole on each of the replica's logical devices. Called as the above."""
         return self._logical_devices.replicate(tensor)
-
-    @property
-    def _logical_devices(self) -> LogicalDevices:
-        assert isinstance(self._extended, TPUExtended)
-        return self._extended.logical_devices

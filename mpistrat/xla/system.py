@@ -16,7 +16,7 @@ from mpistrat.cluster_resolver.pjrt import (
 from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError, TopologyError
-from mpistrat.strategies.mirrored import communicator_of
+from mpistrat.strategies.wiring import communicator_of
 from mpistrat.topology import Topology as RankTopology
 from mpistrat.xla.runtime import Runtime, check_versions
 from mpistrat.xla.topology.topology import Topology

@@ -19,9 +19,10 @@ from mpistrat.input.readers import (
     IndexReader,
     Reader,
 )
-from mpistrat.input.splitting import Share, pieces_of_each, pieces_of_stream
+from mpistrat.input.splitting import pieces_of_each, pieces_of_stream
 from mpistrat.input.torch_loader import LoaderReader, is_map_style
 from mpistrat.options import AutoShardPolicy, InputOptions
+from mpistrat.replicas.input_plan import Share
 
 
 def _share(workers: int, worker: int, replicas_per_worker: int) -> Share:

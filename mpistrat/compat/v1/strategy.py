@@ -78,7 +78,7 @@ class StrategyV1(Strategy):
                 f"make_input_fn_iterator takes InputReplicationMode.PER_WORKER, got {replication_mode!r:.60}"
             )
         communicator = self.extended.communicator
-        place = InputContext(*self.extended.input_pipelines, self.num_replicas_in_sync)
+        place = InputContext(*self.extended.input.pipelines, self.num_replicas_in_sync)
 
         def make() -> DistributedDataset:
             made = input_fn(place)
@@ -156,7 +156,8 @@ class _DefaultV1(StrategyV1):
     """The default strategy with the v1 methods; it shares everything with the one it stands for."""
 
     def __init__(self, default: Strategy) -> None:
-        self._default, self._extended = default, default.extended
+        super().__init__(default.extended)
+        self._default = default
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """`dataset` itself."""

@@ -80,7 +80,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _inside_run() -> bool:
     mode = current_mode()
-    mirroring = mode.strategy._mirroring
+    mirroring = mode.strategy.extended.modules.made
     return mode.replica_context is not None and mirroring is not None and mirroring.serves
 
 

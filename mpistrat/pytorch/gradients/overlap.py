@@ -25,7 +25,7 @@ from mpistrat.pytorch.gradients.buckets import Buckets
 from mpistrat.pytorch.gradients.wires import Wires
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.extended import StrategyExtended
+    from mpistrat.replicas.extended import StrategyExtended
 
 # Below, in bytes of all gradients, there is nothing to hide.
 SMALLEST = 1 << 20

@@ -74,7 +74,7 @@ def reducer_here() -> GradientReducer | None:
     mode = current_mode()
     if mode.replica_context is None or mode.strategy.num_replicas_in_sync == 1:
         return None
-    mirroring = mode.strategy._mirroring
+    mirroring = mode.strategy.extended.modules.made
     return None if mirroring is None else mirroring.reducer
 
 
@@ -130,9 +130,9 @@ class GradientReducer:
         self._packer = Packer()
         self.overlap = Overlap(strategy.extended, self._packer, self.wires)
         self._sums: MpiAllReduce = strategy.extended.cross_replica_ops.over_ranks
-        if strategy.extended.records_steps:
+        if strategy.extended.replicas.records_steps:
             self._sums = LazyAllReduce(
-                strategy.extended.communicator, strategy.extended.sum_of_rank
+                strategy.extended.communicator, strategy.extended.replicas.sum_of_rank
             )
             self.overlap.decline("a step is recorded first, and then computed")
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave

@@ -22,7 +22,7 @@ from mpistrat.pytorch.modules.registry import BufferSlot, Registry
 from mpistrat.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.extended import StrategyExtended
+    from mpistrat.replicas.extended import StrategyExtended
     from mpistrat.strategy import Strategy
 
 _strategy_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -92,8 +92,8 @@ def average(
             averaged = tensor.dtype.is_floating_point or tensor.dtype.is_complex
             (floats if averaged else others).append(i)
     own: list[list[Any]] = [[taken[i][0] for taken in snapshots] for i in floats]
-    if extended.records_steps:  # of all replicas that share a name
-        own = [[extended.sum_of_rank(tensor.detach())] for (tensor,) in own]
+    if extended.replicas.records_steps:  # of all replicas that share a name
+        own = [[extended.replicas.sum_of_rank(tensor.detach())] for (tensor,) in own]
     sums = extended.cross_replica_ops.over_ranks.all_reduce(ReduceOp.SUM, own, label=label)
     for i, total in zip(floats, sums, strict=True):
         mean = total / extended.num_replicas_in_sync
@@ -104,9 +104,9 @@ def average(
         like = [firsts[i].detach() for i in group]
         flat = arrays.to_host(packing.concatenated(like))
         extended.communicator.broadcast(flat, label=label)
-        if extended.device_of_modules is not None:
+        if extended.replicas.device_of_modules is not None:
             # All at once: XLA takes a scalar that a host tensor sets for a part of the graph, if it is 0 or 1.
-            flat = arrays.to_device(flat, extended.device_of_modules)
+            flat = arrays.to_device(flat, extended.replicas.device_of_modules)
         for i, value in zip(group, packing.unpack(flat, like), strict=True):
             for taken in snapshots:
                 _write(slots[i], taken[i][0], value)
@@ -142,7 +142,7 @@ def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
         return  # inside run a replica reads its own
     from mpistrat.pytorch import virtual_replicas
 
-    registry = strategy._mirroring.registry
+    registry = strategy.extended.modules.made.registry
     found = (registry.buffer(module, key) for key in module._buffers)
     slots = [slot for slot in found if slot is not None]
     if any(slot.changed(slot.tensor()) for slot in slots):

@@ -45,13 +45,15 @@ class Mirroring:
 
     serves = False
 
-    def __init__(self, strategy: Strategy, rule: str | None) -> None:
+    def __init__(
+        self, strategy: Strategy, rule: str | None, shared_parameters: bool = False
+    ) -> None:
         self._extended = strategy.extended
         self.registry = Registry()
         self.reducer = gradients.GradientReducer(strategy, self.registry, rule)
         self._recorder = Recorder(strategy)
         self._shared: SharedParameters | None = None
-        if strategy._shared_parameters and self._extended.num_replicas_in_sync > 1:
+        if shared_parameters and self._extended.num_replicas_in_sync > 1:
             self._shared = self.reducer.shared = SharedParameters(self._extended.communicator)
             self.reducer.slice_steps = SliceSteps(self._shared)
             self.reducer.overlap.decline("parameters are shared")
@@ -116,9 +118,9 @@ class Mirroring:
 
     def _bring(self, modules: Iterable[torch.nn.Module]) -> None:
         """Put them where the strategy keeps modules, if it says where."""
-        if self._extended.device_of_modules is not None:
+        if self._extended.replicas.device_of_modules is not None:
             for module in modules:
-                place(module, torch.device(self._extended.device_of_modules))
+                place(module, torch.device(self._extended.replicas.device_of_modules))
 
     def _collect(
         self, roots: Iterable[torch.nn.Module], again: bool = False

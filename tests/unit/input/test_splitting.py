@@ -12,8 +12,8 @@ from mpistrat.errors import NotFoundError
 from mpistrat.input import BatchedDataset, FileDataset
 from mpistrat.input.file_reader import FileReader
 from mpistrat.input.readers import EMPTY, MISSING, BatchReader, IndexReader
-from mpistrat.input.splitting import Share
 from mpistrat.options import AutoShardPolicy
+from mpistrat.replicas.input_plan import Share
 
 AUTO, DATA = AutoShardPolicy.AUTO, AutoShardPolicy.DATA
 FILE, OFF = AutoShardPolicy.FILE, AutoShardPolicy.OFF

@@ -1,0 +1,55 @@
+"""Which replicas there are: this rank's, and how many each rank has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpistrat.communicators import Communicator
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaGroup:
+    """The replicas that a strategy combines, numbered from rank to rank.
+
+    Attributes:
+        communicator: the ranks that take part.
+        worker_devices: this rank's devices, one replica each.
+        replicas_of_ranks: how many replicas each rank has, in rank order.
+        fixed_threads: with how many intra-op threads every rank computes, if results must not depend on how replicas
+            are spread over ranks; else None.
+    """
+
+    communicator: Communicator
+    worker_devices: tuple[str, ...]
+    replicas_of_ranks: tuple[int, ...]
+    fixed_threads: int | None = None
+
+    @classmethod
+    def of_equal_ranks(
+        cls, communicator: Communicator, worker_devices: tuple[str, ...]
+    ) -> ReplicaGroup:
+        """Every rank has as many replicas as this one."""
+        return cls(communicator, worker_devices, (len(worker_devices),) * communicator.size)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.communicator, Communicator):
+            raise TypeError(f"communicator must be a Communicator, got {self.communicator!r:.60}")
+
+    @property
+    def num_local_replicas(self) -> int:
+        return len(self.worker_devices)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas over all ranks."""
+        return sum(self.replicas_of_ranks)
+
+    @property
+    def first_replica_id(self) -> int:
+        """The number of this rank's first replica among those of all ranks."""
+        return sum(self.replicas_of_ranks[: self.communicator.rank])
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether results do not depend on how replicas are spread over ranks."""
+        return self.fixed_threads is not None

@@ -1,0 +1,209 @@
+"""The replicas of one rank: who calls a function on each of them, and where they meet."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpistrat.context import AnyStrategy, entered, per_thread
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.replicas.cross_replica_ops import AllReduceCall, CrossReplicaOps
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.local_replicas import LocalReplicas, MergeFunction, ReplicaState
+from mpistrat.replicas.replica_context import ReplicaContext
+from mpistrat.values import regroup, select_replica
+
+
+class Replicas(abc.ABC):
+    """Runs functions on this rank's replicas, and combines what they pass.
+
+    Attributes:
+        count: how often a function is called on this rank for all of its replicas.
+        states: what is swapped when one replica's turn ends and another's begins.
+        device_of_modules: where torch modules that are made in the scope are put; None leaves them where they are.
+        records_steps: whether what `run` calls is recorded, and computed when it has returned.
+    """
+
+    count: int
+    states: list[ReplicaState]
+    device_of_modules: str | None = None
+    records_steps = False
+
+    @abc.abstractmethod
+    def call(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
+
+    @abc.abstractmethod
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The work of `ReplicaContext.merge_call`."""
+
+    @abc.abstractmethod
+    def all_reduce(
+        self,
+        context: ReplicaContext,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
+
+    @abc.abstractmethod
+    def all_gather(
+        self,
+        context: ReplicaContext,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        label: str = "",
+    ) -> Any:
+        """The work of `ReplicaContext.all_gather` on one leaf of a structure that `label` describes."""
+
+    @abc.abstractmethod
+    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+        """`merge` of the operands of all `count` calls, once for all. Called by: replica `index`, inside `run`."""
+
+    def sum_of_rank(self, value: Any) -> Any:
+        """The sum of what this rank's replicas hold under one name, as cores that run one program do.
+
+        That of 16-bit floats is float32: it is rounded once, after it was summed over ranks.
+        """
+        return value
+
+    @property
+    @abc.abstractmethod
+    def device_random_state(self) -> int | None:
+        """Of a generator of this rank's device that is not torch's; None where there is none."""
+
+    @abc.abstractmethod
+    def set_device_random_state(self, state: int) -> None:
+        """Go on from a `device_random_state`. Called by: the code that has given torch's generators theirs."""
+
+    def explain(self) -> str:
+        """What is particular to how these replicas run, for people."""
+        return ""
+
+
+class ReplicasOfRank(Replicas):
+    """One replica, or several that take turns; each has its own context.
+
+    Args:
+        contexts: one for each replica; None makes them.
+    """
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        group: ReplicaGroup,
+        ops: CrossReplicaOps,
+        contexts: Sequence[ReplicaContext] | None = None,
+    ) -> None:
+        self._strategy, self._ops = strategy, ops
+        self._is_alone = group.num_replicas_in_sync == 1
+        self.count = group.num_local_replicas
+        self._turns = LocalReplicas(self.count)
+        self.states = self._turns.states
+        first = group.first_replica_id
+        self.contexts = contexts or [
+            ReplicaContext(strategy, first + i, i) for i in range(self.count)
+        ]
+
+    def call(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        if self.count == 1:
+            with entered(self._strategy, self.contexts[0]):
+                if args:
+                    args = select_replica(0, tuple(args))
+                if kwargs:
+                    return fn(*args, **select_replica(0, dict(kwargs)))
+                return fn(*args)
+        outer = per_thread.modes
+
+        def body(index: int) -> Any:
+            own, per_thread.modes = per_thread.modes, list(outer)
+            try:
+                with entered(self._strategy, self.contexts[index]):
+                    return fn(
+                        *select_replica(index, tuple(args)),
+                        **select_replica(index, dict(kwargs or {})),
+                    )
+            finally:
+                per_thread.modes = own
+
+        return regroup(self._turns.run(body))
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self.count == 1:
+            with entered(self._strategy, None):
+                return select_replica(0, merge_fn(self._strategy, *args, **kwargs))
+
+        def merge(operands: list[tuple[Any, ...]]) -> Any:
+            grouped, keywords = regroup(operands, wrap_numbers=False)
+            with entered(self._strategy, None):
+                return merge_fn(self._strategy, *grouped, **keywords)
+
+        index = context.local_index
+        return select_replica(index, self.meet(index, merge, (args, kwargs)))
+
+    def all_reduce(
+        self,
+        context: ReplicaContext,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        if self._is_alone:
+            return list(leaves)
+        ops = self._ops
+        if self.count == 1 and not ops.has_custom_ops:
+            return ops.over_ranks.all_reduce(op, list(zip(leaves)), options, label)
+
+        def merge(strategy: AnyStrategy, calls: Any) -> list[Any]:
+            return ops.all_reduce(ops.components(calls), options)
+
+        return self.merge_call(context, merge, (AllReduceCall(op, leaves, label),), {})
+
+    def all_gather(
+        self,
+        context: ReplicaContext,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        label: str = "",
+    ) -> Any:
+        if self._is_alone:
+            return value
+        ops = self._ops
+
+        def merge(strategy: AnyStrategy, value: Any) -> Any:
+            return ops.all_gather(ops.components(value), axis, options, label)
+
+        return self.merge_call(context, merge, (value,), {})
+
+    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+        return self._turns.meet(index, merge, operands)
+
+    @property
+    def device_random_state(self) -> None:
+        return None
+
+    def set_device_random_state(self, state: int) -> None:
+        pass

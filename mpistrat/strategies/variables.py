@@ -1,0 +1,136 @@
+"""Variables that replicas keep themselves: a copy on each, one plain value, or one copy for the ranks of a node."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.context import AnyStrategy
+from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+from mpistrat.values import DistributedValues
+from mpistrat.variables.aggregating import AggregatingVariable
+from mpistrat.variables.arguments import VariableArguments
+from mpistrat.variables.node import variable_of_node
+from mpistrat.variables.store import VariableStore
+from mpistrat.variables.variable import (
+    DistributedVariable,
+    MirroredVariable,
+    PlainVariable,
+    SyncOnReadVariable,
+    Variable,
+)
+
+
+class CopyPerReplica(VariableStore):
+    """Each replica has a copy.
+
+    Args:
+        devices: of this rank's replicas.
+        num_copies: of each variable on this rank; None is one for each device.
+    """
+
+    mirrored: weakref.WeakValueDictionary[int, MirroredVariable]
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        ops: CrossReplicaOps,
+        devices: Sequence[str],
+        num_copies: int | None = None,
+    ) -> None:
+        super().__init__(devices)
+        self.communicator = ops.communicator
+        self._strategy, self._ops = strategy, ops
+        self._num_copies = num_copies or len(devices)
+        self.mirrored = weakref.WeakValueDictionary()
+        self._made = 0
+
+    def create(self, asked: VariableArguments) -> Variable:
+        with self.communicator.raising_together():
+            value = asked.initial_array()
+            if asked.aggregation is VariableAggregation.MEAN and not arrays.is_floating(value):
+                raise ValueError(
+                    f"variable {asked.name!r}: aggregation MEAN needs a floating dtype, got "
+                    f"{arrays.dtype_name(value)}"
+                )
+        name, synchronization, aggregation = asked.name, asked.synchronization, asked.aggregation
+        label = f"initial value of {name!r} ({synchronization.name}, {aggregation.name})"
+        value = self._ops.from_first_replica(value, label)
+        components = [
+            PlainVariable(
+                value,
+                asked.trainable,
+                f"{name}/replica_{i}" if i else name,
+                synchronization,
+                aggregation,
+            )
+            for i in range(self._num_copies)
+        ]
+        if synchronization is VariableSynchronization.ON_READ:
+            return SyncOnReadVariable(self._strategy, components, synchronization, aggregation)
+        variable = MirroredVariable(self._strategy, components, synchronization, aggregation)
+        self.mirrored[self._made] = variable
+        self._made += 1
+        return variable
+
+    def copies(self, variable: Any) -> Sequence[Any]:
+        if not isinstance(variable, DistributedVariable):
+            raise AssertionError(
+                f"update needs a variable made in the scope of {self._strategy}, got {variable!r:.60}"
+            )
+        return variable.values
+
+
+class PlainVariables(VariableStore):
+    """There is one replica: its variables are not wrapped."""
+
+    def __init__(self, strategy: AnyStrategy, device: str) -> None:
+        super().__init__((device,))
+        self._strategy = strategy
+
+    def create(self, asked: VariableArguments) -> Variable:
+        how = asked.trainable, asked.name, asked.synchronization, asked.aggregation
+        variable = PlainVariable(asked.initial_array(), *how)
+        variable.strategy = self._strategy
+        return variable
+
+    def copies(self, variable: Any) -> Sequence[Any]:
+        return (variable,)
+
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        return self.devices[0]
+
+
+class CopyPerNode(VariableStore):
+    """The ranks of a node have one copy, which all of them read and update.
+
+    Args:
+        device: which holds it.
+    """
+
+    on_every_replica = False
+
+    def __init__(self, strategy: AnyStrategy, ops: CrossReplicaOps, device: str) -> None:
+        super().__init__((device,))
+        self._strategy, self._ops = strategy, ops
+
+    def create(self, asked: VariableArguments) -> Variable:
+        communicator = self._ops.communicator
+        with communicator.raising_together():
+            value = asked.initial_array()
+        value = self._ops.from_first_replica(value, f"initial value of {asked.name!r}")
+        how = asked.synchronization, asked.aggregation
+        component = variable_of_node(communicator, value, asked.trainable, asked.name, *how)
+        if self._ops.num_replicas == 1:
+            component.strategy = self._strategy
+            return component
+        return AggregatingVariable(self._strategy, [component], *how)
+
+    def copies(self, variable: Any) -> Sequence[Any]:
+        return variable.values[:1] if isinstance(variable, DistributedValues) else (variable,)
+
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        return min(variables, key=lambda variable: variable.name)

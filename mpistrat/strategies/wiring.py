@@ -1,0 +1,231 @@
+"""The parts of strategies whose replicas keep variables themselves, put together. Nobody else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrat.cluster_resolver import ClusterResolver
+from mpistrat.communicators import Communicator, LocalCommunicator
+from mpistrat.cross_device_ops import CrossDeviceOps
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.options import CommunicationOptions, implementation_of
+from mpistrat.replicas.checkpoint_role import CheckpointRole
+from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+from mpistrat.replicas.extended import Parts
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.input_plan import InputPlan, Share
+from mpistrat.replicas.replica_context import ReplicaContext
+from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.replicas.torch_modules import TorchModules
+from mpistrat.strategies.binding import bind
+from mpistrat.strategies.replicated import ReplicatedExtended
+from mpistrat.strategies.threads import share_cores
+from mpistrat.strategies.tracing import trace_ranges
+from mpistrat.strategies.variables import CopyPerNode, CopyPerReplica, PlainVariables
+from mpistrat.topology import Topology
+from mpistrat.wire_formats import name_of
+
+
+def communicator_of(resolver: ClusterResolver, check: str, what: str) -> Communicator:
+    """Our communicator, for a strategy of class `what`, over the ranks that an `MPIClusterResolver` speaks of."""
+    comm = getattr(resolver, "comm", None)
+    if comm is None:
+        return LocalCommunicator()
+    from mpistrat.communicators.construction import communicator_for
+
+    return communicator_for(comm, check, f"constructor of {what}")
+
+
+def agree(
+    what: str,
+    topology: Topology,
+    communicator: Communicator,
+    devices: Sequence[str] | None,
+    options: CommunicationOptions | None,
+    gradients: str | None,
+    *,
+    deterministic: bool = False,
+    shared_parameters: bool = False,
+) -> ReplicaGroup:
+    """Agree with the other ranks on a strategy of class `what`, and share out the cores and the GPUs.
+
+    Called by: every rank of `communicator`.
+    Raises:
+        CollectiveMismatchError: on all ranks, when they make different strategies.
+        ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
+    """
+    if not isinstance(shared_parameters, bool):
+        raise ValueError(f"shared_parameters must be True or False, got {shared_parameters!r:.60}")
+    replicas = 1 if devices is None else len(devices)
+    if shared_parameters:
+        _check_shared_parameters(replicas, deterministic, options)
+    sharing = ", shared_parameters=True" if shared_parameters else ""
+    wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
+    communicator.barrier(
+        label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options} {wire}".rstrip()
+    )
+    threads = share_cores(communicator, topology, deterministic)
+    trace_ranges(communicator)
+    replicas_of_ranks = tuple(communicator.all_gather_object(replicas, label="replicas"))
+    if len(set(replicas_of_ranks)) > 1 and not deterministic:
+        by_rank = ", ".join(f"rank {r} with {k} replicas" for r, k in enumerate(replicas_of_ranks))
+        raise CollectiveMismatchError(
+            f"the ranks made a {what} with different numbers of devices: {by_rank}. With deterministic=True they may "
+            "differ"
+        )
+    bound = bind(communicator, topology, devices)
+    return ReplicaGroup(
+        communicator.by(implementation_of(options)), bound, replicas_of_ranks, threads
+    )
+
+
+def _check_shared_parameters(
+    replicas: int, deterministic: bool, options: CommunicationOptions | None
+) -> None:
+    if replicas > 1:
+        raise ValueError(
+            f"shared_parameters=True takes one replica per rank, got {replicas} devices; the replicas of one rank "
+            "share their parameters anyway"
+        )
+    if deterministic:
+        raise ValueError(
+            "shared_parameters=True adds up in the order of the ranks, deterministic=True in that of a tree; leave "
+            "one of them out"
+        )
+    if options is not None and (options.wire_dtype or options.wire_format):
+        raise ValueError(
+            "shared_parameters=True sends sums between nodes as they are; leave out wire_dtype and wire_format"
+        )
+
+
+def mirrored(
+    strategy: Any,
+    group: ReplicaGroup,
+    options: CommunicationOptions | None = None,
+    *,
+    cross_device_ops: CrossDeviceOps | None = None,
+    gradients: str | None = None,
+    shared_parameters: bool = False,
+    ranks_are_workers: bool = False,
+) -> ReplicatedExtended:
+    """A copy of every variable on each replica.
+
+    Args:
+        ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
+    """
+    ops = ops_of(group, cross_device_ops, options)
+    parts = Parts(
+        group,
+        ReplicasOfRank(strategy, group, ops),
+        ops,
+        CopyPerReplica(strategy, ops, group.worker_devices),
+        CheckpointRole(),
+        input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers),
+        mirrored_modules(strategy, group, gradients, shared_parameters),
+    )
+    return ReplicatedExtended(strategy, parts, between_graph=ranks_are_workers)
+
+
+def central_storage(
+    strategy: Any,
+    group: ReplicaGroup,
+    parameter_device: str,
+    options: CommunicationOptions | None = None,
+    *,
+    gradients: str | None = None,
+    shared_parameters: bool = False,
+) -> ReplicatedExtended:
+    """One copy of every variable, for all replicas of a node."""
+    ops = ops_of(group, None, options)
+    parts = Parts(
+        group,
+        ReplicasOfRank(strategy, group, ops),
+        ops,
+        CopyPerNode(strategy, ops, parameter_device),
+        CheckpointRole(),
+        input_plan(group, False, partial_steps=False, per_replica=True),
+        mirrored_modules(strategy, group, gradients, shared_parameters),
+    )
+    return ReplicatedExtended(strategy, parts, between_graph=True)
+
+
+def one_replica(strategy: Any, device: str, context: ReplicaContext | None = None) -> Parts:
+    """One replica, whose values are never wrapped and whose variables are plain.
+
+    Args:
+        context: the replica's; None makes it.
+    """
+    group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), (device,))
+    ops = ops_of(group, None, None)
+    return Parts(
+        group,
+        ReplicasOfRank(strategy, group, ops, context and [context]),
+        ops,
+        PlainVariables(strategy, device),
+        CheckpointRole(),
+        input_plan(group, False, partial_steps=False),
+        mirrored_modules(strategy, group, None),
+    )
+
+
+def ops_of(
+    group: ReplicaGroup,
+    cross_device_ops: CrossDeviceOps | None,
+    options: CommunicationOptions | None,
+    take_apart: Callable[[Any], tuple[Any, ...] | None] | None = None,
+) -> CrossReplicaOps:
+    """What combines the values of the replicas of `group`; its arguments are those of `CrossReplicaOps`."""
+    return CrossReplicaOps(
+        group.communicator,
+        group.replicas_of_ranks,
+        cross_device_ops,
+        options or CommunicationOptions(),
+        group.deterministic,
+        take_apart,
+    )
+
+
+def input_plan(
+    group: ReplicaGroup,
+    ranks_are_workers: bool,
+    *,
+    partial_steps: bool = True,
+    per_replica: bool = False,
+) -> InputPlan:
+    """Each rank is a worker, which reads for its own replicas, or all ranks together are one."""
+    communicator, first, k = group.communicator, group.first_replica_id, group.num_local_replicas
+    if ranks_are_workers:
+        share = Share(
+            communicator.size,
+            communicator.rank,
+            group.num_replicas_in_sync,
+            range(k),
+            first=first if group.deterministic else None,
+        )
+    else:
+        share = Share(1, 0, group.num_replicas_in_sync, range(first, first + k))
+    pipelines = communicator.size, communicator.rank
+    return InputPlan(share, pipelines, group.worker_devices, partial_steps, per_replica)
+
+
+def mirrored_modules(
+    strategy: Any,
+    group: ReplicaGroup,
+    gradients: str | None,
+    shared_parameters: bool = False,
+    *,
+    are_placed: bool = False,
+) -> TorchModules:
+    """Parameters and buffers of torch modules are equal on all replicas.
+
+    Args:
+        are_placed: whether modules are put on a device, also of a single replica.
+    """
+
+    def make() -> Any:
+        from mpistrat.pytorch.modules.mirroring import Mirroring
+
+        return Mirroring(strategy, gradients, shared_parameters)
+
+    return TorchModules(make, needed=are_placed or group.num_replicas_in_sync > 1)

@@ -1,0 +1,117 @@
+"""What `run` calls on XLA devices is recorded first, and computed when the step has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.xla import step_errors
+from mpistrat.xla.compilations import Compilations, name_of
+from mpistrat.xla.runtime import Runtime
+
+
+class RecordedSteps:
+    """The steps of one strategy on this rank.
+
+    Args:
+        step: begins the recording of a step of this name.
+
+    Attributes:
+        compilations: of these steps.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        group: ReplicaGroup,
+        step: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._runtime, self._step = runtime, step
+        self._rank, self._device = group.communicator.rank, group.worker_devices[0]
+        self._first_replica_id = group.first_replica_id
+        self.compilations = Compilations(self._rank)
+        # Torch's seed that XLA's generator was given, and the state in which it leaves torch's own.
+        self._seed: int | None = None
+        self._seeded_state = b""
+
+    def record(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        call: Callable[[], Any],
+        brought: Callable[[], Any],
+    ) -> Any:
+        """Record `call`, which calls `fn` for all replicas of this rank, and start what was recorded.
+
+        Args:
+            brought: the arguments as `fn` gets them, for an error about arrays that are not on the device.
+        """
+        name = name_of(fn)
+        self._follow_seed()
+        before, on_host = 0, self._runtime.fallbacks()
+        try:
+            with _as_no_grad(), self._step(name):
+                before = self._runtime.num_compilations()
+                result = call()
+        except RuntimeError as error:
+            step_of_rank = f"rank {self._rank}: {name}"
+            if self._runtime.is_early_read(error):
+                left = self._runtime.fallbacks() - on_host
+                explained = step_errors.early_read(step_of_rank, error, [*left])
+            elif self._runtime.is_of_host(error):
+                explained = step_errors.array_on_host(step_of_rank, error, brought(), self._device)
+            elif self._runtime.is_of_inference_mode(error):
+                explained = step_errors.inference_mode(step_of_rank, error)
+            else:
+                raise
+            # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
+            traceback.clear_frames(error.__traceback__)
+            raise RuntimeError(explained) from error
+        graphs = self._runtime.num_compilations() - before
+        self.compilations.note(fn, (args, kwargs), graphs)
+        return result
+
+    @property
+    def random_state(self) -> int:
+        """Of XLA's generator."""
+        self._follow_seed()
+        return self._runtime.random_state()
+
+    def set_random_state(self, state: int) -> None:
+        self._remember_seed()
+        self._runtime.seed(state)
+
+    def _follow_seed(self) -> None:
+        """Have XLA's generator follow a seed that the program gives torch, by another way on each rank."""
+        if self._seed != torch.initial_seed():
+            self._remember_seed()
+        elif _state_of(torch.default_generator) != self._seeded_state:
+            return
+        self._runtime.seed(torch.initial_seed() + self._first_replica_id)
+        if _state_of(torch.default_generator) == self._seeded_state:
+            torch.rand((), device="cpu")  # so that the same seed, given again, is seen
+
+    def _remember_seed(self) -> None:
+        self._seed = torch.initial_seed()
+        self._seeded_state = _state_of(torch.Generator().manual_seed(self._seed))
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()  # compared faster than tensors
+
+
+@contextlib.contextmanager
+def _as_no_grad() -> Iterator[None]:
+    """Inside `torch.inference_mode()`, which torch_xla is not made for, that of `torch.no_grad()`."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield

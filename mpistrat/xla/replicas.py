@@ -1,0 +1,261 @@
+"""The replicas of a rank on XLA devices: one, or one on each of several cores that run one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpistrat import arrays, nest
+from mpistrat.context import AnyStrategy, entered
+from mpistrat.cross_device_ops import accumulation
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.options import CommunicationOptions
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.local_replicas import MergeFunction
+from mpistrat.replicas.replica_context import ReplicaContext
+from mpistrat.replicas.replicas import Replicas, ReplicasOfRank
+from mpistrat.values import DistributedValues, PassedWhole, PerReplica, select_replica
+from mpistrat.xla.recorded_steps import RecordedSteps
+from mpistrat.xla.replica_cores import ReplicaCores
+
+
+class RecordedReplicas(Replicas):
+    """Records what runs on `replicas`, one as far as the program can see.
+
+    Args:
+        why_through_the_host: why sums of several ranks go through host memory; empty where XLA makes them.
+    """
+
+    records_steps = True
+
+    def __init__(
+        self,
+        replicas: ReplicasOfRank,
+        steps: RecordedSteps,
+        device: str,
+        why_through_the_host: str,
+    ) -> None:
+        self._replicas, self.steps = replicas, steps
+        self.count, self.states = replicas.count, replicas.states
+        self.device_of_modules = device
+        self._why_through_the_host = why_through_the_host
+
+    def call(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """Record `fn` once, for all replicas of this rank, and start what was recorded."""
+        keywords = kwargs or {}
+
+        def brought() -> Any:
+            return select_replica(0, (tuple(args), dict(keywords)))
+
+        def call() -> Any:
+            # What autograd has kept for a backward must not be among the results of the graph.
+            return nest.map_structure(_cut_off, self._replicas.call(fn, args, kwargs))
+
+        return self.steps.record(fn, args, keywords, call, brought)
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return self._replicas.merge_call(context, merge_fn, args, kwargs)
+
+    def all_reduce(
+        self,
+        context: ReplicaContext,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        return self._replicas.all_reduce(context, op, leaves, options, label)
+
+    def all_gather(
+        self,
+        context: ReplicaContext,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        label: str = "",
+    ) -> Any:
+        return self._replicas.all_gather(context, value, axis, options, label)
+
+    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+        return self._replicas.meet(index, merge, operands)
+
+    @property
+    def device_random_state(self) -> int:
+        return self.steps.random_state
+
+    def set_device_random_state(self, state: int) -> None:
+        self.steps.set_random_state(state)
+
+    def explain(self) -> str:
+        lines = [self.steps.compilations.explain()]
+        if self._why_through_the_host:
+            lines.insert(
+                0, f"XLA devices: through host memory and MPI, for {self._why_through_the_host}"
+            )
+        return "\n".join(filter(None, lines))
+
+
+class ReplicasOnCores(RecordedReplicas):
+    """One replica on each of a rank's cores. A function is called once for all of them."""
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        group: ReplicaGroup,
+        ops: CrossReplicaOps,
+        cores: ReplicaCores,
+        steps: RecordedSteps,
+        why_through_the_host: str,
+    ) -> None:
+        self._context = _ContextOnCores(strategy, group.first_replica_id, cores)
+        as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
+        replicas = ReplicasOfRank(strategy, as_one, ops, [self._context])
+        super().__init__(replicas, steps, group.worker_devices[0], why_through_the_host)
+        self._strategy, self._ops, self._cores = strategy, ops, cores
+        self._num_local = group.num_local_replicas
+
+    def call(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        keywords = kwargs or {}
+
+        def call() -> Any:
+            own_args, own_keywords = self._spread(tuple(args)), self._spread(dict(keywords))
+            with entered(self._strategy, self._context):
+                result = fn(*own_args, **own_keywords)
+            return nest.map_structure(self._of_all, result)
+
+        return self.steps.record(fn, args, keywords, call, lambda: (args, keywords))
+
+    def _of_all(self, leaf: Any) -> Any:
+        leaf = arrays.detach(leaf)
+        if arrays.is_on_xla(leaf):
+            return PerReplica(self._cores.rows(leaf))
+        return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
+
+    def _spread(self, structure: Any) -> Any:
+        """`structure` as one replica has it, with the values of each on its core."""
+
+        def spread(value: Any) -> Any:
+            if not isinstance(value, DistributedValues) or isinstance(value, PassedWhole):
+                return value
+            components = self._ops.components(value)
+            first = components[0]
+            on_host = arrays.is_array(first) and not arrays.is_on_xla(first)
+            if not on_host and all(component is first for component in components):
+                return first
+            if not all(arrays.is_array(c) or arrays.is_number(c) for c in components):
+                raise ValueError(
+                    "the replicas of a rank run one program, so what they get must be arrays, numbers, or the same "
+                    f"object, got {value!r:.80}; start one rank per core for anything else"
+                )
+            hosts = [arrays.to_host(arrays.as_array(component)) for component in components]
+            return self._cores.scatter([torch.as_tensor(host) for host in hosts])
+
+        return nest.map_structure(spread, structure)
+
+    def all_reduce(
+        self,
+        context: ReplicaContext,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None,
+        label: str,
+    ) -> list[Any]:
+        sums = [
+            (self._cores.sum(leaf),) if arrays.is_on_xla(leaf) else self._ops.components(leaf)
+            for leaf in leaves
+        ]
+        name = f"{op.name} of {label or '*'}"
+        reduced = self._ops.over_ranks.all_reduce(ReduceOp.SUM, sums, options, name)
+        if op is ReduceOp.SUM:
+            return reduced
+        count = self._ops.num_replicas
+        return [
+            total / count if arrays.is_number(total) else accumulation.divide(total, count)
+            for total in reduced
+        ]
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What the replicas of several cores pass comes as the value of each."""
+
+        def of_all(leaf: Any) -> Any:
+            if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
+                return PerReplica(self._ops.components(leaf))
+            return leaf
+
+        merged_args, merged_kwargs = nest.map_structure(of_all, (args, kwargs))
+        return super().merge_call(context, merge_fn, merged_args, merged_kwargs)
+
+    def all_gather(
+        self,
+        context: ReplicaContext,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        label: str = "",
+    ) -> Any:
+        ops = self._ops
+
+        def merge(strategy: AnyStrategy, value: Any) -> Any:
+            return ops.all_gather(ops.components(value), axis, options, label)
+
+        return self.merge_call(context, merge, (value,), {})
+
+    def sum_of_rank(self, value: Any) -> Any:
+        if not arrays.is_on_xla(value):
+            return value
+        short = arrays.is_floating(value) and arrays.itemsize(value) < 4
+        return self._cores.sum(value.float() if short else value)
+
+
+class _ContextOnCores(ReplicaContext):
+    """Of all replicas of a rank at once: which of them it is, each core knows."""
+
+    def __init__(self, strategy: AnyStrategy, first: int, cores: ReplicaCores) -> None:
+        super().__init__(strategy, None)
+        self._first, self._cores = first, cores
+
+    def __str__(self) -> str:
+        return f"the replicas from {self._first} on"
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """This replica's number, 0 <= id < num_replicas_in_sync: a tensor, int64, for it differs by core."""
+        return self._cores.number() + self._first
+
+
+def _cut_off(leaf: Any) -> Any:
+    """`leaf` without what autograd knows of it; a parameter is itself."""
+    return leaf if not arrays.is_on_xla(leaf) or leaf.is_leaf else leaf.detach()
+
+
+def components_on(cores: ReplicaCores, value: Any) -> tuple[Any, ...] | None:
+    """What each replica holds of what has one name on all `cores`; None for what has no such name."""
+    whole = value
+    if isinstance(value, DistributedValues) and len(value.values) == 1:
+        whole = arrays.detach_read(value.values[0])
+    elif isinstance(value, DistributedValues) or not cores.inside:
+        return None
+    if isinstance(whole, IndexedSlices):
+        rows = zip(cores.rows(whole.values), cores.rows(whole.indices), strict=True)
+        return tuple(IndexedSlices(v, i, whole.dense_shape) for v, i in rows)
+    return tuple(cores.rows(whole)) if arrays.is_on_xla(whole) else None

@@ -1,0 +1,68 @@
+"""The parts of a TPUStrategy, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from mpistrat.options import CommunicationOptions
+from mpistrat.replicas.checkpoint_role import CheckpointRole
+from mpistrat.replicas.extended import Parts
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.strategies import wiring
+from mpistrat.strategies.variables import CopyPerReplica
+from mpistrat.xla.extended import XlaExtended
+from mpistrat.xla.logical_devices import LogicalDevices
+from mpistrat.xla.recorded_steps import RecordedSteps
+from mpistrat.xla.replica_cores import ReplicaCores
+from mpistrat.xla.replicas import RecordedReplicas, ReplicasOnCores, components_on
+from mpistrat.xla.system import TpuSystem
+from mpistrat.xla.transport import use_xla
+from mpistrat.xla.variables import VariablesOnDevice
+
+
+def on_xla(
+    strategy: Any,
+    group: ReplicaGroup,
+    options: CommunicationOptions | None,
+    gradients: str | None,
+    system: TpuSystem,
+    cores_per_replica: int,
+) -> XlaExtended:
+    """One replica per rank on one core or over several, or one on each of a rank's cores.
+
+    Args:
+        cores_per_replica: its logical devices.
+    """
+    communicator, runtime = group.communicator, system.runtime
+    why_through_the_host = ""
+    if communicator.size > 1 and not communicator.takes_device_buffers:
+        why_through_the_host = use_xla(communicator, runtime)
+    several = group.num_local_replicas > 1
+    plan = wiring.input_plan(group, ranks_are_workers=True)
+    replicas: RecordedReplicas
+    if several:
+        cores = ReplicaCores(runtime, system.cores_of_ranks, communicator.rank)
+        ops = wiring.ops_of(group, None, options, functools.partial(components_on, cores))
+        steps = RecordedSteps(runtime, group, cores.step)
+        replicas = ReplicasOnCores(strategy, group, ops, cores, steps, why_through_the_host)
+        # Batches for several cores go to all of them at once, when `run` gets them.
+        plan = dataclasses.replace(plan, devices=())
+    else:
+        ops = wiring.ops_of(group, None, options)
+        steps = RecordedSteps(runtime, group, runtime.step)
+        as_seen = ReplicasOfRank(strategy, group, ops)
+        replicas = RecordedReplicas(as_seen, steps, group.worker_devices[0], why_through_the_host)
+    parts = Parts(
+        group,
+        replicas,
+        ops,
+        VariablesOnDevice(CopyPerReplica(strategy, ops, group.worker_devices, num_copies=1)),
+        CheckpointRole(),
+        plan,
+        wiring.mirrored_modules(strategy, group, gradients, are_placed=True),
+    )
+    logical_devices = LogicalDevices(runtime, cores_per_replica)
+    return XlaExtended(strategy, parts, steps.compilations, logical_devices)
