@@ -10,7 +10,6 @@ from mpistrat import fault_tolerance as fault_tolerance
 from mpistrat import input as input
 from mpistrat import tpu as tpu
 from mpistrat.context import get_replica_context as get_replica_context
-from mpistrat.context import get_strategy as get_strategy
 from mpistrat.context import has_strategy as has_strategy
 from mpistrat.context import in_cross_replica_context as in_cross_replica_context
 from mpistrat.cross_device_ops import CrossDeviceOps as CrossDeviceOps
@@ -45,6 +44,7 @@ from mpistrat.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirror
 from mpistrat.strategies import OneDeviceStrategy as OneDeviceStrategy
 from mpistrat.strategy import Strategy as Strategy
 from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
+from mpistrat.strategy import get_strategy as get_strategy
 from mpistrat.topology import Topology as Topology
 from mpistrat.values import DistributedValues as DistributedValues
 from mpistrat.values import Mirrored as Mirrored

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat import nest
+from mpistrat import context, nest
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
@@ -314,6 +314,11 @@ def _input_contexts(extended: StrategyExtended, options: InputOptions) -> list[I
         first = extended.first_replica_id
         return [InputContext(n, first + i, n) for i in range(extended.num_local_replicas)]
     return [InputContext(*extended.input.pipelines, n)]
+
+
+def get_strategy() -> Strategy:
+    """The strategy in force on this thread; the default strategy if there is none."""
+    return context.get_strategy()
 
 
 _set_scope: _Scope | None = None

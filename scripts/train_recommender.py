@@ -200,7 +200,7 @@ def main() -> int:
     batches = ms.input.BatchedDataset(
         ratings.training, options.batch_size, shuffle=True, drop_last=True, seed=options.seed
     )
-    _, worker = strategy.extended.input_pipelines
+    _, worker = strategy.extended.input.pipelines
     with strategy.scope():
         model = Recommender(ratings.people, ratings.films, float(ratings.training[2].mean()))
         optimizer = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE)

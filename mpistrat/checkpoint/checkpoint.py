@@ -166,10 +166,9 @@ def _strategy_of(objects: Any) -> Strategy:
     return get_strategy()
 
 
-def _known_strategy(value: Any) -> Strategy | None:
+def _known_strategy(value: Any) -> Any:
     if isinstance(value, Variable):
-        strategy: Strategy | None = getattr(value, "strategy", None)
-        return strategy
+        return getattr(value, "strategy", None)
     if isinstance(value, (DistributedDataset, DistributedIterator)):
         return value.strategy
     if "torch" not in sys.modules:

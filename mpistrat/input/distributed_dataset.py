@@ -28,7 +28,6 @@ from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.replicas.extended import StrategyExtended
-    from mpistrat.strategy import Strategy
 
 
 T = TypeVar("T")
@@ -61,7 +60,7 @@ class DistributedDataset(Iterable[Any]):
         self._read_ahead: int | None = None
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         """Whose replicas it gives batches to."""
         return self._extended.strategy
 

@@ -20,7 +20,6 @@ from mpistrat.values import regroup
 
 if TYPE_CHECKING:
     from mpistrat.input.distributed_dataset import DistributedDataset
-    from mpistrat.strategy import Strategy
 
 # With fewer, a thread is woken for each step when the reading is the slower: 30 us instead of 10.
 _STEPS_READ_AHEAD = 4
@@ -75,7 +74,7 @@ class DistributedIterator(Iterator[Any]):
         self._begin(epoch, start)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         """Whose replicas it gives batches to."""
         return self._extended.strategy
 

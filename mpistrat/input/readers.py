@@ -20,13 +20,13 @@ from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
 from mpistrat.input.splitting import (
     Lists,
-    Share,
     pieces_of_each,
     pieces_of_examples,
     pieces_of_stream,
     steps_of_stream,
 )
 from mpistrat.options import AutoShardPolicy
+from mpistrat.replicas.input_plan import Share
 
 EMPTY, MISSING = object(), None
 Step = list[Any]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.context import get_strategy, has_strategy
+from mpistrat.context import AnyStrategy, get_strategy, has_strategy
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.variables.updates import fitting_operand
 from mpistrat.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
 
 
 class RemoteVariable(Variable):
@@ -33,7 +30,7 @@ class RemoteVariable(Variable):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: AnyStrategy,
         client: Client,
         address: Address,
         trainable: bool = True,

@@ -12,10 +12,11 @@ from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.input.input_context import InputContext
 from mpistrat.liveness import interrupts
 from mpistrat.options import InputOptions, RunOptions
+from mpistrat.parameter_server import wiring
 from mpistrat.parameter_server.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
 from mpistrat.parameter_server.coordinator.worker import Worker
 from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
-from mpistrat.parameter_server.extended import ServedExtended
+from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.joining import (
     check_partitioner,
     check_replication,
@@ -26,42 +27,12 @@ from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy
-from mpistrat.variables.arguments import VariableArguments
 from mpistrat.variables.partitioners import Partitioner
-from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.parameter_server.job import ServerJob
-    from mpistrat.parameter_server.modules.worker_modules import ReferencedModules
-
-
-class _CoordinatedExtended(ServedExtended):
-    """
-    Attributes:
-        cluster: what the chief's coordinator needs; None on other ranks.
-    """
-
-    cluster: Cluster | None = None
-
-    @contextlib.contextmanager
-    def unchanging(self) -> Iterator[None]:
-        """Between functions of the coordinator: none is half executed."""
-        coordinator = None if self.cluster is None else self.cluster.coordinator
-        with (
-            contextlib.nullcontext() if coordinator is None else coordinator.paused(),
-            super().unchanging(),
-        ):
-            yield
-
-    def _new_variable(self, asked: VariableArguments) -> Variable:
-        if self.job.roles.task_type == "worker":
-            raise ValueError(
-                f"variable {asked.name!r} was made on {self.job.name_of(self.job.rpc.rank)}, inside a scheduled "
-                "function or a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
-            )
-        return super()._new_variable(asked)
 
 
 class ParameterServerStrategy(Strategy):
@@ -90,8 +61,7 @@ class ParameterServerStrategy(Strategy):
     Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
     """
 
-    _extended: _CoordinatedExtended
-    _mirroring: ReferencedModules | None = None
+    _extended: ServersExtended
 
     def __init__(
         self,
@@ -116,12 +86,16 @@ class ParameterServerStrategy(Strategy):
             told=type(self).__name__,
             replication=replication,
         )
-        self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
-        self._gradients = gradients
-        self._extended = _CoordinatedExtended(self, job, devices, variable_partitioner)
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
+        self._join(
+            job,
+            devices,
+            variable_partitioner,
+            gradients,
+            cluster_resolver or resolver_of(job.roles),
+        )
         if job.roles.task_type == "worker":
             self.work()
             raise SystemExit(0)
@@ -141,8 +115,19 @@ class ParameterServerStrategy(Strategy):
     def of_worker(cls, job: ServerJob, devices: Sequence[str]) -> ParameterServerStrategy:
         """What the functions on a worker have, whose rank has joined the job already."""
         strategy = cls.__new__(cls)
-        strategy._extended = _CoordinatedExtended(strategy, job, devices, None)
+        strategy._join(job, devices)
         return strategy
+
+    def _join(
+        self,
+        job: ServerJob,
+        devices: Sequence[str],
+        partitioner: Partitioner | None = None,
+        gradients: str | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        extended = wiring.coordinated(self, job, devices, partitioner, gradients)
+        super().__init__(extended, cluster_resolver)
 
     def work(self) -> None:
         """Run the chief's functions until it has come to its end. Called by: a worker."""
@@ -164,20 +149,20 @@ class ParameterServerStrategy(Strategy):
     @contextlib.contextmanager
     def _in_closure(self, closure: int) -> Iterator[None]:
         with self._extended.job.client.within(closure):
-            if self._mirroring is not None:
-                self._mirroring.clear()
+            if self._modules.made is not None:
+                self._modules.made.clear()
             yield
-            if self._mirroring is not None:
-                self._mirroring.after_run()
+            if self._modules.made is not None:
+                self._modules.made.after_run()
 
     def _begin_closure(self) -> None:
-        if self._mirroring is not None:
-            self._mirroring.begin()
+        if self._modules.made is not None:
+            self._modules.made.begin()
 
     def _refresh(self) -> None:
         """What the chief's modules have is what the servers have."""
-        if self._mirroring is not None:
-            self._mirroring.before_run()
+        if self._modules.made is not None:
+            self._modules.made.before_run()
 
     def run(
         self,
@@ -188,8 +173,8 @@ class ParameterServerStrategy(Strategy):
     ) -> Any:
         self._warn_on_chief("run")
         result = super().run(fn, args, kwargs, options)
-        if self._mirroring is not None:
-            self._mirroring.after_run()
+        if self._modules.made is not None:
+            self._modules.made.after_run()
         return result
 
     def reduce(
@@ -206,27 +191,6 @@ class ParameterServerStrategy(Strategy):
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    @property
-    def _sees_modules(self) -> bool:
-        return True
-
-    def _torch(self) -> ReferencedModules:
-        if self._mirroring is None:
-            from mpistrat.parameter_server.modules import worker_modules
-
-            extended = self._extended
-            on_chief = extended.makes_variables
-            kind = worker_modules.ChiefModules if on_chief else worker_modules.WorkerModules
-            self._mirroring = kind(
-                self,
-                self._gradients,
-                extended.job.client,
-                lambda name, tensor: extended.place(tensor, name),
-                on_chief,
-                None,
-            )
-        return self._mirroring
 
     def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.job_roles import check_num_ps, works_alone
 from mpistrat.communicators import LocalCommunicator
-from mpistrat.cross_device_ops.cross_device_ops import check_pairs
-from mpistrat.machine.devices import check_devices, task_of
-from mpistrat.options import CommunicationOptions, RunOptions
-from mpistrat.parameter_server.extended import ServedExtended
+from mpistrat.machine.devices import check_devices
+from mpistrat.options import RunOptions
+from mpistrat.parameter_server import wiring
 from mpistrat.parameter_server.joining import (
     check_partitioner,
     check_replication,
@@ -20,49 +18,24 @@ from mpistrat.parameter_server.joining import (
     resolver_of,
 )
 from mpistrat.parameter_server.staleness import WorkerClock
-from mpistrat.reduce_op import ReduceOp
+from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategies.binding import bind
-from mpistrat.strategies.central_storage import CentralStorageExtended
+from mpistrat.strategies.wiring import central_storage
 from mpistrat.strategy import Strategy
 from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.pytorch.modules.mirroring import Mirroring
+    from mpistrat.parameter_server.job import ServerJob
 
 
-class _BetweenGraphExtended(ServedExtended):
-    def reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        self._check_worker(destinations)
-        return super().reduce_to(reduce_op, value, destinations, options)
+class _Servers(NamedTuple):
+    """What a worker has of its job; a rank that works alone has none."""
 
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        check_pairs(value_destination_pairs)
-        for _, destinations in value_destination_pairs:
-            self._check_worker(destinations)
-        return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
-
-    def _check_worker(self, destinations: Any) -> None:
-        """As TensorFlow does; a server's device is as good as this worker's."""
-        task = task_of(destinations) if isinstance(destinations, str) else None
-        own = self.job.roles.task_type, self.job.roles.task_id
-        if task is not None and task[0] == own[0] and task != own:
-            raise ValueError(
-                f"cannot reduce to another worker: {destinations!r}; this is {self.job.name_of(self.job.rpc.rank)}"
-            )
+    job: ServerJob
+    clock: WorkerClock
 
 
 class BetweenGraphStrategy(Strategy):
@@ -114,13 +87,13 @@ class BetweenGraphStrategy(Strategy):
         _check_max_staleness(max_staleness)
         if num_ps is not None:
             check_num_ps(num_ps)
-        self._cluster_resolver = cluster_resolver
-        self._gradients = gradients
         topology = MPIClusterResolver(comm).topology()
         if works_alone(topology, cluster_resolver):
             mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
-            self._extended = CentralStorageExtended(self, LocalCommunicator(), mine)
-            self._clock: WorkerClock | None = None
+            group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), mine)
+            alone = central_storage(self, group, "cpu:0", gradients=gradients)
+            super().__init__(alone, cluster_resolver)
+            self._servers: _Servers | None = None
             return
         job, devices = join_job(
             cluster_resolver,
@@ -131,13 +104,14 @@ class BetweenGraphStrategy(Strategy):
             told=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
             replication=replication,
         )
-        self._cluster_resolver = cluster_resolver or resolver_of(job.roles)
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
-        self._extended = _BetweenGraphExtended(self, job, devices, variable_partitioner)
-        self._clock = WorkerClock(job.client, max_staleness)
-        if self._clock.combines:
+        clock = WorkerClock(job.client, max_staleness)
+        self._servers = _Servers(job, clock)
+        extended = wiring.worker(self, job, devices, variable_partitioner, gradients, clock)
+        super().__init__(extended, cluster_resolver or resolver_of(job.roles))
+        if clock.combines:
             self.workers_combined = len(job.trainers)
 
     def run(
@@ -156,63 +130,39 @@ class BetweenGraphStrategy(Strategy):
             others are too far behind for too long. With `max_staleness=0`, why a step by all workers' gradients could
             not be made.
         """
-        if self._clock is None:
+        if self._servers is None:
             return super().run(fn, args, kwargs, options)
-        self._clock.begin()
+        clock = self._servers.clock
+        clock.begin()
         try:
             result = super().run(fn, args, kwargs, options)
-            if self._mirroring is not None:
-                self._mirroring.after_run()
+            if self._modules.made is not None:
+                self._modules.made.after_run()
         except BaseException:
-            self._clock.fail()
+            clock.fail()
             raise
-        self._clock.end()
+        clock.end()
         return result
-
-    @functools.cached_property
-    def _sees_modules(self) -> bool:
-        return self._clock is not None or super()._sees_modules
-
-    def _torch(self) -> Mirroring:
-        if self._clock is None:
-            return super()._torch()
-        if self._mirroring is None:
-            from mpistrat.parameter_server.modules.remote_modules import RemoteModules
-
-            extended = self._extended
-            assert isinstance(extended, ServedExtended)
-            self._mirroring = RemoteModules(
-                self,
-                self._gradients,
-                extended.job.client,
-                lambda name, tensor: extended.place(tensor, name),
-                extended.makes_variables,
-                self._clock,
-            )
-        return self._mirroring
 
     def shutdown(self) -> None:
         """Use the servers no more, as at the program's end: this worker holds nobody back; they leave with the last."""
-        if self._clock is not None:
-            assert isinstance(self._extended, ServedExtended)
-            self._extended.job.done()
+        if self._servers is not None:
+            self._servers.job.done()
 
     @property
     def steps(self) -> dict[str, int]:
         """How many times each worker has called `run`, such as {"worker 0 (rank 0)": 17}: who lags, and how far."""
-        if self._clock is None:
+        if self._servers is None:
             return {"worker 0 (rank 0)": self.runs}
-        assert isinstance(self._extended, ServedExtended)
-        name_of = self._extended.job.name_of
-        return {name_of(rank): steps for rank, steps in self._clock.all_steps().items()}
+        job, clock = self._servers
+        return {job.name_of(rank): steps for rank, steps in clock.all_steps().items()}
 
     @property
     def bytes_moved(self) -> dict[str, int]:
         """How many bytes of variables this worker has {"pulled": from servers, "pushed": to them} so far."""
-        if self._clock is None:
+        if self._servers is None:
             return {"pulled": 0, "pushed": 0}
-        assert isinstance(self._extended, ServedExtended)
-        client = self._extended.job.client
+        client = self._servers.job.client
         return {"pulled": client.bytes_pulled, "pushed": client.bytes_pushed}
 
 

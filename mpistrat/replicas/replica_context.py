@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat import arrays, nest
-from mpistrat.context import check_call, require_replica
+from mpistrat.context import AnyStrategy, check_call, require_replica
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
 
 
 class ReplicaContext:
@@ -29,7 +26,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Strategy, replica_id_in_sync_group: Any, local_index: int = 0
+        self, strategy: AnyStrategy, replica_id_in_sync_group: Any, local_index: int = 0
     ) -> None:
         given = replica_id_in_sync_group
         if isinstance(given, bool) or not (
@@ -48,7 +45,7 @@ class ReplicaContext:
         return f"replica {self.replica_id_in_sync_group}"
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         """The strategy that runs this replica."""
         return self._strategy
 
@@ -123,9 +120,9 @@ class ReplicaContext:
             if not leaves:
                 return value
         if not plain and _needs_gradient(leaves):
-            from mpistrat.pytorch import collectives
+            from mpistrat.replicas import differentiable
 
-            reduced = collectives.all_reduce(self, op, leaves, options, label)
+            reduced = differentiable.all_reduce(self, op, leaves, options, label)
         else:
             reduced = extended.replicas.all_reduce(self, op, leaves, options, label)
         return reduced[0] if value is leaves[0] else nest.pack_like(value, reduced)
@@ -155,9 +152,9 @@ class ReplicaContext:
         gathered = []
         for leaf in flat:
             if _needs_gradient([leaf]):
-                from mpistrat.pytorch import collectives
+                from mpistrat.replicas import differentiable
 
-                gathered.append(collectives.all_gather(self, leaf, axis, options))
+                gathered.append(differentiable.all_gather(self, leaf, axis, options))
             else:
                 gathered.append(extended.replicas.all_gather(self, leaf, axis, options, label))
         return gathered[0] if arrays.is_array(value) else nest.pack_like(value, gathered)

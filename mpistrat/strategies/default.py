@@ -32,11 +32,11 @@ class _DefaultExtended(ReplicatedExtended):
         )
 
     @property
-    def experimental_between_graph(self) -> NoReturn:  # type: ignore[override]
+    def experimental_between_graph(self) -> NoReturn:
         raise NotImplementedError("experimental_between_graph: no strategy is in force")
 
     @property
-    def experimental_should_init(self) -> NoReturn:  # type: ignore[override]
+    def experimental_should_init(self) -> NoReturn:
         raise NotImplementedError("experimental_should_init: no strategy is in force")
 
 

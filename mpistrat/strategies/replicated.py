@@ -16,8 +16,6 @@ class ReplicatedExtended(StrategyExtended):
         wraps_values: whether the components of values are wrapped.
     """
 
-    experimental_should_init = True
-
     def __init__(
         self,
         strategy: AnyStrategy,
@@ -33,6 +31,10 @@ class ReplicatedExtended(StrategyExtended):
     @property
     def experimental_between_graph(self) -> bool:
         return self._between_graph
+
+    @property
+    def experimental_should_init(self) -> bool:
+        return True
 
     @property
     def should_save_summary(self) -> bool:

@@ -160,7 +160,7 @@ def one_replica(strategy: Any, device: str, context: ReplicaContext | None = Non
     ops = ops_of(group, None, None)
     return Parts(
         group,
-        ReplicasOfRank(strategy, group, ops, context and [context]),
+        ReplicasOfRank(strategy, group, ops, None if context is None else [context]),
         ops,
         PlainVariables(strategy, device),
         CheckpointRole(),

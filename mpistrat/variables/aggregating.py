@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mpistrat.context import get_replica_context, per_thread
+from mpistrat.context import AnyStrategy, get_replica_context, per_thread
 from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import DistributedVariable, check_scatter
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
 
 
 class AggregatingVariable(DistributedVariable):
@@ -46,7 +43,7 @@ class AggregatingVariable(DistributedVariable):
         assert context is not None
         return context.merge_call(self._merge_update, (method, operand))
 
-    def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
+    def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         combined = strategy.extended.cross_replica_ops.aggregate(
             self.aggregation, operand, f"{method} to {self.name!r}"
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.context import (
+    AnyStrategy,
     current_local_replica,
     get_replica_context,
     get_strategy,
@@ -18,9 +19,6 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
 from mpistrat.values import ActsAsArray, DistributedValues, PassedWhole
 from mpistrat.variables.updates import fitting, updated
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
 
 _REDUCING = (VariableAggregation.SUM, VariableAggregation.MEAN)
 _REDUCIBLE_SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
@@ -177,7 +175,7 @@ class PlainVariable(Variable):
         self.synchronization = synchronization
         self.aggregation = aggregation
         self._container: DistributedVariable | None = None
-        self.strategy: Strategy | None = None  # None for a component, whose container has it
+        self.strategy: AnyStrategy | None = None  # None for a component, whose container has it
 
     def _kept(self, value: Array) -> Array:
         """The array to begin with."""
@@ -215,7 +213,7 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: AnyStrategy,
         components: list[PlainVariable],
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
@@ -292,7 +290,7 @@ class MirroredVariable(DistributedVariable):
         assert context is not None
         return context.merge_call(self._merge_update, (method, operand))
 
-    def _merge_update(self, strategy: Strategy, method: str, operand: Any) -> Any:
+    def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         combined = strategy.extended.cross_replica_ops.aggregate(
             self.aggregation, operand, f"{method} to {self.name!r}"
         )

@@ -83,7 +83,7 @@ def test_a_push_to_several_servers_is_saved_whole() -> None:
                 rows.assign_add(np.ones((ROWS, 2), "float32"))
             return
         while time.monotonic() < end:
-            with extended.unchanging():
+            with extended.checkpoints.unchanging():
                 seen = rows.numpy()
             assert seen.min() == seen.max()
 
@@ -104,7 +104,7 @@ def test_a_coordinator_saves_between_functions() -> None:
         results = [coordinator.schedule(add) for _ in range(100)]
         looks = 0
         while not coordinator.done():
-            with strategy.extended.unchanging():
+            with strategy.extended.checkpoints.unchanging():
                 assert count.numpy() == rows.numpy().min() == rows.numpy().max()
             looks += 1
         coordinator.join()
@@ -141,7 +141,7 @@ def test_a_coordinator_goes_on_after_a_checkpoint_that_failed() -> None:
         coordinator = ms.coordinator.ClusterCoordinator(strategy)
         for _ in range(50):
             coordinator.schedule(lambda: time.sleep(0.001) or count.assign_add(1.0))
-        with pytest.raises(OSError, match="no room"), strategy.extended.unchanging():
+        with pytest.raises(OSError, match="no room"), strategy.extended.checkpoints.unchanging():
             raise OSError("no room")
         coordinator.join()
         assert count.numpy() == 50

@@ -13,6 +13,7 @@ import mpistrat as ms
 from mpistrat import cluster_resolver as resolvers
 from mpistrat.compat import v1
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.replicas.group import ReplicaGroup
 
 SUM = ms.ReduceOp.SUM
 PAIR = ms.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -144,7 +145,7 @@ CONSTRUCTORS: dict[str, Case] = {
     ),
     "copy": (lambda: copy.copy(PAIR), RuntimeError, "cannot be copied; pass the object"),
     "topology": (lambda: ms.Topology(0, 2, (0,)), ValueError, "1 ranks; size=2"),
-    "extended": (lambda: ms.StrategyExtended(PAIR, 5, ["cpu:0"]), TypeError, "Communicator; got 5"),
+    "extended": (lambda: ReplicaGroup(5, ("cpu:0",), (1,)), TypeError, "Communicator; got 5"),
     "replica context": (
         lambda: ms.ReplicaContext(PAIR, "0"),
         ValueError,

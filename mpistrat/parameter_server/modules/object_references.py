@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.parameter_server.extended import variable_of
+from mpistrat.context import AnyStrategy
 from mpistrat.parameter_server.remote_shards import RemoteShards
 from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.variables import variable_of
 from mpistrat.variables.aggregating import AggregatingVariable
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.job import ServerJob
     from mpistrat.parameter_server.modules.worker_modules import ReferencedModules
-    from mpistrat.parameter_server.strategy import ParameterServerStrategy
 
 _STRATEGY, _VARIABLE, _OF_TORCH = "strategy", "variable", "of torch"
 
@@ -23,7 +23,7 @@ class ObjectReferences:
     A key has all that is needed to make the other side's form.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, job: ServerJob) -> None:
+    def __init__(self, strategy: AnyStrategy, job: ServerJob) -> None:
         self._strategy, self._job = strategy, job
         self._made: dict[Any, Any] = {}
 
@@ -53,13 +53,13 @@ class ObjectReferences:
 
     @property
     def _modules(self) -> ReferencedModules | None:
-        return self._strategy._mirroring
+        return self._strategy.extended.modules.made
 
     def resolve(self, key: Any) -> Any:
         if key[0] == _STRATEGY:
             return self._strategy
         if key[0] == _OF_TORCH:
-            return self._strategy._torch().resolve(key[1])
+            return self._strategy.extended.modules.get().resolve(key[1])
         if key not in self._made:
             _, name, addresses, how = key
             self._made[key] = variable_of(self._strategy, self._job, name, addresses, how)

@@ -140,7 +140,7 @@ class ChiefModules(ReferencedModules):
 def _arrive(strategy: Strategy, number: int | None, value: Any, state: Any) -> None:
     """Give `value` its state, and have the worker take note of it. Args: number: an optimizer's."""
     value.__setstate__(state)
-    modules = strategy._torch()
+    modules = strategy.extended.modules.get()
     assert isinstance(modules, WorkerModules)
     modules.arrived(value, number)
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from mpistrat.communicators import Reduction, reducing
-from mpistrat.context import current_mode, get_replica_context
+from mpistrat.context import AnyStrategy, current_mode, get_replica_context
 from mpistrat.cross_device_ops import MpiAllReduce
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from mpistrat.pytorch.gradients.piggyback import Piggyback
     from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
     from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
-    from mpistrat.strategy import Strategy
 
 # How a gradient is laid out; the greatest of all replicas wins: what is dense anywhere is dense.
 _SPARSE, _DENSE = 1, 2
@@ -119,7 +118,7 @@ class GradientReducer:
     shared: SharedParameters | None = None
     slice_steps: SliceSteps | None = None
 
-    def __init__(self, strategy: Strategy, registry: Registry, rule: str | None) -> None:
+    def __init__(self, strategy: AnyStrategy, registry: Registry, rule: str | None) -> None:
         self._strategy: Any = weakref.proxy(strategy)
         self._extended = strategy.extended
         self.registry = registry

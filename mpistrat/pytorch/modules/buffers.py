@@ -16,14 +16,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat import arrays
-from mpistrat.context import get_replica_context, has_strategy
+from mpistrat.context import AnyStrategy, get_replica_context, has_strategy
 from mpistrat.cross_device_ops import packing
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry
 from mpistrat.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from mpistrat.replicas.extended import StrategyExtended
-    from mpistrat.strategy import Strategy
 
 _strategy_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -125,7 +124,7 @@ def _write(slot: BufferSlot, tensor: Any, value: torch.Tensor) -> None:
         target.copy_(value.view(target.shape))
 
 
-def average_before_state_dict(module: torch.nn.Module, strategy: Strategy) -> None:
+def average_before_state_dict(module: torch.nn.Module, strategy: AnyStrategy) -> None:
     """Have `module.state_dict()` average what was written since the last reduction of gradients."""
     if _before_state_dict not in module._state_dict_pre_hooks.values():
         module.register_state_dict_pre_hook(_before_state_dict)

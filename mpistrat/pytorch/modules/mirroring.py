@@ -6,14 +6,14 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from mpistrat.communicators import reducing
-from mpistrat.context import require_cross_replica
+from mpistrat.context import AnyStrategy, require_cross_replica
 from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import optimizers, virtual_replicas
@@ -25,9 +25,6 @@ from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 from mpistrat.trace import spans
-
-if TYPE_CHECKING:
-    from mpistrat.strategy import Strategy
 
 _BYTES_PER_BROADCAST = 1 << 27
 
@@ -46,7 +43,7 @@ class Mirroring:
     serves = False
 
     def __init__(
-        self, strategy: Strategy, rule: str | None, shared_parameters: bool = False
+        self, strategy: AnyStrategy, rule: str | None, shared_parameters: bool = False
     ) -> None:
         self._extended = strategy.extended
         self.registry = Registry()
@@ -65,7 +62,7 @@ class Mirroring:
         _all.add(self)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         return self._extended.strategy
 
     def stop_recording(self, failed: bool) -> None:
@@ -210,7 +207,7 @@ class Mirroring:
                 self.reducer.overlap.forget()
 
 
-def strategy_of(value: Any) -> Strategy | None:
+def strategy_of(value: Any) -> AnyStrategy | None:
     """The strategy that mirrors the parameters of `value`, a module or an optimizer; None if there is none."""
     parameters: Iterable[torch.Tensor] = ()
     if isinstance(value, torch.nn.Module):

@@ -329,7 +329,7 @@ def looks() -> None:
         threading.Thread(target=kill, args=([victim],), daemon=True).start()
     taken, after = 0, 0
     while after < 30 and taken < 10_000:
-        with strategy.extended.unchanging():
+        with strategy.extended.checkpoints.unchanging():
             seen = parts.numpy()
             time.sleep(own_plan.random() * 2e-3)
             again = parts.numpy()
@@ -374,7 +374,7 @@ def both_copies_die() -> None:
         assert first.numpy()[0] >= len(job.workers)  # of the replica, by who goes on
         os.kill(pids[job.servers[1]], signal.SIGKILL)
         try:
-            with strategy.extended.unchanging():
+            with strategy.extended.checkpoints.unchanging():
                 print("what is lost is saved", flush=True)
         except UnavailableError:
             pass  # and does not try for ever

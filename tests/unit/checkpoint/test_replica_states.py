@@ -8,7 +8,8 @@ import pytest
 import mpistrat as ms
 from mpistrat.checkpoint.object_states import stateful
 from mpistrat.communicators import LocalCommunicator
-from mpistrat.strategies.extended import StrategyExtended
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.strategies.wiring import mirrored
 from mpistrat.strategy import Strategy
 
 MEAN, NONE = ms.VariableAggregation.MEAN, ms.VariableAggregation.NONE
@@ -23,9 +24,9 @@ class OfRank(Strategy):
     """What one rank has of a strategy whose ranks have these numbers of replicas."""
 
     def __init__(self, rank: int, replicas: list[int]) -> None:
-        devices = [f"cpu:{i}" for i in range(replicas[rank])]
-        ranks = Rank(rank, len(replicas))
-        super().__init__(StrategyExtended(self, ranks, devices, replicas_of_ranks=tuple(replicas)))
+        devices = tuple(f"cpu:{i}" for i in range(replicas[rank]))
+        group = ReplicaGroup(Rank(rank, len(replicas)), devices, tuple(replicas))
+        super().__init__(mirrored(self, group))
 
     def variable(self, value: float, aggregation: ms.VariableAggregation) -> ms.Variable:
         with self.scope():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mpistrat import arrays
+from mpistrat.context import AnyReplicaContext
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.replica_context import ReplicaContext
 
 
 class _AllReduce(torch.autograd.Function):
@@ -67,7 +65,7 @@ class _AllGather(torch.autograd.Function):
         return None, None, None, total.index_select(axis, rows)
 
 
-def _check_device(context: ReplicaContext, gradients: Sequence[Any]) -> None:
+def _check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
     """On a GPU, autograd runs all replicas of a rank on one thread, which must not wait for itself."""
     if context.strategy.extended.replicas.count > 1 and any(g.is_cuda for g in gradients):
         raise RuntimeError(
@@ -77,7 +75,7 @@ def _check_device(context: ReplicaContext, gradients: Sequence[Any]) -> None:
 
 
 def all_reduce(
-    context: ReplicaContext,
+    context: AnyReplicaContext,
     op: ReduceOp,
     leaves: Sequence[Any],
     options: CommunicationOptions | None,
@@ -104,7 +102,7 @@ def _differentiable(leaf: Any) -> bool:
 
 
 def all_gather(
-    context: ReplicaContext, value: torch.Tensor, axis: int, options: CommunicationOptions | None
+    context: AnyReplicaContext, value: torch.Tensor, axis: int, options: CommunicationOptions | None
 ) -> torch.Tensor:
     """`ReplicaContext.all_gather` of a tensor that requires a gradient."""
     result: torch.Tensor = _AllGather.apply(context, axis, options, value)

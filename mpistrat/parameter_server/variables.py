@@ -1,0 +1,212 @@
+"""Variables on servers: which server has which part, and who makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import arrays
+from mpistrat.context import AnyStrategy
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.parameter_server.client import Address
+from mpistrat.parameter_server.remote_shards import RemoteShards
+from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.rpc.remote_errors import attributed_error
+from mpistrat.parameter_server.tensors import TensorSpec
+from mpistrat.variables.aggregating import AggregatingVariable
+from mpistrat.variables.arguments import VariableArguments
+from mpistrat.variables.initial_values import called_for_part, initial_array, takes_parts
+from mpistrat.variables.partitioners import Partitioner
+from mpistrat.variables.store import VariableStore
+from mpistrat.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.job import ServerJob
+
+
+class VariablesOnServers(VariableStore):
+    """Variables, and the parts of split variables, take turns over the servers.
+
+    Args:
+        owns: whether this rank's initial values are everybody's.
+        partitioner: splits variables; None splits none.
+        chief_alone_creates: whether a worker must make no variables.
+    """
+
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        job: ServerJob,
+        owns: bool,
+        partitioner: Partitioner | None,
+        chief_alone_creates: bool,
+    ) -> None:
+        super().__init__(
+            [f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(job.servers))]
+        )
+        self._strategy, self._job, self._owns, self._partitioner = strategy, job, owns, partitioner
+        self._refuses = chief_alone_creates and job.roles.task_type == "worker"
+        self._keys = itertools.count()
+        self._turns = itertools.count()
+        self._colocated: list[int] = []  # set inside colocate_vars_with; empty: round-robin
+
+    def create(self, asked: VariableArguments) -> Variable:
+        if self._refuses:
+            raise ValueError(
+                f"variable {asked.name!r} was made on {self._job.name_of(self._job.rpc.rank)}, inside a scheduled "
+                "function or a dataset function: make it on the chief, in strategy.scope(), before it is scheduled"
+            )
+        addresses = self.place(asked.initial_value, asked.name, asked.dtype, asked.shape)
+        how = asked.trainable, asked.synchronization, asked.aggregation
+        return variable_of(self._strategy, self._job, asked.name, addresses, how)
+
+    def copies(self, variable: Any) -> Sequence[Any]:
+        if not isinstance(variable, Variable):
+            raise ValueError(f"update needs a variable, got {variable!r:.60}")
+        return variable.values[:1] if isinstance(variable, AggregatingVariable) else (variable,)
+
+    def non_slot_devices(self, variables: Sequence[Any]) -> Any:
+        return min(variables, key=lambda variable: variable.name)
+
+    @contextlib.contextmanager
+    def colocated(self, variable: Any) -> Iterator[None]:
+        """Inside, variables go to the servers of `variable`, part by part where both have several."""
+        before, self._colocated = self._colocated, _servers_of(variable)
+        try:
+            yield
+        finally:
+            self._colocated = before
+
+    def place(
+        self, initial_value: Any, name: str, dtype: Any = None, shape: tuple[int, ...] | None = None
+    ) -> list[Address]:
+        """Arrays on the servers for what is to have this name: its rows, or all of it. Called by: every worker.
+
+        Raises: on all workers, what the one that makes them comes to.
+        """
+        try:
+            if shape is not None and dtype is not None and takes_parts(initial_value):
+                whole, sizes = None, self._sizes(shape, dtype, name)
+            else:
+                whole = initial_array(initial_value, dtype, shape)
+                shape = tuple(whole.shape)
+                sizes = self._sizes(shape, whole.dtype, name)
+        except BaseException as error:
+            # Others may have come further: each uses up one number.
+            self._publish_failure(*self._next_place(0), name, error)
+            raise
+        addresses: list[Address] = []
+        first = 0
+        for part, rows in enumerate(sizes or [0]):
+            size = (rows, *shape[1:]) if sizes else shape
+
+            def value(first: int = first, size: tuple[int, ...] = size) -> Any:
+                if whole is None:
+                    return called_for_part(initial_value, dtype, size, first)
+                return whole[first : first + size[0]] if sizes else whole
+
+            full_name = f"{name}/part_{part}" if sizes else name
+            made_of = None if whole is None else arrays.dtype_name(whole)
+            addresses.append(self._placed(self._next_place(part), full_name, size, made_of, value))
+            first += rows
+        return addresses
+
+    def place_tensor(self, name: str, tensor: Any) -> list[Address]:
+        """`place`, for a tensor of a torch module."""
+        return self.place(tensor, name)
+
+    def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
+        """The rows of each part; [] for a variable that is not split."""
+        if self._partitioner is None or not shape:
+            return []
+        partitions = self._partitioner(list(shape), dtype)
+        if (
+            not isinstance(partitions, (list, tuple))
+            or not partitions
+            or any(isinstance(n, bool) or not isinstance(n, int) for n in partitions)
+            or partitions[0] < 1
+            or any(n != 1 for n in partitions[1:])
+        ):
+            raise ValueError(
+                f"variable_partitioner must give the number of parts along the first axis and 1 for the others, such "
+                f"as {[2] + [1] * (len(shape) - 1)}; for {name!r} of shape {list(shape)} it gave {partitions!r:.80}"
+            )
+        count = min(partitions[0], shape[0])
+        if partitions[0] == 1 or not count:
+            return []
+        each, more = divmod(shape[0], count)
+        return [each + (part < more) for part in range(count)]
+
+    def _placed(
+        self,
+        place: tuple[int, int],
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str | None,
+        value: Callable[[], Any],
+    ) -> Address:
+        """An array on a server: made there by the one rank that makes them, found by the others.
+
+        Args: place: as `_next_place` says; dtype: None where all workers were given it.
+        """
+        server, key = place
+        if self._owns:
+            try:
+                array = value()
+                address = Address(server, key, name, TensorSpec.of(array))
+                self._job.client.create(address, array)
+            except BaseException as error:
+                self._publish_failure(server, key, name, error)
+                raise
+            return address
+        address = self._job.client.find(server, key)
+        there = address.spec
+        if (address.name, there.shape, there.dtype) != (name, shape, dtype or there.dtype):
+            raise CollectiveMismatchError(
+                f"{self._job.name_of(self._job.rpc.rank)} makes variable {name!r} of {dtype or there.dtype} "
+                f"{list(shape)} where {address.name!r} of {there.dtype} {list(there.shape)} was made: all workers make "
+                "the same variables, in the same order"
+            )
+        return address
+
+    def _next_place(self, part: int) -> tuple[int, int]:
+        """The server for this part of a variable, the next in turn if nothing says another, and the array's number."""
+        servers = self._colocated or self._job.servers
+        turn = part if self._colocated else next(self._turns)
+        return servers[turn % len(servers)], next(self._keys)
+
+    def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
+        """To those who look for the array that would have this number, from the rank that makes them."""
+        if self._owns:
+            who = f"{self._job.name_of(self._job.rpc.rank)} has not made variable {name!r}"
+            self._job.client.cannot_create(server, key, attributed_error(error, who))
+
+
+def _servers_of(variable: Any) -> list[int]:
+    """Where each of its parts is."""
+    if isinstance(variable, AggregatingVariable):
+        variable = variable.values[0]
+    parts = variable.variables if isinstance(variable, RemoteShards) else [variable]
+    return [part.address.server for part in parts]
+
+
+def variable_of(
+    strategy: AnyStrategy,
+    job: ServerJob,
+    name: str,
+    addresses: Sequence[Address],
+    how: tuple[Any, ...],
+) -> Variable:
+    """The variable whose parts are at `addresses`.
+
+    Args: how: whether it is trainable, its synchronization, and its aggregation.
+    """
+    variables = [RemoteVariable(strategy, job.client, address, *how) for address in addresses]
+    variable: Variable = variables[0]
+    if len(variables) > 1 or variable.name != name:
+        variable = RemoteShards(job.client, variables, name)
+    if strategy.num_replicas_in_sync == 1:
+        return variable
+    return AggregatingVariable(strategy, [variable], *how[1:])  # type: ignore[list-item]

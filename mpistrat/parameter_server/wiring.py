@@ -1,0 +1,109 @@
+"""The parts of strategies with parameter servers, put together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.communicators import LocalCommunicator
+from mpistrat.parameter_server.checkpoints import CheckpointsOfJob
+from mpistrat.parameter_server.extended import ServersExtended
+from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.parameter_server.variables import VariablesOnServers
+from mpistrat.replicas.extended import Parts
+from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.input_plan import InputPlan, Share
+from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.replicas.torch_modules import TorchModules
+from mpistrat.strategies import wiring
+from mpistrat.variables.partitioners import Partitioner
+
+if TYPE_CHECKING:
+    from mpistrat.parameter_server.job import ServerJob
+
+MakeModules = Callable[[VariablesOnServers, bool], Any]
+
+
+def worker(
+    strategy: Any,
+    job: ServerJob,
+    devices: Sequence[str],
+    partitioner: Partitioner | None,
+    gradients: str | None,
+    clock: WorkerClock,
+) -> ServersExtended:
+    """A worker that trains by itself."""
+
+    def make(variables: VariablesOnServers, owns: bool) -> Any:
+        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
+
+        place = variables.place_tensor
+        return RemoteModules(strategy, gradients, job.client, place, owns, clock)
+
+    return _with_servers(strategy, job, devices, partitioner, make, coordinated=False)
+
+
+def coordinated(
+    strategy: Any,
+    job: ServerJob,
+    devices: Sequence[str],
+    partitioner: Partitioner | None,
+    gradients: str | None,
+) -> ServersExtended:
+    """The chief of a job, or a worker that runs the chief's functions."""
+
+    def make(variables: VariablesOnServers, owns: bool) -> Any:
+        from mpistrat.parameter_server.modules.worker_modules import ChiefModules, WorkerModules
+
+        kind = ChiefModules if owns else WorkerModules
+        place = variables.place_tensor
+        return kind(strategy, gradients, job.client, place, owns, None)
+
+    return _with_servers(strategy, job, devices, partitioner, make, coordinated=True)
+
+
+def _with_servers(
+    strategy: Any,
+    job: ServerJob,
+    devices: Sequence[str],
+    partitioner: Partitioner | None,
+    make_modules: MakeModules,
+    *,
+    coordinated: bool,
+) -> ServersExtended:
+    roles = job.roles
+    owns = (roles.task_type, roles.task_id) == (
+        "chief" if "chief" in roles.ranks else "worker",
+        0,
+    )
+    group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), tuple(devices))
+    ops = wiring.ops_of(group, None, None)
+    variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
+
+    def paused() -> contextlib.AbstractContextManager[None]:
+        cluster = extended.cluster
+        if cluster is None or cluster.coordinator is None:
+            return contextlib.nullcontext()
+        return cluster.coordinator.paused()
+
+    parts = Parts(
+        group,
+        ReplicasOfRank(strategy, group, ops),
+        ops,
+        variables,
+        CheckpointsOfJob(job, owns, paused),
+        _input_plan(job, group),
+        TorchModules(lambda: make_modules(variables, owns), needed=True),
+    )
+    extended = ServersExtended(strategy, parts, job, owns, is_worker=not coordinated)
+    return extended
+
+
+def _input_plan(job: ServerJob, group: ReplicaGroup) -> InputPlan:
+    """Each worker reads its part of each global batch for itself: no other waits for it."""
+    trainers, rank = job.trainers, job.roles.rank
+    workers, worker = (len(trainers), trainers.index(rank)) if rank in trainers else (1, 0)
+    k = group.num_local_replicas
+    share = Share(workers, worker, k * workers, range(k))
+    return InputPlan(share, (workers, worker), group.worker_devices, partial_steps=False)
