@@ -16,8 +16,7 @@ from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, TopologyError
-from mpistrat.tools import trace_merging as merging
-from mpistrat.trace import of_job
+from mpistrat.trace import merging, of_job
 from mpistrat.trace.timeline import Timeline, part_of
 from support.rank_errors import errors_of_ranks
 from support.trace_rules import slices_of, valid_trace

@@ -10,9 +10,6 @@ PACKAGE = TESTS.parent / "mpistrat"
 
 # By file, the names of the package that it may use or that mean something else there, and why.
 ALLOWED = {
-    "mpi/pytorch/test_mirroring.py": {
-        "_torch": "the test is of the registry, which must not grow and which nothing else shows"
-    },
     "unit/checkpoint/test_state_files.py": {"_metadata": "torch's"},
     "unit/coordinator/test_failures.py": {"_execute": "a traceback must not have it"},
     "unit/parameter_server/test_server_optimizers.py": {

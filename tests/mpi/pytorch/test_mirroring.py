@@ -299,7 +299,7 @@ def test_modules_made_in_run_are_not_mirrored(strategy: ms.Strategy) -> None:
 
 
 def test_dropped_models_are_forgotten(strategy: ms.Strategy) -> None:
-    registry = strategy._torch().registry
+    registry = strategy.extended.modules.get().registry
     for _ in range(3):
         pair = Pair(strategy)
         pair.train(plain_step, steps=2)
