@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpistrat.cluster_resolver import ClusterResolver
-    from mpistrat.pytorch.modules.mirroring import Mirroring
+    from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
 
 class Strategy:
@@ -42,7 +42,7 @@ class Strategy:
     _cluster_resolver: ClusterResolver | None = None
     _gradients: str | None = None
     _shared_parameters = False
-    _mirroring: Mirroring | None = None
+    _mirroring: StrategyModules | None = None
     # Set by compute_average_loss: the gradients of averaged losses are to be summed.
     losses_are_averaged = False
     # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
@@ -241,7 +241,7 @@ class Strategy:
         """Whether something is to be done about torch modules."""
         return self.num_replicas_in_sync > 1
 
-    def _torch(self) -> Mirroring:
+    def _torch(self) -> StrategyModules:
         if self._mirroring is None:
             from mpistrat.pytorch.modules.mirroring import Mirroring
 

@@ -31,10 +31,14 @@ from mpistrat.variables.partitioners import Partitioner
 from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
+    from mpistrat.parameter_server.client import Address
     from mpistrat.parameter_server.job import ServerJob
-    from mpistrat.parameter_server.modules.worker_modules import ReferencedModules
+    from mpistrat.parameter_server.modules.chief_references import ChiefReferences
+    from mpistrat.parameter_server.modules.remote_modules import RemoteModules
+    from mpistrat.parameter_server.modules.worker_modules import WorkerModules
 
 
 class _CoordinatedExtended(ServedExtended):
@@ -91,7 +95,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     _extended: _CoordinatedExtended
-    _mirroring: ReferencedModules | None = None
+    _mirroring: RemoteModules | WorkerModules | None = None
 
     def __init__(
         self,
@@ -164,15 +168,20 @@ class ParameterServerStrategy(Strategy):
     @contextlib.contextmanager
     def _in_closure(self, closure: int) -> Iterator[None]:
         with self._extended.job.client.within(closure):
-            if self._mirroring is not None:
-                self._mirroring.clear()
+            if self._worker_modules is not None:
+                self._worker_modules.clear()
             yield
-            if self._mirroring is not None:
-                self._mirroring.after_run()
+            if self._worker_modules is not None:
+                self._worker_modules.after_run()
 
     def _begin_closure(self) -> None:
-        if self._mirroring is not None:
-            self._mirroring.begin()
+        if self._worker_modules is not None:
+            self._worker_modules.begin()
+
+    @property
+    def _worker_modules(self) -> WorkerModules | None:
+        """Called by: a worker. None until something of torch has come."""
+        return self._mirroring  # type: ignore[return-value]
 
     def _refresh(self) -> None:
         """What the chief's modules have is what the servers have."""
@@ -211,22 +220,36 @@ class ParameterServerStrategy(Strategy):
     def _sees_modules(self) -> bool:
         return True
 
-    def _torch(self) -> ReferencedModules:
+    def _torch(self) -> RemoteModules | WorkerModules:
         if self._mirroring is None:
-            from mpistrat.parameter_server.modules import worker_modules
+            from mpistrat.parameter_server.modules.remote_modules import RemoteModules
+            from mpistrat.parameter_server.modules.worker_modules import WorkerModules
 
-            extended = self._extended
-            on_chief = extended.makes_variables
-            kind = worker_modules.ChiefModules if on_chief else worker_modules.WorkerModules
-            self._mirroring = kind(
-                self,
-                self._gradients,
-                extended.job.client,
-                lambda name, tensor: extended.place(tensor, name),
-                on_chief,
-                None,
-            )
+            client = self._extended.job.client
+            if self._extended.makes_variables:
+                self._mirroring = RemoteModules(
+                    self, self._gradients, client, self._place_tensor, True, None
+                )
+            else:
+                self._mirroring = WorkerModules(self, client)
         return self._mirroring
+
+    def _place_tensor(self, name: str, tensor: torch.Tensor) -> Sequence[Address]:
+        if self._extended.num_local_replicas > 1:
+            raise NotImplementedError(
+                "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
+                "give each device a worker of its own"
+            )
+        return self._extended.place(tensor, name)
+
+    @functools.cached_property
+    def torch_references(self) -> ChiefReferences | WorkerModules:
+        """What is sent by name of torch modules. Called by: `ObjectReferences`, where torch is imported."""
+        from mpistrat.parameter_server.modules.chief_references import ChiefReferences
+        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
+
+        modules = self._torch()
+        return ChiefReferences(self, modules) if isinstance(modules, RemoteModules) else modules
 
     def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None

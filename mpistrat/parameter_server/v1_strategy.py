@@ -30,7 +30,7 @@ from mpistrat.variables.partitioners import Partitioner
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.pytorch.modules.mirroring import Mirroring
+    from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
 
 class _BetweenGraphExtended(ServedExtended):
@@ -173,7 +173,7 @@ class BetweenGraphStrategy(Strategy):
     def _sees_modules(self) -> bool:
         return self._clock is not None or super()._sees_modules
 
-    def _torch(self) -> Mirroring:
+    def _torch(self) -> StrategyModules:
         if self._clock is None:
             return super()._torch()
         if self._mirroring is None:
