@@ -8,10 +8,8 @@ checkpoints but the first, go into memory that has been written before.
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import functools
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,16 @@ import torch
 from torch.nn import Linear
 
 import mpistrat as ms
+from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.report import report
-from mpistrat.tools.bench.rounds import ROUNDS, all_ranks
+from mpistrat.tools.bench.rounds import all_ranks, medians, seconds_of, take_turns
 from mpistrat.tools.bench.training import work_of
 
 MODELS = ("linear", "mlp", "mlp-large", "resnet50", "transformer")
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """The slowest rank's."""
-    communicator = all_ranks()
-    communicator.barrier()
-    started = time.perf_counter()
-    call()
-    return max(communicator.all_gather_object(time.perf_counter() - started))
-
-
 def pauses(model: str, directory: Path, rounds: int) -> dict[str, Any]:
+    communicator = all_ranks()
     strategy = ms.MultiWorkerMirroredStrategy()
     with strategy.scope():
         build = work_of(model, None).model.build if model != "linear" else lambda: Linear(10, 10)
@@ -51,21 +42,22 @@ def pauses(model: str, directory: Path, rounds: int) -> dict[str, Any]:
     arrays = [*module.state_dict().values(), *moments]
     copies = [array.detach().clone() for array in arrays]
 
-    def copy() -> None:
-        for one, array in zip(copies, arrays, strict=True):
-            one.copy_(array.detach())
+    def copy_on_rank_0() -> None:
+        for copy, array in zip(copies, arrays, strict=True):
+            if communicator.rank == 0:
+                copy.copy_(array.detach())
 
-    samples: dict[str, list[float]] = {"copy": [], "pause": [], "write": []}
-    for number in range(rounds + 1):  # the first takes its memory
-        copied = seconds(copy if all_ranks().rank == 0 else lambda: None)
-        paused = seconds(lambda: manager.save(wait=False))
-        written = seconds(manager.wait)
-        if number == 0:
-            first = paused * 1e3
-        else:
-            for name, value in zip(samples, (copied, paused, written), strict=True):
-                samples[name].append(value * 1e3)
-    middle = {name: statistics.median(times) for name, times in samples.items()}
+    def milliseconds(call: Callable[[], object]) -> float:
+        return seconds_of(communicator, call) * 1e3
+
+    turns = {
+        "copy": functools.partial(milliseconds, copy_on_rank_0),
+        "pause": functools.partial(milliseconds, lambda: manager.save(wait=False)),
+        "write": functools.partial(milliseconds, manager.wait),
+    }
+    first = take_turns(turns, 1)  # takes its memory
+    samples = take_turns(turns, rounds)
+    middle = medians(samples)
     return {
         "model": model,
         "arrays": len(arrays),
@@ -73,26 +65,22 @@ def pauses(model: str, directory: Path, rounds: int) -> dict[str, Any]:
         "copy ms": middle["copy"],
         "pause ms": middle["pause"],
         "pause / copy": middle["pause"] / middle["copy"],
-        "first pause ms": first,
+        "first pause ms": first["pause"][0],
         "write ms": middle["write"],
         "samples": samples,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
-    )
     given = parser.parse_args()
     communicator = all_ranks()
     with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:
         top = Path(communicator.broadcast_object(own))
         rows = [pauses(model, top / model, given.rounds) for model in given.models]
         communicator.barrier()
-    report("asynchronous checkpoints", rows, given.json and f"{given.json}checkpoints.json")
+    report("asynchronous checkpoints", rows, given.json("checkpoints"))
 
 
 if __name__ == "__main__":

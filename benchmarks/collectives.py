@@ -8,30 +8,21 @@ that the ranks share, as gradients do. *Copy*: all ranks at once copy as many by
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from mpistrat.tools.bench.arguments import number_of_bytes
-from mpistrat.tools.bench.comparison import all_reduce_contestants, compare_all_reduce
+from mpistrat.tools.bench.arguments import number_of_bytes, program
+from mpistrat.tools.bench.comparison import compare_all_reduces
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.sweep import sizes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program(__doc__, rounds=15)
     parser.add_argument("--maxbytes", type=number_of_bytes, default="64M")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
-    )
     given = parser.parse_args()
-    rows, left_out = [], {}
-    for nbytes in sizes(4096, given.maxbytes, 4):
-        contestants, left_out = all_reduce_contestants(nbytes)
-        rows.append(compare_all_reduce(nbytes, contestants, given.rounds))
-    path = given.json and f"{given.json}collectives.json"
-    report("all_reduce over one node", rows, path, left_out)
+    rows, left_out = compare_all_reduces(sizes(4096, given.maxbytes, 4), given.rounds)
+    report("all_reduce over one node", rows, given.json("collectives"), left_out)
     large = [row for row in rows if row["bytes"] >= 1 << 20]
     if all_ranks().rank == 0:
         for name in (name for name in large[0] if " / " in name or name == "in place"):

@@ -8,7 +8,6 @@ by is what cannot be told here. The sentinel compares in every step; by default 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 import mpistrat as ms
+from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
@@ -78,19 +78,15 @@ def steps(name: str, directory: Path, num_rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program(__doc__, ROUNDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
-    )
     given = parser.parse_args()
     communicator = all_ranks()
     with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:
         top = Path(communicator.broadcast_object(own))
         rows = [row for name in given.models for row in steps(name, top / name, given.rounds)]
         communicator.barrier()
-    report("training step", rows, given.json and f"{given.json}fault_tolerance.json")
+    report("training step", rows, given.json("fault_tolerance"))
 
 
 if __name__ == "__main__":

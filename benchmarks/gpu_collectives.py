@@ -7,12 +7,12 @@ The way is the one that the ranks have agreed on, which is printed: ranks that s
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 
 import mpistrat as ms
+from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.peers import torch_gloo
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
@@ -21,11 +21,10 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="prefix of the file to write")
+    parser = program(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: only tries the program")
-    arguments = parser.parse_args()
-    kind = arguments.device
+    given = parser.parse_args()
+    kind = given.device
     devices = ["cpu:0"] if kind == "cpu" else None
     strategy = ms.MultiWorkerMirroredStrategy(devices=devices)
     communicator = strategy.extended.communicator
@@ -57,7 +56,8 @@ def main() -> None:
             wait()
 
         contestants = {"mpistrat": ours, "plain copies": through_host, "gloo": by_gloo}
-        rounds = compare(contestants, repeat=max(2, min(50, (1 << 26) // nbytes)))
+        repeat = max(2, min(50, (1 << 26) // nbytes))
+        rounds = compare(contestants, repeat, given.rounds)
         times = medians(rounds)
         rows += [
             {
@@ -69,8 +69,7 @@ def main() -> None:
             }
             for who, us in times.items()
         ]
-    path = arguments.json and f"{arguments.json}gpu_collectives.json"
-    report(f"all_reduce on {kind}", rows, path)
+    report(f"all_reduce on {kind}", rows, given.json("gpu_collectives"))
 
 
 if __name__ == "__main__":

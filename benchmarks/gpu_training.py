@@ -8,16 +8,18 @@ Batches lie on the GPU already. A call is 10 steps and the wait for the GPU at t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import mpistrat as ms
+from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.peers import torch_gloo
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.work import Step, Work, alone, with_strategy
 
 STEPS = 10
 
@@ -44,61 +46,33 @@ class Transformer(torch.nn.Module):
         return result
 
 
-MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
-    "MLP, 24 small layers": (mlp, (64, 512)),
-    "transformer, 25 M": (Transformer, (32, 128, 512)),
+MODELS = {
+    "MLP, 24 small layers": Model(mlp, (512,), 10, examples_per_rank=64),
+    "transformer, 25 M": Model(Transformer, (128, 512), 10, examples_per_rank=32),
 }
 
 
-class Contestant:
-    """The same model, batch and optimizer for all."""
-
-    def __init__(self, name: str, device: str) -> None:
-        make, shape = MODELS[name]
-        torch.manual_seed(0)
-        self.model = make().to(device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(all_ranks().rank)
-        self.x = torch.randn(shape, generator=generator).to(device)
-        self.y = torch.randint(0, 10, shape[:1], generator=generator).to(device)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(self.model(self.x), self.y).backward()
-        self.optimizer.step()
-
-
-def plain(name: str, device: str) -> Callable[[], object]:
-    return Contestant(name, device).step
-
-
-def with_mpistrat(strategy: ms.Strategy, name: str, device: str) -> Callable[[], object]:
-    with strategy.scope():
-        contestant = Contestant(name, device)
-    return lambda: strategy.run(contestant.step)
-
-
-def with_ddp(name: str, device: str) -> Callable[[], object]:
-    contestant = Contestant(name, device)
-    contestant.model = torch.nn.parallel.DistributedDataParallel(
-        contestant.model, gradient_as_bucket_view=True
-    )
-    return contestant.step
+def contestants(work: Work, strategy: ms.Strategy) -> dict[str, Step]:
+    if all_ranks().size == 1:
+        return {"plain PyTorch": alone(work), "mpistrat": with_strategy(work, strategy)[0]}
+    return {
+        "plain PyTorch, one rank": alone(work),
+        "mpistrat": with_strategy(work, strategy)[0],
+        **torch_gloo.training_steps(work),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="prefix of the file to write")
+    parser = program(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: only tries the program")
-    arguments = parser.parse_args()
-    kind = arguments.device
-    ranks = all_ranks().size
+    given = parser.parse_args()
+    kind = given.device
     strategy = ms.MultiWorkerMirroredStrategy(
         gradients="mean", devices=["cpu:0"] if kind == "cpu" else None
     )
     device = strategy.extended.worker_devices[0]
 
-    def steps(step: Callable[[], object]) -> Callable[[], object]:
+    def steps(step: Step) -> Callable[[], None]:
         def call() -> None:
             for _ in range(STEPS):
                 step()
@@ -108,16 +82,10 @@ def main() -> None:
         return call
 
     rows: list[dict[str, Any]] = []
-    torch_gloo.start()
-    for name in MODELS:
-        contestants = {
-            "plain PyTorch, one rank" if ranks > 1 else "plain PyTorch": plain(name, device),
-            "mpistrat": with_mpistrat(strategy, name, device),
-        }
-        if ranks > 1:
-            contestants["DDP, gloo"] = with_ddp(name, device)
-        rounds = compare({who: steps(step) for who, step in contestants.items()}, repeat=2)
-        times = medians(rounds)
+    for name, model in MODELS.items():
+        work = Work(model, model.examples_per_rank, all_ranks().rank, device)
+        calls = {who: steps(step) for who, step in contestants(work, strategy).items()}
+        times = medians(compare(calls, 2, given.rounds))
         rows += [
             {
                 "model": name,
@@ -127,8 +95,7 @@ def main() -> None:
             }
             for who, us in times.items()
         ]
-    path = arguments.json and f"{arguments.json}gpu_training.json"
-    report(f"training step on {kind}", rows, path)
+    report(f"training step on {kind}", rows, given.json("gpu_training"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ mpiexec -n 2 python benchmarks/overheads.py    # and all_reduce beside mpi4py's 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from typing import Any
 
@@ -21,8 +20,9 @@ from mpistrat.communicators.node.slots import LARGEST
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.record import RankRecord, text_of
+from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.report import report
-from mpistrat.tools.bench.rounds import ROUNDS, compare, medians
+from mpistrat.tools.bench.rounds import compare, medians
 from mpistrat.trace.timeline import Timeline, host_clock
 
 TENSORS = 200
@@ -183,18 +183,12 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json", help="prefix of the files to write, e.g. benchmarks/results/mpich-"
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    given = parser.parse_args()
-    prefix, rounds = given.json, given.rounds
-    report("strategy.run", run_of_nothing(rounds), prefix and f"{prefix}run.json")
+    given = program(__doc__).parse_args()
+    report("strategy.run", run_of_nothing(given.rounds), given.json("run"))
     if MPI.COMM_WORLD.size > 1:
-        report("all_reduce", all_reduce(rounds), prefix and f"{prefix}all_reduce.json")
-        report("structures", structures(rounds), prefix and f"{prefix}structures.json")
-        report("agreement", agreement(rounds), prefix and f"{prefix}agreement.json")
+        for measured in (all_reduce, structures, agreement):
+            name = measured.__name__
+            report(name, measured(given.rounds), given.json(name))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ are pulled, once, in its own memory.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import select
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ import numpy as np
 from tensorflow_parameter_server import ROWS, TOUCHED, WIDTH, Work, seconds_of
 
 import mpistrat as ms
-from mpistrat.tools.bench.report import oversubscription, table, write_json
-from mpistrat.tools.bench.rounds import ROUNDS, SECONDS_PER_TURN, all_ranks, medians
+from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.report import table_report
+from mpistrat.tools.bench.rounds import SECONDS_PER_TURN, all_ranks, medians, take_turns
 from mpistrat.tools.bench.surroundings import surroundings
 
 OURS, PEER, COPY = "mpistrat", "TensorFlow", "copy"
 SECONDS_PER_ANSWER = 60.0
-TITLE = "parameter server"
 
 
 def dense(coordinator: Any, nbytes: int) -> Work:
@@ -157,24 +156,13 @@ def copying(nbytes: int) -> Callable[[int], float]:
     return take
 
 
-def compare(
-    contestants: Mapping[str, Callable[[int], float]], num_rounds: int
-) -> dict[str, list[float]]:
-    """Microseconds per step, of each round; each contestant takes steps for a turn, in its own number."""
-    steps = {name: steps_of_a_turn(take) for name, take in contestants.items()}
-    rounds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(num_rounds):
-        for name, take in contestants.items():
-            rounds[name].append(take(steps[name]) / steps[name] * 1e6)
-    return rounds
-
-
-def steps_of_a_turn(take: Callable[[int], float]) -> int:
+def turn_of(take: Callable[[int], float]) -> Callable[[], float]:
+    """Microseconds per step, of as many steps as make a turn."""
     steps = 1
     take(steps)  # the first is prepared for
     while take(steps) < SECONDS_PER_TURN:
         steps *= 2
-    return steps
+    return lambda: take(steps) / steps * 1e6
 
 
 def row(
@@ -187,7 +175,8 @@ def row(
         contestants[PEER] = lambda steps: peer.ask(**asked, steps=steps)["seconds"]
     if nbytes:
         contestants[COPY] = copying(nbytes)
-    rounds = compare(contestants, num_rounds)
+    turns = {who: turn_of(take) for who, take in contestants.items()}
+    rounds = take_turns(turns, num_rounds)
     times = medians(rounds)
     wrong = ours.wrong() or (peer is not None and peer.ask(**asked, steps=0)["wrong"])
     ratios = {
@@ -205,14 +194,10 @@ def row(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser = program(__doc__)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=[*WORKS])
     parser.add_argument(
         "--tensorflow", metavar="PYTHON", default=sys.executable, help="which has TensorFlow (this)"
-    )
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-3-ranks-"
     )
     given = parser.parse_args()
     where = surroundings(all_ranks())
@@ -227,13 +212,9 @@ def main() -> int:
         if one[0] in given.works
     ]
     tensorflow.close()
-    print(f"\n{TITLE} · {where['ranks']} ranks · {where['mpi']} · {where['cpu']}")
-    notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
-    print("\n".join([*table(rows), *notes, *oversubscription(where)]), flush=True)
-    if given.json:
-        path = f"{given.json}parameter_server.json"
-        write_json(path, TITLE, where, rows, left_out=left_out)
-    return int(any(row["wrong"] for row in rows))
+    report = table_report("parameter server", rows, where, left_out)
+    report.publish(given.json("parameter_server"))
+    return int(report.wrong)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from mpistrat.tools.bench.report import table, write_json
+from mpistrat.tools.bench.report import table_report
 from support.clusters.two_nodes import two_nodes, why_not
 from support.harness.mpi_launcher import MPI_NAMES, Launcher
 
@@ -83,13 +83,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         measured = [measure(given, model, Path(folder)) for model in given.models]
-    rows = [row for _, row in measured]
-    ranks = f"{NODES} nodes x {given.ranks_per_node} ranks"
-    print(f"\ntraining step over a link of {given.rate} · {ranks} · {given.mpi}")
-    print("\n".join(table(rows)))
-    if given.json:
-        path = f"{given.json}slow_link.json"
-        write_json(path, f"training step over {given.rate}, {ranks}", measured[0][0], rows)
+    title = f"training step over {given.rate}, {NODES} nodes x {given.ranks_per_node} ranks"
+    report = table_report(title, [row for _, row in measured], measured[0][0])
+    report.publish(given.json and f"{given.json}slow_link.json")
     return 0
 
 

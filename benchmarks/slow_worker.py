@@ -11,9 +11,7 @@ of each of the fast one's it is counted how many more it has ended than the othe
 
 from __future__ import annotations
 
-import argparse
 import bisect
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,8 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.tools.bench.report import oversubscription, table, write_json
-from mpistrat.tools.bench.rounds import ROUNDS, all_ranks
+from mpistrat.tools.bench.arguments import program
+from mpistrat.tools.bench.report import table_report
+from mpistrat.tools.bench.rounds import all_ranks, medians
 from mpistrat.tools.bench.surroundings import surroundings
 
 FAST, SLOW = 0, 1  # ranks, which are workers of these numbers
@@ -86,13 +85,13 @@ def fast_alone_and_beside(
         control.send("stop", SLOW)
         samples["slow"].append(told(control, SLOW))
     control.send("end", SLOW)
-    alone, beside, slow = (statistics.median(values) for values in samples.values())
+    middle = medians(samples)
     return {
         "max_staleness": "none",
-        "alone, steps per second": alone,
-        "beside the slow one": beside,
-        "beside / alone": beside / alone,
-        "the slow one": slow,
+        "alone, steps per second": middle["alone"],
+        "beside the slow one": middle["beside"],
+        "beside / alone": middle["beside"] / middle["alone"],
+        "the slow one": middle["slow"],
         "samples": samples,
     }
 
@@ -127,12 +126,8 @@ def fast_within_bound(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program(__doc__)
     parser.add_argument("--max-staleness", type=int)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-3-ranks-"
-    )
     given = parser.parse_args()
     where = surroundings(all_ranks())
     control, bound = MPI.COMM_WORLD.Dup(), given.max_staleness
@@ -151,12 +146,9 @@ def main() -> int:
         if bound is None
         else fast_within_bound(control, step, bound)
     )
-    print(f"\n{TITLE} · {where['ranks']} ranks · {where['mpi']} · {where['cpu']}")
-    print("\n".join([*table([row]), *oversubscription(where)]), flush=True)
-    if given.json:
-        kind = "" if bound is None else f"-{bound}"
-        write_json(f"{given.json}slow_worker{kind}.json", TITLE, where, [row])
-    return int(row.get("wrong", False))
+    report = table_report(TITLE, [row], where)
+    report.publish(given.json("slow_worker" if bound is None else f"slow_worker-{bound}"))
+    return int(report.wrong)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ In an environment with torch_xla, such as .venvs/tpu. Every call ends when the d
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -25,6 +24,7 @@ import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.pytorch.gradients.lazy_all_reduce import LazyAllReduce
+from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.report import report
@@ -161,13 +161,8 @@ def median_of_ratios(ours: list[float], theirs: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
-    )
-    given = parser.parse_args()
-    path = given.json and f"{given.json}tpu_step.json"
+    given = program(__doc__, ROUNDS).parse_args()
+    path = given.json("tpu_step")
     if all_ranks().size == 1:
         report("training step on an XLA device", steps(given.rounds), path)
     else:

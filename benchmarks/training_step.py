@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from mpistrat.strategies import CentralStorageStrategy
+from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.comparison import compare_training, training_contestants
 from mpistrat.tools.bench.report import report
-from mpistrat.tools.bench.rounds import ROUNDS
 from mpistrat.tools.bench.training import work_of
 from mpistrat.tools.bench.work import past_trials, with_mpistrat
 
@@ -21,12 +20,8 @@ MODELS = {"4.2 M": "mlp", "25 M": "mlp-large"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS.values(), default=[*MODELS.values()])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--json", help="prefix of the file to write, e.g. benchmarks/results/mpich-2-ranks-"
-    )
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
@@ -45,8 +40,7 @@ def main() -> None:
             ),
         }
         rows += [{"parameters": name, **row} for row in compare_training(contestants, given.rounds)]
-    path = given.json and f"{given.json}training_step.json"
-    report("training step of an MLP", rows, path, left_out)
+    report("training step of an MLP", rows, given.json("training_step"), left_out)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,6 @@ def _known_strategy(value: Any) -> Any:
         return value.strategy
     if "torch" not in sys.modules:
         return None
-    from mpistrat.pytorch.modules.mirroring import strategy_of
+    from mpistrat.pytorch.modules.strategy_modules import strategy_of
 
     return strategy_of(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 
 if TYPE_CHECKING:
-    from mpistrat.pytorch.modules.mirroring import Mirroring
+    from mpistrat.pytorch.modules.strategy_modules import StrategyModules
     from mpistrat.strategy import Strategy
 
 # What is told of parameters comes before what is told of optimizers.
@@ -43,7 +43,7 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     return found
 
 
-def _parameters(mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
+def _parameters(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     registry = mirroring.registry
     for index, (slot, parameter) in enumerate(
         zip(registry.slots, registry.parameters(), strict=True)
@@ -52,7 +52,7 @@ def _parameters(mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
             yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
 
 
-def _buffers(strategy: Strategy, mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
+def _buffers(strategy: Strategy, mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
     slots = mirroring.registry.buffers
@@ -70,7 +70,7 @@ def _buffers(strategy: Strategy, mirroring: Mirroring) -> Iterator[tuple[Key, Mi
             yield (_BUFFER, index), MirroredThing(slot.name, tensors)
 
 
-def _optimizers(mirroring: Mirroring) -> Iterator[tuple[Key, MirroredThing]]:
+def _optimizers(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     slots = {
         id(parameter): (index, slot.name)
         for index, (slot, parameter) in enumerate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.context import AnyStrategy
@@ -11,6 +12,7 @@ from mpistrat.replicas.extended import Parts, StrategyExtended
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.coordinator.cluster_coordinator import Cluster
+    from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job import ServerJob
 
 
@@ -25,6 +27,8 @@ class ServersExtended(StrategyExtended):
         makes_variables: whether this rank's initial values are everybody's: the chief's, or worker 0's where there is
             no chief.
         variables: on the servers.
+        torch_references: gives what pickles by name what belongs to torch. Called by: `ObjectReferences`, where torch is
+            imported.
         cluster: what a chief's coordinator needs; None on other ranks.
     """
 
@@ -38,8 +42,10 @@ class ServersExtended(StrategyExtended):
         job: ServerJob,
         makes_variables: bool,
         is_worker: bool,
+        torch_references: Callable[[], References],
     ) -> None:
         super().__init__(strategy, parts)
+        self.torch_references = torch_references
         self.job, self.makes_variables, self._is_worker = job, makes_variables, is_worker
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators import LocalCommunicator
 from mpistrat.parameter_server.checkpoints import CheckpointsOfJob
+from mpistrat.parameter_server.client import Address
 from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.parameter_server.variables import VariablesOnServers
@@ -20,6 +22,7 @@ from mpistrat.strategies import wiring
 from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
+    from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job import ServerJob
 
 MakeModules = Callable[[VariablesOnServers, bool], Any]
@@ -54,11 +57,21 @@ def coordinated(
     """The chief of a job, or a worker that runs the chief's functions."""
 
     def make(variables: VariablesOnServers, owns: bool) -> Any:
-        from mpistrat.parameter_server.modules.worker_modules import ChiefModules, WorkerModules
+        from mpistrat.parameter_server.modules.remote_modules import RemoteModules
+        from mpistrat.parameter_server.modules.worker_modules import WorkerModules
 
-        kind = ChiefModules if owns else WorkerModules
-        place = variables.place_tensor
-        return kind(strategy, gradients, job.client, place, owns, None)
+        if not owns:
+            return WorkerModules(strategy, job.client)
+
+        def place(name: str, tensor: Any) -> list[Address]:
+            if len(devices) > 1:
+                raise NotImplementedError(
+                    "torch modules in the scope of a ParameterServerStrategy whose workers have several devices each: "
+                    "give each device a worker of its own"
+                )
+            return variables.place_tensor(name, tensor)
+
+        return RemoteModules(strategy, gradients, job.client, place, True, None)
 
     return _with_servers(strategy, job, devices, partitioner, make, coordinated=True)
 
@@ -81,6 +94,15 @@ def _with_servers(
     ops = wiring.ops_of(group, None, None)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
+    modules = TorchModules(lambda: make_modules(variables, owns), needed=True)
+
+    @functools.cache
+    def torch_references() -> References:
+        from mpistrat.parameter_server.modules.chief_references import ChiefReferences
+
+        made = modules.get()
+        return ChiefReferences(strategy, made) if owns else made
+
     def paused() -> contextlib.AbstractContextManager[None]:
         cluster = extended.cluster
         if cluster is None or cluster.coordinator is None:
@@ -94,9 +116,11 @@ def _with_servers(
         variables,
         CheckpointsOfJob(job, owns, paused),
         _input_plan(job, group),
-        TorchModules(lambda: make_modules(variables, owns), needed=True),
+        modules,
     )
-    extended = ServersExtended(strategy, parts, job, owns, is_worker=not coordinated)
+    extended = ServersExtended(
+        strategy, parts, job, owns, is_worker=not coordinated, torch_references=torch_references
+    )
     return extended
 
 

@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from mpistrat.parameter_server.client import Change, Client
-from mpistrat.parameter_server.modules.remote_tensor import RemoteTensor
+from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Of a tensor, what is known without its numbers.
@@ -38,53 +37,20 @@ def looks_up(module: torch.nn.Module) -> bool:
     return embeds and module.max_norm is None
 
 
-def leave_on_servers(
-    parameter: torch.Tensor, remote: RemoteTensor, client: Client, owns: bool
-) -> None:
-    """Free the parameter's memory: its values are those on the servers, of `remote`."""
+def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
+    """Free the parameter's memory: its values are those on the servers."""
     shape = parameter.shape
     parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
     parameter.__class__ = RemoteRows
     assert isinstance(parameter, RemoteRows)
-    parameter.source = _Source(remote, client, owns)
-
-
-class _Source:
-    """Args: owns: whether what this rank writes counts."""
-
-    def __init__(self, remote: RemoteTensor, client: Client, owns: bool) -> None:
-        self._remote, self._client, self._owns = remote, client, owns
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Args: indices: ascending."""
-        count = sum(self._remote.rows)
-        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
-            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
-            raise IndexError(f"row {wrong} of an embedding of {count} rows")
-        parts = [
-            self._client.rows(address, (indices[part] - first).cpu().numpy())
-            for address, first, part in self._remote.by_part(indices)
-            if part.start < part.stop or not self._remote.split
-        ]
-        if not parts:
-            return self.rows(indices.new_zeros(1))[:0]
-        return torch.cat(parts).to(indices.device)
-
-    def whole(self, like: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._client.pull_into(self._remote.pieces(out))
-        return out
-
-    def assign(self, value: torch.Tensor) -> None:
-        if self._owns:
-            pieces = self._remote.pieces(value.detach())
-            self._client.change([Change(address, "assign", piece) for address, piece in pieces])
+    parameter.remote = remote
+    remote.rows_only = True
 
 
 class RemoteRows(torch.nn.Parameter):
     """What the class of such a parameter becomes."""
 
-    source: _Source
+    remote: RemoteTensor
 
     @classmethod
     def __torch_function__(
@@ -113,12 +79,12 @@ class RemoteRows(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """All of it, here."""
-        copy = torch.nn.Parameter(self.source.whole(self), self.requires_grad)
+        copy = torch.nn.Parameter(self.remote.pull(self), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.source.whole(self), self.requires_grad).__reduce_ex__(
+        return torch.nn.Parameter(self.remote.pull(self), self.requires_grad).__reduce_ex__(
             protocol
         )
 
@@ -130,19 +96,19 @@ def _number_properties() -> tuple[Any, ...]:
 
 def _look_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`func` of the rows that are looked up, instead of the weight."""
-    given = inspect.getcallargs(func, *args, **kwargs)
-    weight, padding = given["weight"], given["padding_idx"]
-    if given["max_norm"] is not None:
+    arguments = inspect.getcallargs(func, *args, **kwargs)
+    weight, padding = arguments["weight"], arguments["padding_idx"]
+    if arguments["max_norm"] is not None:
         raise RuntimeError("an embedding whose rows are on servers cannot have max_norm")
     if not isinstance(weight, RemoteRows):
         raise TypeError("indices are not parameters")
-    indices, given["input"] = torch.unique(given["input"], return_inverse=True)
-    given["weight"] = _Rows.apply(weight, indices)
+    indices, arguments["input"] = torch.unique(arguments["input"], return_inverse=True)
+    arguments["weight"] = _Rows.apply(weight, indices)
     if padding is not None:
         found = (indices == padding % len(weight)).nonzero()
-        given["padding_idx"] = int(found[0]) if len(found) else None
-    given["sparse"] = False
-    return func(**given)
+        arguments["padding_idx"] = int(found[0]) if len(found) else None
+    arguments["sparse"] = False
+    return func(**arguments)
 
 
 class _Rows(torch.autograd.Function):
@@ -152,7 +118,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, weight: RemoteRows, indices: torch.Tensor) -> torch.Tensor:
         ctx.shape = weight.shape
         ctx.save_for_backward(indices)
-        return weight.source.rows(indices)
+        return weight.remote.pull_rows(indices)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -168,7 +134,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: RemoteRows) -> torch.Tensor:
-        return weight.source.whole(weight)
+        return weight.remote.pull(weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -189,8 +155,8 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not isinstance(target, RemoteRows):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return func(*args, **kwargs)
-    leaves[at] = target.source.whole(target)
+    leaves[at] = target.remote.pull(target)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     func(*args, **kwargs)
-    target.source.assign(leaves[at])
+    target.remote.assign(leaves[at])
     return target

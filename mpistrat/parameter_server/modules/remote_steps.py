@@ -19,8 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.context import current_mode
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.client import Change, Client
-from mpistrat.parameter_server.modules.remote_tensor import RemoteTensor
+from mpistrat.parameter_server.client import Change
+from mpistrat.parameter_server.extended import ServersExtended
+from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
 from mpistrat.parameter_server.optimizer_steps import Step
 from mpistrat.parameter_server.server_optimizers import (
     OptimizerRecipe,
@@ -36,18 +37,13 @@ _installed = False
 _remote: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (RemoteTensor, RemoteSteps)
 
 
-def install() -> None:
+def _install() -> None:
     """Register the hook, once per process."""
     global _installed
     if not _installed:
         _installed = True
         optimizers.install()  # whose hook comes first: it hides the gradients of all replicas but the first
         register_optimizer_step_pre_hook(_before_step)
-
-
-def serve(parameter: torch.Tensor, remote: RemoteTensor, steps: RemoteSteps) -> None:
-    """From now on steps of `parameter` are the servers'."""
-    _remote[parameter] = remote, steps
 
 
 def has_remote_parameters(optimizer: Optimizer) -> bool:
@@ -67,21 +63,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 "module inside strategy.scope(), or call strategy.mirror(module); a lazy module needs one run of its "
                 "forward before the first step"
             )
-    remote = next((_remote[p] for p in parameters if p in _remote), None)
-    if remote is None:
+    steps = next((_remote[p][1] for p in parameters if p in _remote), None)
+    if steps is None:
         return None
-    if kwargs.get("closure") is not None or any(callable(one) for one in args[1:]):
+    if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
         raise RuntimeError(
             "optimizer.step(closure): servers step with a gradient alone; call backward() and then step()"
         )
-    remote[1].step(optimizer)
+    steps.step(optimizer)
     return (_with_nothing_to_step(optimizer), *args[1:]), kwargs
 
 
 def _inside_run() -> bool:
+    """Whether a replica runs here of a strategy that has its variables on servers."""
     mode = current_mode()
-    mirroring = mode.strategy.extended.modules.made
-    return mode.replica_context is not None and mirroring is not None and mirroring.serves
+    return mode.replica_context is not None and isinstance(mode.strategy.extended, ServersExtended)
 
 
 def _with_nothing_to_step(optimizer: Optimizer) -> Optimizer:
@@ -96,57 +92,60 @@ class RemoteSteps:
     """The steps of all optimizers over the parameters that one strategy has on servers.
 
     Args:
-        client, owns, clock: as of `RemoteModules`.
+        clock: this worker's; None where nothing is combined over workers.
         rule: tells whether the gradients of workers are combined to their "sum" or "mean".
+        next_number: of an optimizer that is stepped for the first time; equal on all workers, whose programs are the
+            same. None counts from 0.
     """
 
     def __init__(
         self,
-        client: Client,
-        owns: bool,
+        tensors: RemoteTensors,
         clock: WorkerClock | None,
         rule: Callable[[], str] = lambda: "sum",
+        next_number: Callable[[], int] | None = None,
     ) -> None:
-        self.client, self.owns = client, owns
-        self._clock, self._rule = clock, rule
-        self._numbers = itertools.count()  # equal on all workers, whose programs are the same
+        self._tensors, self._clock, self._rule = tensors, clock, rule
+        self._next_number = next_number or itertools.count().__next__
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = (
             weakref.WeakKeyDictionary()
         )
+        _install()
+
+    def add(self, parameter: torch.Tensor, remote: RemoteTensor) -> None:
+        """From now on the servers step `parameter`."""
+        _remote[parameter] = remote, self
 
     def step(self, optimizer: Optimizer) -> None:
         """Have the servers step by the gradients that are there."""
         mean = self._rule() == "mean"
         remote = self.of(optimizer)
         now = None if self._clock is None else self._clock.round_to_send_in()
-        changes = []
+        changes: list[Change] = []
         for group in optimizer.param_groups:
             step = Step(remote.number, hyperparameters(group), now, mean)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    changes += _changes(parameter, step)
+                    changes += _changes(_remote[parameter][0], parameter.grad.detach(), step)
         if changes:
-            self.client.change(changes)
+            self._tensors.client.change(changes)
 
     def of(self, optimizer: Optimizer) -> RemoteOptimizer:
-        """The optimizer's like on the servers: it is made, and given the state that was loaded here, if need be."""
-        remote = self._optimizers.get(optimizer)
-        if remote is None:
-            remote = self._optimizers[optimizer] = self._new(optimizer)
-        remote.make_sure(optimizer)
+        """The optimizer on the servers: it is made there, with the state that was loaded here, if need be."""
+        remote = self._optimizers.get(optimizer) or self.know(optimizer, self._next_number())
+        remote.make(optimizer)
         return remote
 
-    def _new(self, optimizer: Optimizer) -> RemoteOptimizer:
-        return RemoteOptimizer(optimizer, next(self._numbers), self)
+    def know(self, optimizer: Optimizer, number: int) -> RemoteOptimizer:
+        """The optimizer has this number on the servers."""
+        remote = self._optimizers[optimizer] = RemoteOptimizer(optimizer, number, self._tensors)
+        return remote
 
 
-def _changes(parameter: torch.Tensor, step: Step) -> list[Change]:
-    gradient = parameter.grad
-    assert gradient is not None
-    remote: RemoteTensor = _remote[parameter][0]
+def _changes(remote: RemoteTensor, gradient: torch.Tensor, step: Step) -> list[Change]:
     if not gradient.is_sparse:
-        return [Change(address, step, part) for address, part in remote.pieces(gradient.detach())]
-    gradient = gradient.detach().coalesce()
+        return remote.changes(step, gradient)
+    gradient = gradient.coalesce()
     indices, values = gradient.indices()[0], gradient.values()
     # Parts without any of the rows get a step, too: all count the same steps.
     return [
@@ -156,62 +155,53 @@ def _changes(parameter: torch.Tensor, step: Step) -> list[Change]:
 
 
 class RemoteOptimizer:
-    """One optimizer of this rank, and its like on the servers."""
+    """An optimizer of this rank, whose state is on the servers under a number."""
 
-    def __init__(self, optimizer: Optimizer, number: int, steps: RemoteSteps) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, tensors: RemoteTensors) -> None:
         self.number = number
-        self._client, self._owns = steps.client, steps.owns
+        self._client, self._owns = tensors.client, tensors.owns
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        fetch, drop = _hooks(weakref.ref(self))
-        optimizer.register_state_dict_pre_hook(fetch)
-        optimizer.register_state_dict_post_hook(drop)
+        optimizer.register_state_dict_pre_hook(_while_alive(self._fetch))
+        optimizer.register_state_dict_post_hook(_while_alive(self._drop))
 
-    def make_sure(self, optimizer: Optimizer) -> None:
-        """The servers keep state for all parameters, the state that was loaded here if there is some."""
+    def make(self, optimizer: Optimizer) -> None:
+        """Have the servers keep state for all parameters: the state that was loaded here, if there is some."""
         for group in optimizer.param_groups:
             new = [p for p in group["params"] if p in _remote and p not in self._made]
-            if not new:
-                continue
-            recipe = OptimizerRecipe.of(optimizer, group)
-            remote: list[RemoteTensor] = [_remote[p][0] for p in new]
-            arrays = [(address, one.split) for one in remote for address in one.addresses]
-            self._client.make_optimizer(self.number, recipe, arrays)
-            for parameter, one in zip(new, remote, strict=True):
-                self._made[parameter] = one
-        if optimizer.state:
-            for parameter, state in list(optimizer.state.items()):
-                if parameter in self._made:
-                    if self._owns:
-                        self._load(parameter, state)
-                    del optimizer.state[parameter]
+            if new:
+                recipe = OptimizerRecipe.of(optimizer, group)
+                remote: list[RemoteTensor] = [_remote[p][0] for p in new]
+                arrays = [(address, each.split) for each in remote for address in each.addresses]
+                self._client.make_optimizer(self.number, recipe, arrays)
+                self._made.update(zip(new, remote, strict=True))
+        for parameter, state in list(optimizer.state.items()):
+            if parameter in self._made:
+                if self._owns:
+                    self._load(self._made[parameter], state)
+                del optimizer.state[parameter]
 
-    def made_by_another(self, optimizer: Optimizer) -> None:
+    def made_elsewhere(self, optimizer: Optimizer) -> None:
         """Another rank has had the servers make it for all parameters."""
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in _remote:
-                    self._made[parameter] = _remote[parameter][0]
+            self._made.update((p, _remote[p][0]) for p in group["params"] if p in _remote)
 
-    def _load(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        given: State = {
+    def _load(self, remote: RemoteTensor, state: dict[str, Any]) -> None:
+        whole: State = {
             name: view_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         }
-        remote: RemoteTensor = self._made[parameter]
-        parts = split_state(given, remote.rows) if remote.split else [given]
+        parts = split_state(whole, remote.rows) if remote.split else [whole]
         for address, part in zip(remote.addresses, parts, strict=True):
             self._client.load_optimizer_state(self.number, address, part)
 
-    def fetch(self, optimizer: Optimizer) -> None:
+    def _fetch(self, optimizer: Optimizer) -> None:
         """Put the servers' state into the optimizer's."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 remote: RemoteTensor | None = self._made.get(parameter)
                 if remote is None or parameter in optimizer.state:
                     continue
-                states = [
-                    self._client.optimizer_state(self.number, one) for one in remote.addresses
-                ]
+                states = [self._client.optimizer_state(self.number, a) for a in remote.addresses]
                 state = join_states(states) if remote.split else states[0]
                 if state:
                     layout = view_of(torch.empty(0, dtype=parameter.dtype)).dtype
@@ -219,8 +209,8 @@ class RemoteOptimizer:
                         name: _as_torch(value, parameter, layout) for name, value in state.items()
                     }
 
-    def drop(self, optimizer: Optimizer) -> None:
-        """The servers have it."""
+    def _drop(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """The servers have the state: it is not kept here."""
         for parameter in self._made:
             optimizer.state.pop(parameter, None)
 
@@ -234,15 +224,13 @@ def _as_torch(value: Any, parameter: torch.Tensor, layout: np.dtype[Any]) -> Any
     return tensor.to(parameter.device) if value.ndim else tensor
 
 
-def _hooks(remote: weakref.ref[RemoteOptimizer]) -> Any:
-    def fetch(optimizer: Optimizer) -> None:
-        target = remote()
-        if target is not None:
-            target.fetch(optimizer)
+def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the strategy alive, and does nothing without it."""
+    reference = weakref.WeakMethod(method)
 
-    def drop(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        target = remote()
+    def hook(*args: Any) -> None:
+        target = reference()
         if target is not None:
-            target.drop(optimizer)
+            target(*args)
 
-    return fetch, drop
+    return hook

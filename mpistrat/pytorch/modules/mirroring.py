@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,33 +20,50 @@ from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.placing import place
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 from mpistrat.trace import spans
 
 _BYTES_PER_BROADCAST = 1 << 27
 
-_all: weakref.WeakSet[Mirroring] = weakref.WeakSet()
 
-_Parameter = tuple[str, torch.Tensor]
-_Buffer = tuple[str, torch.nn.Module, str]
+class NewTensors(NamedTuple):
+    """Tensors that were mirrored just now.
 
-
-class Mirroring:
-    """What a strategy keeps for PyTorch: which parameters are mirrored, and what is still pending.
-
-    Attributes: serves: whether the parameters are on servers.
+    Attributes:
+        parameters: (name, parameter).
+        buffers: (name, module, its name in the module).
     """
 
-    serves = False
+    parameters: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.nn.Module, str]]
+
+    def buffer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, buffer), without buffers that are None."""
+        for name, module, key in self.buffers:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield name, buffer
+
+
+_NOTHING = NewTensors([], [])
+
+
+class Mirroring(StrategyModules):
+    """Modules whose parameters and buffers are equal on all replicas.
+
+    Attributes: recorder: the modules that this rank has made in the strategy's scope.
+    """
 
     def __init__(
         self, strategy: AnyStrategy, rule: str | None, shared_parameters: bool = False
     ) -> None:
-        self._extended = strategy.extended
-        self.registry = Registry()
-        self.reducer = gradients.GradientReducer(strategy, self.registry, rule)
-        self._recorder = Recorder(strategy)
+        registry = Registry()
+        super().__init__(
+            strategy.extended, registry, gradients.GradientReducer(strategy, registry, rule)
+        )
+        self.recorder = Recorder(strategy)
         self._shared: SharedParameters | None = None
         if shared_parameters and self._extended.num_replicas_in_sync > 1:
             self._shared = self.reducer.shared = SharedParameters(self._extended.communicator)
@@ -59,59 +74,44 @@ class Mirroring:
             optimizers.install()
         if self._extended.replicas.count > 1:
             virtual_replicas.install(self._extended, self.registry)
-        _all.add(self)
 
-    @property
-    def strategy(self) -> Any:
-        return self._extended.strategy
+    def mirror_new(self) -> NewTensors:
+        """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
+        moved = [] if self._shared is None else self._shared.moved(self.registry)
+        if not self.recorder.changed and not moved:
+            return _NOTHING
+        new = NewTensors([], [])
+        if self.recorder.changed:
+            self.recorder.changed = False
+            roots = self.recorder.roots()
+            self._bring(roots)
+            new = self._collect(roots)
+        new.parameters[:0] = moved
+        if new.parameters or new.buffers:
+            self._mirror_tensors(new)
+        return new
+
+    before_run = mirror_new
 
     def stop_recording(self, failed: bool) -> None:
-        """The outermost `scope()` is left. After an error nothing is sent: other ranks may not be here."""
         if not failed:
-            self.before_run()
+            self.mirror_new()
 
-    def before_run(self) -> None:
-        """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
-        parameters = [] if self._shared is None else self._shared.moved(self.registry)
-        slots: list[_Buffer] = []
-        if self._recorder.changed:
-            self._recorder.changed = False
-            roots = self._recorder.roots()
-            self._bring(roots)
-            new, slots = self._collect(roots)
-            parameters += new
-        if parameters or slots:
-            self._mirror_tensors(parameters, slots)
-
-    def after_run(self) -> None:
-        """A run has ended well."""
-
-    def have_loaded(self, objects: Iterable[Any]) -> None:
-        """These, of all kinds, have been given the states of a checkpoint."""
-
-    def mirror(self, module: Any) -> None:
-        """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""
+    def mirror(self, module: Any) -> NewTensors:
         require_cross_replica(self._extended.strategy, "mirror")
         modules: list[torch.nn.Module] = []
         tensors: list[torch.Tensor] = []
         for value in _flatten(module):
             if isinstance(value, torch.nn.Module):
-                self._recorder.record(value)
+                self.recorder.record(value)
                 modules.append(value)
             else:
                 tensors.append(value)
         self._bring(modules)
-        parameters, slots = self._collect(modules, again=True)
-        parameters += [(f"parameter {i}", tensor) for i, tensor in enumerate(tensors)]
-        self._mirror_tensors(parameters, slots)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """The work of `Strategy.no_sync`."""
-        return self.reducer.no_sync()
-
-    def explain(self) -> str:
-        """How gradients are reduced, for people."""
-        return self.reducer.explain()
+        new = self._collect(modules, again=True)
+        new.parameters.extend((f"parameter {i}", tensor) for i, tensor in enumerate(tensors))
+        self._mirror_tensors(new)
+        return new
 
     def _bring(self, modules: Iterable[torch.nn.Module]) -> None:
         """Put them where the strategy keeps modules, if it says where."""
@@ -119,16 +119,13 @@ class Mirroring:
             for module in modules:
                 place(module, torch.device(self._extended.replicas.device_of_modules))
 
-    def _collect(
-        self, roots: Iterable[torch.nn.Module], again: bool = False
-    ) -> tuple[list[_Parameter], list[_Buffer]]:
+    def _collect(self, roots: Iterable[torch.nn.Module], again: bool = False) -> NewTensors:
         """What is in `roots`, by name: all of it (`again`), or what is not mirrored yet."""
-        parameters: list[_Parameter] = []
-        slots: list[_Buffer] = []
+        parameters, slots = new = NewTensors([], [])
         for root in roots:
             for name, parameter in root.named_parameters():
                 if _is_pending(parameter):
-                    self._recorder.changed = True  # look again at each run until it is known
+                    self.recorder.changed = True  # look again at each run until it is known
                 elif again or parameter not in self.registry:
                     parameters.append((f"{type(root).__name__}.{name}", parameter))
             for path, module in root.named_modules(prefix=type(root).__name__):
@@ -136,28 +133,24 @@ class Mirroring:
                     if buffer is None:
                         continue
                     if _is_pending(buffer):
-                        self._recorder.changed = True
+                        self.recorder.changed = True
                     elif again or self.registry.buffer(module, key) is None:
                         slots.append((f"{path}.{key}", module, key))
-        return parameters, slots
+        return new
 
-    def _mirror_tensors(self, parameters: list[_Parameter], slots: list[_Buffer]) -> None:
+    def _mirror_tensors(self, new: NewTensors) -> None:
         """Agree on names, shapes and dtypes, broadcast rank 0's values, and register the tensors."""
         with spans.current.range("mirror"):
-            tensors: list[_Parameter] = [*parameters]
-            for name, module, key in slots:
-                buffer = module._buffers[key]
-                assert buffer is not None
-                tensors.append((name, buffer))
+            tensors = [*new.parameters, *new.buffer_tensors()]
             self._agree([f"{name}: {t.dtype}{list(t.shape)}" for name, t in tensors])
             self._broadcast([t.detach() for _, t in tensors])
             self._drop_dead()
-            for name, parameter in parameters:
+            for name, parameter in new.parameters:
                 if parameter not in self.registry:
                     self.registry.add_parameter(name, parameter)
                     if self._extended.num_replicas_in_sync > 1:
                         self.reducer.guard(parameter)
-            for name, module, key in slots:
+            for name, module, key in new.buffers:
                 if self.registry.buffer(module, key) is None:
                     self.registry.add_buffer(name, module, key)
                     buffers.average_before_state_dict(module, self._extended.strategy)
@@ -165,7 +158,7 @@ class Mirroring:
                 assert slot is not None
                 slot.settle([slot.tensor()])
             if self._shared is not None:
-                self._shared.share([parameter for _, parameter in parameters], self.registry)
+                self._shared.share([parameter for _, parameter in new.parameters], self.registry)
 
     def _agree(self, described: list[str]) -> None:
         communicator = self._extended.communicator
@@ -205,20 +198,6 @@ class Mirroring:
             if not alive.all():
                 self.registry.keep([bool(a) for a in alive])
                 self.reducer.overlap.forget()
-
-
-def strategy_of(value: Any) -> AnyStrategy | None:
-    """The strategy that mirrors the parameters of `value`, a module or an optimizer; None if there is none."""
-    parameters: Iterable[torch.Tensor] = ()
-    if isinstance(value, torch.nn.Module):
-        parameters = value.parameters()
-    elif isinstance(value, torch.optim.Optimizer):
-        parameters = (p for group in value.param_groups for p in group["params"])
-    for parameter in parameters:
-        for mirroring in _all:
-            if parameter in mirroring.registry:
-                return mirroring.strategy
-    return None
 
 
 def _flatten(value: Any) -> Iterator[torch.nn.Module | torch.Tensor]:

@@ -80,6 +80,13 @@ class Registry:
         self._buffer_of[id(module), key] = slot
         self.buffers.append(slot)
 
+    def clear(self) -> None:
+        """Forget all."""
+        self.slots.clear()
+        self.buffers.clear()
+        self._slot_of.clear()
+        self._buffer_of.clear()
+
     def alive(self) -> list[bool]:
         """Which parameters, then which buffers, the program still has on this rank."""
         return [

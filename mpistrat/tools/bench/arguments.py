@@ -1,4 +1,4 @@
-"""What may be written on the command line of `mpistrat-bench`."""
+"""What may be written on the command line of `mpistrat-bench`, and of the programs in benchmarks/."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.rounds import ROUNDS
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class UsageError(Exception):
+    """Arguments that do not fit the job or its files. Raised by every rank; the message is for the command line."""
 
 
 def number_of_bytes(text: str) -> int:
@@ -37,31 +41,49 @@ def at_least(smallest: int) -> Callable[[str], int]:
     return number
 
 
+_positive = at_least(1)
+
+
 def dtype(text: str) -> np.dtype[Any]:
     try:
-        found = np.dtype(text)
+        if (found := np.dtype(text)).kind in "iufc":
+            return found
     except TypeError:
-        found = None
-    if found is None or found.kind not in "iufc":
-        raise argparse.ArgumentTypeError(
-            f"must be a number of NumPy's, such as float32 or int64, got {text!r}"
-        )
-    return found
+        pass
+    raise argparse.ArgumentTypeError(
+        f"must be a number of NumPy's, such as float32 or int64, got {text!r}"
+    )
 
 
 def communication_options(text: str) -> CommunicationOptions:
     """ "bytes_per_pack=4000000,timeout_seconds=60": arguments of `CommunicationOptions`."""
-    given = {}
+    options = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
-            given[name.strip()] = ast.literal_eval(value)
+            options[name.strip()] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
-            given[name.strip()] = value
+            options[name.strip()] = value
     try:
-        return CommunicationOptions(**given)
+        return CommunicationOptions(**options)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def program(description: str | None, rounds: int = ROUNDS) -> argparse.ArgumentParser:
+    """`--rounds N` and `--json PREFIX` for a program in benchmarks/.
+
+    `json` of the result makes the path of a file of its name: "PREFIXname.json", or None where nothing is written.
+    """
+    parser = argparse.ArgumentParser(description=description, parents=[_rounds(rounds)])
+    parser.add_argument(
+        "--json",
+        metavar="PREFIX",
+        type=lambda prefix: (prefix + "{}.json").format,
+        default=lambda name: None,
+        help="how the names of files to write begin, e.g. benchmarks/results/mpich-2-ranks-",
+    )
+    return parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,52 +101,78 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_files(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--json", metavar="FILE", help="write everything, every sample, too")
-    one.add_argument("--plot", metavar="FILE.png", help="draw a picture (matplotlib)")
+def _parent() -> argparse.ArgumentParser:
+    """Arguments that several commands have."""
+    return argparse.ArgumentParser(add_help=False)
+
+
+def _files() -> argparse.ArgumentParser:
+    files = _parent()
+    files.add_argument("--json", metavar="FILE", help="write everything, every sample, too")
+    files.add_argument("--plot", metavar="FILE.png", help="draw a picture (matplotlib)")
+    return files
+
+
+def _rounds(default: int) -> argparse.ArgumentParser:
+    rounds, text = _parent(), f"turns of each, of which the median counts ({default})"
+    rounds.add_argument("--rounds", type=_positive, default=default, help=text)
+    return rounds
+
+
+def _sizes() -> argparse.ArgumentParser:
+    sizes = _parent()
+    sizes.add_argument("-b", "--minbytes", type=number_of_bytes, default="4K", metavar="BYTES")
+    sizes.add_argument("-e", "--maxbytes", type=number_of_bytes, default="64M", metavar="BYTES")
+    sizes.add_argument("-f", "--factor", type=at_least(2), default=4, help="between sizes (4)")
+    return sizes
+
+
+def _work() -> argparse.ArgumentParser:
+    work = _parent()
+    work.add_argument("--model", choices=MODELS, default="mlp", help="(mlp)")
+    work.add_argument(
+        "--batch-size",
+        type=_positive,
+        metavar="EXAMPLES",
+        help="global, over all ranks (64 per rank; resnet50 8, transformer 16)",
+    )
+    work.add_argument(
+        "--communication-options",
+        type=communication_options,
+        metavar="KEY=VALUE,...",
+        help="of the strategy, such as bytes_per_pack=4000000",
+    )
+    return work
 
 
 def _add_sweep(commands: Any, name: str) -> None:
-    one = commands.add_parser(
+    sweep = commands.add_parser(
         name,
         aliases=[name.replace("_", "")] if "_" in name else [],
+        parents=[_sizes(), _files()],
         help=f"sweep {name} over sizes",
         description=f"{name} over a range of sizes, with nccl-tests' columns. GB are 1e9 bytes. The limit is the "
         "time in which all ranks at once copy as many bytes; results are checked.",
     )
-    one.set_defaults(run="sweep", operation=name)
-    _add_sizes(one)
-    one.add_argument(
-        "-d", "--dtype", type=dtype, default="float32", help="a number of NumPy's (float32)"
-    )
-    one.add_argument("-n", "--iters", type=at_least(1), help="calls per size (what 2 s allow)")
+    sweep.set_defaults(run="sweep", operation=name, window=False)
+    sweep.add_argument("-d", "--dtype", type=dtype, default="float32", help="of NumPy's (float32)")
+    sweep.add_argument("-n", "--iters", type=_positive, help="calls per size (what 2 s allow)")
     if name == "all_reduce":
-        one.add_argument(
-            "--window",
-            action="store_true",
-            help="of buffers in shared memory, as gradients are",
-        )
-    _add_files(one)
-
-
-def _add_sizes(one: argparse.ArgumentParser) -> None:
-    one.add_argument("-b", "--minbytes", type=number_of_bytes, default="4K", metavar="BYTES")
-    one.add_argument("-e", "--maxbytes", type=number_of_bytes, default="64M", metavar="BYTES")
-    one.add_argument("-f", "--factor", type=at_least(2), default=4, help="between sizes (4)")
+        text = "of buffers in shared memory, as gradients are"
+        sweep.add_argument("--window", action="store_true", help=text)
 
 
 def _add_train(commands: Any) -> None:
-    one = commands.add_parser(
+    train = commands.add_parser(
         "train",
+        parents=[_work(), _files()],
         help="steps of a training loop, and how long they wait for communication",
         description="Steps of a training loop, and beside them the same computation without communication, on all "
         "ranks at once. What a step takes longer is exposed communication. Parameters and losses are checked.",
     )
-    one.set_defaults(run="train")
-    _add_work(one)
-    _add_files(one)
-    one.add_argument("--steps", type=at_least(1), default=20, help="to be timed (20)")
-    one.add_argument(
+    train.set_defaults(run="train")
+    train.add_argument("--steps", type=_positive, default=20, help="to be timed (20)")
+    train.add_argument(
         "--input",
         default="synthetic",
         metavar="WHAT",
@@ -133,85 +181,51 @@ def _add_train(commands: Any) -> None:
     )
 
 
-def _add_work(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--model", choices=MODELS, default="mlp", help="(mlp)")
-    one.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        metavar="EXAMPLES",
-        help="global, over all ranks (64 per rank; resnet50 8, transformer 16)",
-    )
-    one.add_argument(
-        "--communication-options",
-        type=communication_options,
-        metavar="KEY=VALUE,...",
-        help="of the strategy, such as bytes_per_pack=4000000",
-    )
-
-
 def _add_input(commands: Any) -> None:
-    one = commands.add_parser(
+    pipelines = commands.add_parser(
         "input",
+        parents=[_files(), _rounds(15)],
         help="distributed datasets beside a DataLoader with a DistributedSampler",
         description="`throughput`: an epoch of a DataLoader with a DistributedSampler, and of a distributed one. "
         "`overhead`: what a step of a distributed dataset takes beside the same batches alone.",
     )
-    one.set_defaults(run="input")
-    _add_files(one)
-    one.add_argument("what", choices=("throughput", "overhead"), nargs="?", default="throughput")
-    one.add_argument(
-        "--rounds", type=at_least(1), default=15, help="of which the median counts (15)"
-    )
-    one.add_argument(
-        "--examples", type=at_least(1), default=16384, help="of an epoch, for throughput (16384)"
-    )
+    pipelines.set_defaults(run="input")
+    kinds = ("throughput", "overhead")
+    pipelines.add_argument("what", choices=kinds, nargs="?", default="throughput")
+    text = "of an epoch, for throughput (16384)"
+    pipelines.add_argument("--examples", type=_positive, default=16384, help=text)
 
 
 def _add_compare(commands: Any) -> None:
-    one = commands.add_parser(
+    compare = commands.add_parser(
         "compare",
         help="the same work by mpi4py, torch on gloo, and Horovod and TensorFlow where they are installed",
         description="The same work by mpistrat and by its peers, which take turns in one run, on CPUs: loops with "
         "mpi4py, torch on gloo, and Horovod and TensorFlow where they are installed.",
     )
-    what = one.add_subparsers(dest="work", required=True, metavar="WORK")
-    train = what.add_parser("train", help="a training step")
+    works = compare.add_subparsers(dest="work", required=True, metavar="WORK")
+    parents = [_work(), _rounds(ROUNDS), _files()]
+    train = works.add_parser("train", parents=parents, help="a training step")
     train.set_defaults(run="compare_train")
-    _add_work(train)
-    train.add_argument(
-        "--rounds", type=at_least(1), default=ROUNDS, help=f"turns of each ({ROUNDS})"
-    )
-    sums = what.add_parser("all_reduce", aliases=["allreduce"], help="sums of float32, over sizes")
+    parents, text = [_sizes(), _rounds(15), _files()], "sums of float32, over sizes"
+    sums = works.add_parser("all_reduce", aliases=["allreduce"], parents=parents, help=text)
     sums.set_defaults(run="compare_all_reduce")
-    _add_sizes(sums)
-    sums.add_argument("--rounds", type=at_least(1), default=15, help="turns of each (15)")
-    for part in (train, sums):
-        _add_files(part)
 
 
 def _add_plan(commands: Any) -> None:
-    one = commands.add_parser(
+    plan = commands.add_parser(
         "plan",
         help="predict all_reduce on other numbers of nodes",
         description="The time of an all_reduce on N nodes, from a model that is fitted to what this run measures; "
         "where the run itself is such a one, beside the time that it takes.",
     )
-    one.set_defaults(run="plan")
-    one.add_argument(
-        "--nodes",
-        type=at_least(1),
-        nargs="+",
-        default=[1, 2, 4, 8, 16],
-        metavar="N",
-        help="1 2 4 8 16",
+    plan.set_defaults(run="plan")
+    nodes: dict[str, Any] = {"type": at_least(1), "metavar": "N", "help": "1 2 4 8 16"}
+    plan.add_argument("--nodes", nargs="+", default=[1, 2, 4, 8, 16], **nodes)
+    plan.add_argument(
+        "--ranks-per-node", type=_positive, metavar="K", help="as many of a node's ranks (all)"
     )
-    one.add_argument(
-        "--ranks-per-node",
-        type=at_least(1),
-        metavar="K",
-        help="as many of a node's ranks (all of them)",
-    )
-    what = one.add_mutually_exclusive_group()
+    what = plan.add_mutually_exclusive_group()
     what.add_argument("--size", type=number_of_bytes, nargs="+", metavar="BYTES", help="1M 16M 64M")
     what.add_argument(
         "--model-parameters",
@@ -220,8 +234,8 @@ def _add_plan(commands: Any) -> None:
         metavar="P",
         help="gradients of so many parameters of float32: 25e6",
     )
-    one.add_argument(
+    plan.add_argument(
         "--alpha-us", type=float, help="a network's latency in microseconds, where there is none"
     )
-    one.add_argument("--gbit", type=float, help="its bandwidth per node in 1e9 bits per second")
-    one.add_argument("--json", metavar="FILE", help="write the model and the predictions")
+    plan.add_argument("--gbit", type=float, help="its bandwidth per node in 1e9 bits per second")
+    plan.add_argument("--json", metavar="FILE", help="write the model and the predictions")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 
-from mpistrat.tools.bench import pictures
-from mpistrat.tools.bench.arguments import parser
+from mpistrat.tools.bench import pictures, sweep
+from mpistrat.tools.bench.arguments import UsageError, parser
 from mpistrat.tools.bench.operations import OPERATIONS
-from mpistrat.tools.bench.report import report, write_json
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.report import Report, table_report
+from mpistrat.tools.bench.rounds import all_ranks, medians
 from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.sweep import Row, measure, sizes
-from mpistrat.tools.bench.sweep_table import footer, heading, line
-from mpistrat.tools.bench.usage_error import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,12 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = top.parse_args(arguments)
     if hasattr(given, "minbytes") and given.minbytes > given.maxbytes:
         top.error(f"--minbytes {given.minbytes} is more than --maxbytes {given.maxbytes}")
+    picture = getattr(given, "plot", None)
     try:
-        if getattr(given, "plot", None) and not all_ranks().broadcast_object(
-            pictures.can_be_drawn()
-        ):
+        if picture and not all_ranks().broadcast_object(pictures.can_be_drawn()):
             raise UsageError("--plot needs matplotlib: pip install 'mpistrat[bench]'")
-        code = _RUN[given.run](given)
+        report = _RUN[given.run](given)
+        if all_ranks().rank == 0:
+            report.publish(given.json, picture)
+        code = int(report.wrong)
     except UsageError as error:
         if all_ranks().rank == 0:
             print(f"mpistrat-bench: error: {error}", file=sys.stderr, flush=True)
@@ -39,57 +38,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _sweep(given: argparse.Namespace) -> int:
-    communicator = all_ranks()
-    first = communicator.rank == 0
-    in_window = getattr(given, "window", False)
-    rows: list[Row] = []
-    if first:
-        print(heading(given.operation, communicator.size), flush=True)
-    for nbytes in sizes(given.minbytes, given.maxbytes, given.factor):
-        row = measure(
-            OPERATIONS[given.operation],
-            communicator,
-            nbytes,
-            given.dtype,
-            in_window=in_window,
-            calls=given.iters,
-        )
-        rows.append(row)
-        if first:
-            print(line(row), flush=True)
+def _sweep(given: argparse.Namespace) -> Report:
+    """Prints each row as soon as it is measured."""
+    name, communicator = given.operation, all_ranks()
+    rows: list[sweep.Row] = []
+
+    def show(line: str) -> None:
+        if communicator.rank == 0:
+            print(line, flush=True)
+
+    show(sweep.heading(name, communicator.size))
+    for nbytes in sweep.sizes(given.minbytes, given.maxbytes, given.factor):
+        operands = (OPERATIONS[name], communicator, nbytes, given.dtype)
+        rows.append(sweep.measure(*operands, in_window=given.window, calls=given.iters))
+        show(sweep.line(rows[-1]))
     where = surroundings(communicator)
-    if first:
-        print(footer(rows, where), flush=True)
-        if given.json:
-            what = {"operation": given.operation, "in_window": in_window}
-            write_json(given.json, "sweep", where, [row.as_dict() for row in rows], **what)
-        if given.plot:
-            pictures.over_sizes(
-                given.plot,
-                [row.bytes for row in rows],
-                {f"{given.operation}, median": [row.p50 for row in rows]},
-                [row.limit for row in rows],
-            )
-    return int(any(row.wrong for row in rows))
+    times = {f"{name}, median": [row.p50 for row in rows]}
+    return Report(
+        "sweep",
+        where,
+        [asdict(row) for row in rows],
+        sweep.footer(rows, where),
+        {"operation": name, "in_window": given.window},
+        partial(pictures.over_sizes, [row.bytes for row in rows], times, [r.limit for r in rows]),
+        any(row.wrong for row in rows),
+    )
 
 
-def _train(given: argparse.Namespace) -> int:
+def _train(given: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import training
 
     row, where = training.train(
         given.model, given.batch_size, given.steps, given.input, given.communication_options
     )
-    if all_ranks().rank == 0:
-        print("\n".join(training.lines(row, where)), flush=True)
-        if given.json:
-            write_json(given.json, "training", where, [row])
-        if given.plot:
-            pictures.training(given.plot, row)
-    return int(bool(training.wrong(row)))
+    return Report(
+        "training",
+        where,
+        [row],
+        training.lines(row, where),
+        draw=partial(pictures.training, row),
+        wrong=bool(training.wrong(row)),
+    )
 
 
-def _input(given: argparse.Namespace) -> int:
+def _input(given: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import input_pipelines
 
     if given.what == "overhead":
@@ -103,25 +95,20 @@ def _input(given: argparse.Namespace) -> int:
             f"{row['DataLoader']}, {row['workers per rank']} workers": row["samples"]
             for row in rows
         }
-    report(f"input, {given.what}", rows, given.json)
-    if given.plot and all_ranks().rank == 0:
-        pictures.side_by_side(given.plot, f"input, {given.what}", "us per epoch", samples)
-    return 0
+    title = f"input, {given.what}"
+    draw = partial(pictures.side_by_side, title, "us per epoch", samples)
+    return table_report(title, rows, surroundings(all_ranks()), draw=draw)
 
 
-def _plan(given: argparse.Namespace) -> int:
+def _plan(given: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import plan
 
     model, rows, where = plan.predictions(given)
-    if all_ranks().rank == 0:
-        print("\n".join(plan.table(model, rows, where)), flush=True)
-        if given.json:
-            described = [dataclasses.asdict(row) for row in rows]
-            write_json(given.json, "plan", where, described, model=dataclasses.asdict(model))
-    return 0
+    lines = plan.table(model, rows, where)
+    return Report("plan", where, [asdict(row) for row in rows], lines, {"model": asdict(model)})
 
 
-def _compare_train(given: argparse.Namespace) -> int:
+def _compare_train(given: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import comparison
     from mpistrat.tools.bench.training import work_of
 
@@ -129,29 +116,21 @@ def _compare_train(given: argparse.Namespace) -> int:
     contestants, left_out = comparison.training_contestants(work, given.communication_options)
     rows = comparison.compare_training(contestants, given.rounds)
     title = f"training step of {given.model}, {work.examples} examples per rank"
-    report(title, rows, given.json, left_out=left_out)
-    if given.plot and all_ranks().rank == 0:
-        samples = {row["training step"]: row["samples"] for row in rows}
-        pictures.side_by_side(given.plot, title, "ms per step", samples)
-    return int(any(row["wrong"] for row in rows))
+    samples = {row["training step"]: row["samples"] for row in rows}
+    draw = partial(pictures.side_by_side, title, "ms per step", samples)
+    return table_report(title, rows, surroundings(all_ranks()), left_out, draw)
 
 
-def _compare_all_reduce(given: argparse.Namespace) -> int:
+def _compare_all_reduce(given: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import comparison
 
-    rows, left_out = [], dict[str, str]()
-    for nbytes in sizes(given.minbytes, given.maxbytes, given.factor):
-        contestants, left_out = comparison.all_reduce_contestants(nbytes)
-        rows.append(comparison.compare_all_reduce(nbytes, contestants, given.rounds))
-    report("all_reduce", rows, given.json, left_out=left_out)
-    if given.plot and all_ranks().rank == 0:
-        times = {
-            name: [statistics.median(row["samples"][name]) for row in rows]
-            for name in rows[0]["samples"]
-        }
-        limit = times.pop(comparison.COPY)
-        pictures.over_sizes(given.plot, [row["bytes"] for row in rows], times, limit)
-    return int(any(row["wrong"] for row in rows))
+    nbytes = list(sweep.sizes(given.minbytes, given.maxbytes, given.factor))
+    rows, left_out = comparison.compare_all_reduces(nbytes, given.rounds)
+    times = [medians(row["samples"]) for row in rows]
+    columns = {name: [row[name] for row in times] for name in times[0]}
+    limit = columns.pop(comparison.COPY)
+    draw = partial(pictures.over_sizes, nbytes, columns, limit)
+    return table_report("all_reduce", rows, surroundings(all_ranks()), left_out, draw)
 
 
 _RUN = {

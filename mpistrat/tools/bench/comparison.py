@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,10 @@ def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
     """Who sums `nbytes` of float32, in which way; and the peers left out. Called by: every rank."""
     ours = all_ranks()
     given = operand(max(1, nbytes // 4), ours.rank, ours.size)
-    result, in_place, other = given.copy(), given.copy(), given.copy()
-    memory = ours.window_buffer(given.nbytes)
-    window = given.copy() if memory is None else memory.view(np.float32)
-    window[:] = given
+    result, in_place, other, window = (given.copy() for _ in range(4))
+    if (memory := ours.window_buffer(given.nbytes)) is not None:
+        window = memory.view(np.float32)
+        window[:] = given
 
     def into_another() -> np.ndarray:
         ours.all_reduce(given, out=result)
@@ -73,6 +73,17 @@ def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
         COPY: lambda: np.copyto(other, given),
     }
     return contestants, left_out
+
+
+def compare_all_reduces(
+    sizes: Iterable[int], num_rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The rows of `sizes` bytes, and the peers that are left out, with the reason. Called by: every rank."""
+    rows, left_out = [], dict[str, str]()
+    for nbytes in sizes:
+        contestants, left_out = all_reduce_contestants(nbytes)
+        rows.append(compare_all_reduce(nbytes, contestants, num_rounds))
+    return rows, left_out
 
 
 def operand(count: int, rank: int, ranks: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from mpistrat.strategy import Strategy
+from mpistrat.tools.bench.arguments import UsageError
 from mpistrat.tools.bench.models.model import Model
-from mpistrat.tools.bench.usage_error import UsageError
 
 SYNTHETIC, DIGITS = "synthetic", "digits"
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -64,24 +63,28 @@ def batches(
     """
     if source == SYNTHETIC:
         return None
-    found, mistake = None, ""
-    try:
-        found = _dataset(model, source)
-        if len(found) < batch_size:  # type: ignore[arg-type]
-            mistake = f"the {len(found)} examples of {source} are less than a batch of {batch_size}"  # type: ignore[arg-type]
-    except (UsageError, ImportError, OSError, ValueError, KeyError) as error:
-        mistake = f"--input {source}: {error}"
+    found = _dataset_or_mistake(model, source, batch_size)
+    mistake = found if isinstance(found, str) else ""
     mistakes = strategy.extended.communicator.all_gather_object(mistake)
-    if any(mistakes):
+    if isinstance(found, str) or any(mistakes):
         raise UsageError(next(filter(None, mistakes)))
-    assert found is not None
     order = torch.Generator().manual_seed(0)
     loader = DataLoader(found, batch_size, shuffle=True, drop_last=True, generator=order)
     distributed = strategy.experimental_distribute_dataset(loader)
     return itertools.chain.from_iterable(itertools.repeat(distributed))
 
 
-def _dataset(model: Model, source: str) -> Dataset[Any]:
+def _dataset_or_mistake(model: Model, source: str, batch_size: int) -> Pictures | Text | str:
+    try:
+        found = _dataset(model, source)
+    except (UsageError, ImportError, OSError, ValueError, KeyError) as error:
+        return f"--input {source}: {error}"
+    if len(found) < batch_size:
+        return f"the {len(found)} examples of {source} are less than a batch of {batch_size}"
+    return found
+
+
+def _dataset(model: Model, source: str) -> Pictures | Text:
     if model.tokens:
         if source == DIGITS:
             raise UsageError("this model reads text; give a file, whose bytes are its tokens")

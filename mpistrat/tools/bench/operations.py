@@ -30,27 +30,25 @@ class Operation(abc.ABC):
     """
 
     redop = "sum"
+    splits = False  # whether the buffer is made of a part for each rank
 
     def __init__(
         self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], in_window: bool
     ) -> None:
-        self.communicator = communicator
-        self.dtype = dtype
-        self.count = max(1, nbytes // dtype.itemsize)
-        if self.splits:
-            self.count = max(1, self.count // communicator.size) * communicator.size
+        self.communicator, self.dtype = communicator, dtype
+        parts = communicator.size if self.splits else 1
+        self.count = max(1, nbytes // dtype.itemsize // parts) * parts
         self.nbytes = self.count * dtype.itemsize
         self.prepare(in_window)
 
-    splits = False  # whether the buffer is made of a part for each rank
-
     @classmethod
-    @abc.abstractmethod
     def bus_factor(cls, ranks: int) -> float:
         """Bytes on each link per byte counted."""
+        return (ranks - 1) / ranks if cls.splits else 1.0
 
     @abc.abstractmethod
-    def prepare(self, in_window: bool) -> None: ...
+    def prepare(self, in_window: bool) -> None:
+        """Make the buffers. Called once."""
 
     def reset(self) -> None:  # noqa: B027 - most overwrite nothing that they read
         """Before each call: operands as they were."""
@@ -80,11 +78,9 @@ class AllReduce(Operation):
 
     def prepare(self, in_window: bool) -> None:
         self._given = self.operand(self.communicator.rank, self.count)
-        self._result = np.empty_like(self._given)
         memory = self.communicator.window_buffer(self.nbytes) if in_window else None
         self._in_place = memory is not None
-        if memory is not None:
-            self._result = memory.view(self.dtype)
+        self._result = np.empty_like(self._given) if memory is None else memory.view(self.dtype)
 
     def reset(self) -> None:
         if self._in_place:
@@ -101,10 +97,6 @@ class AllReduce(Operation):
 
 
 class Reduce(Operation):
-    @classmethod
-    def bus_factor(cls, ranks: int) -> float:
-        return 1.0
-
     def prepare(self, in_window: bool) -> None:
         self._given = self.operand(self.communicator.rank, self.count)
         self._buffer = self._given.copy()
@@ -122,10 +114,6 @@ class Reduce(Operation):
 
 class Broadcast(Operation):
     redop = "none"
-
-    @classmethod
-    def bus_factor(cls, ranks: int) -> float:
-        return 1.0
 
     def prepare(self, in_window: bool) -> None:
         self._buffer = self.operand(self.communicator.rank, self.count)
@@ -145,10 +133,6 @@ class AllGather(Operation):
     redop = "none"
     splits = True
 
-    @classmethod
-    def bus_factor(cls, ranks: int) -> float:
-        return (ranks - 1) / ranks
-
     def prepare(self, in_window: bool) -> None:
         self._each = self.count // self.communicator.size
         self._given = self.operand(self.communicator.rank, self._each)
@@ -166,10 +150,6 @@ class AllGather(Operation):
 
 class ReduceScatter(Operation):
     splits = True
-
-    @classmethod
-    def bus_factor(cls, ranks: int) -> float:
-        return (ranks - 1) / ranks
 
     def prepare(self, in_window: bool) -> None:
         self._given = self.operand(self.communicator.rank, self.count)

@@ -11,6 +11,8 @@ from typing import Any
 
 from mpistrat.machine.private_files import private
 
+_LIMIT = "all ranks copy as much"
+
 
 def can_be_drawn() -> bool:
     """Whether there is matplotlib."""
@@ -26,8 +28,8 @@ def _picture(path: str, columns: int) -> Iterator[Any]:
 
     figure, axes = pyplot.subplots(1, columns, figsize=(11, 4), layout="constrained")
     yield (figure, *axes) if columns > 1 else (figure, axes)
-    for one in figure.axes:
-        one.grid(alpha=0.3)
+    for part in figure.axes:
+        part.grid(alpha=0.3)
     kind = os.path.splitext(path)[1].removeprefix(".") or "png"
     with open(path, "wb", opener=private) as file:
         figure.savefig(file, dpi=120, format=kind)
@@ -39,39 +41,33 @@ def _words(part: str) -> str:
 
 
 def over_sizes(
-    path: str,
-    nbytes: Sequence[int],
-    times: Mapping[str, Sequence[float]],
-    limit: Sequence[float],
+    nbytes: Sequence[int], times: Mapping[str, Sequence[float]], limit: Sequence[float], path: str
 ) -> None:
     """Microseconds and bandwidth of each contestant; `limit`: in which all ranks at once copy as many bytes."""
     with _picture(path, 2) as (figure, left, right):
-        for name, us, style in (
-            *((name, us, "o-") for name, us in times.items()),
-            ("all ranks copy as much", limit, "k--"),
-        ):
+        for name, us in {**times, _LIMIT: limit}.items():
+            style = "k--" if name == _LIMIT else "o-"
             left.plot(nbytes, us, style, label=name)
-            bandwidth = [size / one / 1e3 for size, one in zip(nbytes, us, strict=True)]
+            bandwidth = [size / time / 1e3 for size, time in zip(nbytes, us, strict=True)]
             right.plot(nbytes, bandwidth, style, label=name)
         left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
         right.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s (algbw)")
         figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
 
 
-def side_by_side(path: str, title: str, unit: str, samples: Mapping[str, Sequence[float]]) -> None:
+def side_by_side(title: str, unit: str, samples: Mapping[str, Sequence[float]], path: str) -> None:
     """The median of each contestant as a bar, its samples as points."""
     with _picture(path, 1) as (_, axes):
-        names = list(samples)
         axes.barh(
-            names, [statistics.median(samples[name]) for name in names], color="lightsteelblue"
+            list(samples), list(map(statistics.median, samples.values())), color="lightsteelblue"
         )
-        for place, name in enumerate(names):
-            axes.plot(samples[name], [place] * len(samples[name]), "k.", alpha=0.4)
+        for place, values in enumerate(samples.values()):
+            axes.plot(values, [place] * len(values), "k.", alpha=0.4)
         axes.invert_yaxis()
         axes.set(xlabel=unit, title=title)
 
 
-def training(path: str, row: Mapping[str, Any]) -> None:
+def training(row: Mapping[str, Any], path: str) -> None:
     """Where the time of a step goes, and every step's time."""
     with _picture(path, 2) as (figure, left, right):
         below = 0.0

@@ -21,15 +21,16 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.options import CommunicationImplementation
-from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.tools.bench.arguments import UsageError
 from mpistrat.tools.bench.operations import AllReduce
-from mpistrat.tools.bench.report import oversubscription
+from mpistrat.tools.bench.report import aligned, oversubscription
+from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
 from mpistrat.tools.bench.sweep import measure
-from mpistrat.tools.bench.usage_error import UsageError
 from mpistrat.topology import Topology
 
 # Fitted from here, below which nothing goes by node, to the largest that is asked for, as far as memory should be had.
@@ -37,6 +38,7 @@ SMALLEST, LARGEST = 1 << 16, 1 << 26
 _FACTOR = 2
 _CALLS = 15  # of each size
 _FLOAT32 = np.dtype("float32")
+_WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # of the table's columns
 
 
 def sizes_of(given: argparse.Namespace) -> list[int]:
@@ -81,17 +83,17 @@ class Model:
     network_error: float | None = None
 
     def seconds(self, nbytes: int, nodes: int) -> float:
-        node = self.in_caches if nbytes <= self.caches else self.beyond_caches
-        if nodes == 1:
-            return node.seconds(nbytes)
-        assert self.latency is not None
-        assert self.byte is not None
-        between = over_nodes(nodes, self.latency, self.byte)
-        return node.followed_by(between).seconds(nbytes)
+        """Raises: ValueError for several nodes, where no network is known."""
+        cost = self.in_caches if nbytes <= self.caches else self.beyond_caches
+        if nodes > 1:
+            if self.latency is None or self.byte is None:
+                raise ValueError(f"{nodes} nodes, and this model knows no network between them")
+            cost = cost.followed_by(over_nodes(nodes, self.latency, self.byte))
+        return cost.seconds(nbytes)
 
     def lines(self) -> list[str]:
         """As a formula."""
-        told = [
+        lines = [
             f"t(S, N) = node(S) + between(S, N), for S bytes on N nodes of {self.ranks_per_node} ranks",
             f"node(S) = {_line(self.in_caches)}, up to S = {self.caches}; then",
             f"          {_line(self.beyond_caches)}",
@@ -99,16 +101,13 @@ class Model:
         if self.latency is not None and self.byte is not None:
             error = self.network_error
             origin = "as given" if error is None else f"fitted within {100 * error:.0f} %"
-            speed = (
-                f"{8e-9 / self.byte:.3g} Gbit/s per node"
-                if self.byte
-                else "no matter how many bytes"
-            )
-            told.append(
+            gbit = 8e-9 / self.byte if self.byte else 0.0
+            speed = f"{gbit:.3g} Gbit/s per node" if gbit else "no matter how many bytes"
+            lines.append(
                 f"between(S, N) = 2 ceil(log2 N) {self.latency * 1e6:.3g} us + 2 (N - 1) / N {self.byte * 1e9:.3g} ns "
                 f"S ({speed}), {origin}"
             )
-        return told
+        return lines
 
 
 def _line(cost: Cost) -> str:
@@ -141,11 +140,7 @@ def predictions(given: argparse.Namespace) -> tuple[Model, list[Prediction], dic
     """
     sizes = sizes_of(given)
     check_network(given)
-    strategy = MultiWorkerMirroredStrategy()
-    communicator = strategy.extended.communicator
-    resolver = strategy.cluster_resolver
-    assert resolver is not None
-    topology = resolver.topology()
+    communicator, topology = all_ranks(), MPIClusterResolver().topology()
     fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
     per_node = given.ranks_per_node or fewest
     if per_node > fewest:
@@ -159,11 +154,14 @@ def predictions(given: argparse.Namespace) -> tuple[Model, list[Prediction], dic
             "--nodes 1, or start ranks on several nodes"
         )
     model = _model(communicator, topology, per_node, sizes, given)
-    here = _measured_here(communicator, topology, per_node, sizes, given.nodes)
+    measured: dict[tuple[int, int], float] = {}
+    here = topology.num_nodes
+    if here in given.nodes and 1 < communicator.size == here * per_node:
+        measured = {(here, size): _p50(communicator, size) for size in sizes if size <= LARGEST}
     rows = [
-        predict(model, nodes, nbytes, here.get((nodes, nbytes)))
+        predict(model, nodes, size, measured.get((nodes, size)))
         for nodes in given.nodes
-        for nbytes in sizes
+        for size in sizes
     ]
     return model, rows, surroundings(communicator)
 
@@ -196,11 +194,9 @@ def _model(
         sizes.append(sizes[-1] * _FACTOR)
 
     def slowest(part: Communicator, slices: int, label: str) -> list[float]:
-        mine = _seconds(part, sizes, slices) if takes_part else [0.0] * len(sizes)
-        return [
-            max(times)
-            for times in zip(*communicator.all_gather_object(mine, label=label), strict=True)
-        ]
+        """Seconds of all-reduces of one of `slices` of each size."""
+        own = [_p50(part, size // slices) * 1e-6 if takes_part else 0.0 for size in sizes]
+        return list(map(max, zip(*communicator.all_gather_object(own, label=label), strict=True)))
 
     node_model = (0, Cost(0.0, 0.0), Cost(0.0, 0.0))
     if per_node > 1:
@@ -213,49 +209,23 @@ def _model(
     return Model(per_node, *node_model, *link(between, nodes), between.error)
 
 
-def _seconds(communicator: Communicator, sizes: Sequence[int], slices: int) -> list[float]:
-    """Of all-reduces of one of `slices` of each of `sizes`."""
-    return [_p50(communicator, nbytes // slices) * 1e-6 for nbytes in sizes]
-
-
 def _p50(communicator: Communicator, nbytes: int) -> float:
     return measure(AllReduce, communicator, nbytes, _FLOAT32, in_window=True, calls=_CALLS).p50
 
 
-def _measured_here(
-    communicator: Communicator,
-    topology: Topology,
-    per_node: int,
-    wanted: Sequence[int],
-    nodes_wanted: Sequence[int],
-) -> dict[tuple[int, int], float]:
-    """Microseconds by nodes and bytes, of what is asked for and what this run can try. Collective."""
-    nodes = topology.num_nodes
-    if nodes not in nodes_wanted or communicator.size != nodes * per_node:
-        return {}
-    return {
-        (nodes, nbytes): _p50(communicator, nbytes)
-        for nbytes in wanted
-        if nbytes <= LARGEST and communicator.size > 1
-    }
-
-
 def table(model: Model, rows: Sequence[Prediction], where: dict[str, Any]) -> list[str]:
     """The model and its predictions, for people."""
-    columns = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
-    widths = [7, 7, 14, 16, 14, 14, 15, 8]
-    names = (*columns, "measured (us)", "off (%)")
+    names = ("nodes", "ranks", "size (B)", "predicted (us)", "algbw (GB/s)", "busbw (GB/s)")
     lines = [
         "# all_reduce, of buffers in shared memory as gradients are",
         *(f"# {line}" for line in model.lines()),
         "#",
-        "#" + "".join(name.rjust(width) for name, width in zip(names, widths, strict=True)),
+        "#" + aligned((*names, "measured (us)", "off (%)"), _WIDTHS),
     ]
     for row in rows:
         cells = [str(row.nodes), str(row.ranks), str(row.bytes), f"{row.predicted:.1f}"]
         cells += [f"{row.algbw:.2f}", f"{row.busbw:.2f}"]
-        cells += ["-", "-"]
-        if row.measured is not None and row.off is not None:
-            cells[-2:] = [f"{row.measured:.1f}", f"{100 * row.off:+.0f}"]
-        lines.append(" " + "".join(c.rjust(width) for c, width in zip(cells, widths, strict=True)))
+        cells.append("-" if row.measured is None else f"{row.measured:.1f}")
+        cells.append("-" if row.off is None else f"{100 * row.off:+.0f}")
+        lines.append(" " + aligned(cells, _WIDTHS))
     return [*lines, *(f"# {warning}" for warning in oversubscription(where))]

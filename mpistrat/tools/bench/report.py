@@ -1,10 +1,11 @@
-"""Tables for people, and the same with every sample as JSON (benchmarks/README.md)."""
+"""What a measurement reports: a table for people, and the same with every sample as JSON (benchmarks/README.md)."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.machine.private_files import private
@@ -12,44 +13,96 @@ from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
 
 SCHEMA = 1
-SAMPLES = "samples"  # the key of what is in the file only
+SAMPLES = "samples"  # the column that only the file has
+# Where results were written, and where a peer is installed, says nothing of them.
+_FILES = ("--json", "--plot", "--tensorflow")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one command has measured.
+
+    Attributes:
+        where: what it was measured on, as `surroundings` has it.
+        rows: for the file.
+        lines: for people.
+        more: further keys of the file.
+        draw: draws a picture of it into a file.
+        wrong: whether a result was wrong, which makes the exit code 1.
+    """
+
+    title: str
+    where: Row
+    rows: Sequence[Row]
+    lines: Sequence[str]
+    more: Row = field(default_factory=dict)
+    draw: Callable[[str], None] | None = None
+    wrong: bool = False
+
+    def publish(self, path: str | None = None, picture: str | None = None) -> None:
+        """Print it, and write its files. Called by: one rank."""
+        print("\n".join(self.lines), flush=True)
+        if path:
+            content = {
+                "schema": SCHEMA,
+                "title": self.title,
+                "arguments": _without_files(sys.argv[1:]),
+                "surroundings": self.where,
+                **self.more,
+                "rows": self.rows,
+            }
+            with open(path, "w", encoding="utf-8", opener=private) as file:
+                json.dump(content, file, indent=1)
+                file.write("\n")
+        if picture and self.draw:
+            self.draw(picture)
+
+
+def table_report(
+    title: str,
+    rows: Sequence[Row],
+    where: Row,
+    left_out: Mapping[str, str] = {},
+    draw: Callable[[str], None] | None = None,
+) -> Report:
+    """`rows` as a table; `left_out`: who does not take part, and why."""
+    taken_on = (
+        f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores"
+    )
+    notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
+    lines = [f"\n{title} · {taken_on}", *table(rows), *notes, *oversubscription(where)]
+    wrong = any(row.get("wrong") for row in rows)
+    return Report(title, where, rows, lines, {"left_out": left_out}, draw, wrong)
 
 
 def report(
     title: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     path: str | None = None,
     left_out: Mapping[str, str] = {},
 ) -> None:
-    """Print `rows`, and write them to `path` with what they were taken on. Called by: every rank.
-
-    Args:
-        left_out: who does not take part, and why.
-    """
+    """Print `rows`, and write them to `path`, with what they were measured on. Called by: every rank."""
     communicator = all_ranks()
     where = surroundings(communicator)
     if communicator.rank == 0:
-        print(
-            f"\n{title} · {where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores"
-        )
-        notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
-        print("\n".join([*table(rows), *notes, *oversubscription(where)]), flush=True)
-        if path:
-            write_json(path, title, where, rows, left_out=left_out)
+        table_report(title, rows, where, left_out).publish(path)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines with a column for every key of any row, but for samples."""
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines with a column for every key of any row, except samples."""
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != SAMPLES]
     cells = [columns] + [[_cell(row.get(column, "-")) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [aligned(line, widths, "  ") for line in cells]
 
 
-def oversubscription(where: Mapping[str, Any]) -> list[str]:
+def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> str:
+    return between.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def oversubscription(where: Row) -> list[str]:
     """The warning that such times need; nothing where there are cores for all ranks."""
     if not where["oversubscribed"]:
         return []
@@ -59,34 +112,12 @@ def oversubscription(where: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_json(
-    path: str,
-    title: str,
-    where: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    **more: Any,
-) -> None:
-    content = {
-        "schema": SCHEMA,
-        "title": title,
-        "arguments": _without_files(sys.argv[1:]),
-        "surroundings": where,
-        **more,
-        "rows": rows,
-    }
-    with open(path, "w", encoding="utf-8", opener=private) as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-
-
 def _without_files(arguments: Sequence[str]) -> list[str]:
-    """Where results were written, and where a peer is installed, says nothing of them."""
-    files = ("--json", "--plot", "--tensorflow")
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument.split("=")[0] not in files:
+        if not skip and argument.split("=")[0] not in _FILES:
             kept.append(argument)
-        skip = argument in files
+        skip = argument in _FILES
     return kept
 
 

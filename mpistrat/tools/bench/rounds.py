@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,31 @@ from mpistrat.communicators import Communicator
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 
 ROUNDS = 9
-# As long as a contestant's turn should last, where its calls are not counted out.
+# How long a contestant's turn should last, where the number of its calls is not fixed.
 SECONDS_PER_TURN = 0.1
 
 
 def all_ranks() -> Communicator:
     """The communicator of all ranks of the job. Called by: every rank."""
     return MultiWorkerMirroredStrategy().extended.communicator
+
+
+def seconds_of(communicator: Communicator, call: Callable[[], object], calls: int = 1) -> float:
+    """Seconds per call, of `calls` calls that all ranks begin together, on the slowest rank. Called by: every rank."""
+    communicator.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return max(communicator.all_gather_object(time.perf_counter() - started)) / calls
+
+
+def take_turns(turns: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
+    """What each contestant's turn returned, in each round."""
+    rounds: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(num_rounds):
+        for name, turn in turns.items():
+            rounds[name].append(turn())
+    return rounds
 
 
 def compare(
@@ -29,25 +48,18 @@ def compare(
     Called by: every rank. A turn's time is the slowest rank's. `repeat`: None for as many as 0.1 s allow.
     """
     communicator = all_ranks()
-    rounds: dict[str, list[float]] = {name: [] for name in contestants}
     for call in contestants.values():
         for _ in range(max(2, (repeat or 1) // 10)):
             call()
+    if repeat is None:
+        longest = max(seconds_of(communicator, call) for call in contestants.values())
+        repeat = max(1, round(SECONDS_PER_TURN / longest))
 
     def turn(call: Callable[[], object], calls: int) -> float:
-        communicator.barrier()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return max(communicator.all_gather_object(time.perf_counter() - started)) / calls
+        return seconds_of(communicator, call, calls) * 1e6
 
-    if repeat is None:
-        longest = max(turn(call, 1) for call in contestants.values())
-        repeat = max(1, round(SECONDS_PER_TURN / longest))
-    for _ in range(num_rounds):
-        for name, call in contestants.items():
-            rounds[name].append(turn(call, repeat) * 1e6)
-    return rounds
+    turns = {name: functools.partial(turn, call, repeat) for name, call in contestants.items()}
+    return take_turns(turns, num_rounds)
 
 
 def medians(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -18,9 +18,8 @@ from mpistrat.machine.cpu_model import cpu_model
 
 def surroundings(communicator: Communicator) -> dict[str, Any]:
     """Collective; equal on all ranks."""
-    cores = len(os.sched_getaffinity(0))
-    mine = (socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))
-    everyone = communicator.all_gather_object(mine)
+    cores = sorted(os.sched_getaffinity(0))
+    everyone = communicator.all_gather_object((socket.gethostname(), cores))
     usable = len({(host, cpu) for host, cpus in everyone for cpu in cpus})
     here = {
         "tool": f"mpistrat {_version()}",
@@ -28,7 +27,7 @@ def surroundings(communicator: Communicator) -> dict[str, Any]:
         "numpy": np.__version__,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
-        "cores_of_rank_0": cores,
+        "cores_of_rank_0": len(cores),
         "ranks": communicator.size,
         "hosts": sorted({host for host, _ in everyone}),
         "usable_cores": usable,
@@ -37,8 +36,7 @@ def surroundings(communicator: Communicator) -> dict[str, Any]:
         **_torch(),
         "ways": communicator.explain().split("\n"),
     }
-    told: dict[str, Any] = communicator.broadcast_object(here)
-    return told
+    return communicator.broadcast_object(here)
 
 
 def _version() -> str:
@@ -49,7 +47,7 @@ def _version() -> str:
 
 
 def _mpi() -> str:
-    """The name and version of the library, of which some tell much more."""
+    """The name and version of the library; some libraries go on to tell much more."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return "no MPI"

@@ -1,21 +1,38 @@
-"""One collective over a range of sizes, beside what the machine could do at most."""
+"""One collective over a range of sizes, beside what the machine could do at most; printed with nccl-tests' columns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpistrat.communicators import Communicator
 from mpistrat.tools.bench.operations import Operation
+from mpistrat.tools.bench.report import aligned, oversubscription
 
 WARM_UP = 3
-# As long as one size may take, beside its warm-up; at least so many calls.
+# How long one size may take after its warm-up, and how many calls it gets at least and at most.
 SECONDS_PER_SIZE = 2.0
 FEWEST_CALLS, MOST_CALLS = 5, 2000
+
+# Name, unit, width, cell
+_COLUMNS = (
+    ("size", "(B)", 12, "{0.bytes}"),
+    ("count", "(elements)", 12, "{0.count}"),
+    ("type", "", 9, "{0.type}"),
+    ("redop", "", 6, "{0.redop}"),
+    ("time", "(us)", 11, "{0.time:.1f}"),
+    ("p50", "(us)", 11, "{0.p50:.1f}"),
+    ("p99", "(us)", 11, "{0.p99:.1f}"),
+    ("algbw", "(GB/s)", 8, "{0.algbw:.2f}"),
+    ("busbw", "(GB/s)", 8, "{0.busbw:.2f}"),
+    ("#wrong", "", 7, "{0.wrong}"),
+    ("% of", "limit", 7, "{0.percent_of_limit:.0f}"),
+)
+_WIDTHS = [width for _, _, width, _ in _COLUMNS]
 
 
 @dataclass
@@ -49,17 +66,13 @@ class Row:
     percent_of_limit: float
     slowest_rank: int
     slowest_ratio: float
-    samples: list[float] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    samples: list[float]
 
 
 def sizes(smallest: int, largest: int, factor: int) -> Iterator[int]:
-    size = smallest
-    while size <= largest:
-        yield size
-        size *= factor
+    while smallest <= largest:
+        yield smallest
+        smallest *= factor
 
 
 def measure(
@@ -73,13 +86,11 @@ def measure(
 ) -> Row:
     """Collective. `calls`: None for as many as fit into two seconds."""
     operation = kind(communicator, nbytes, dtype, in_window)
-    size = communicator.size
-    wrong = 0
-    for i in range(WARM_UP):
-        seconds = _timed(operation)
-        wrong += operation.wrong() if i == 0 else 0
+    seconds = [_timed(operation)]
+    wrong = operation.wrong()
+    seconds += [_timed(operation) for _ in range(WARM_UP - 1)]
     if calls is None:
-        planned = np.array(SECONDS_PER_SIZE / max(seconds, 1e-7))
+        planned = np.array(SECONDS_PER_SIZE / max(seconds[-1], 1e-7))
         communicator.all_reduce(planned, "min")
         calls = min(max(FEWEST_CALLS, int(planned)), MOST_CALLS)
     own = np.array([_timed(operation) for _ in range(calls)]) * 1e6
@@ -101,13 +112,13 @@ def measure(
         p50=p50,
         p99=float(np.percentile(samples, 99)),
         algbw=algbw,
-        busbw=algbw * kind.bus_factor(size),
+        busbw=algbw * kind.bus_factor(communicator.size),
         wrong=sum(communicator.all_gather_object(wrong)),
         limit=limit,
         percent_of_limit=100 * limit / p50,
         slowest_rank=int(medians.argmax()),
         slowest_ratio=float(medians.max() / np.median(medians)),
-        samples=[round(float(sample), 3) for sample in samples],
+        samples=samples.round(3).tolist(),
     )
 
 
@@ -130,3 +141,27 @@ def _copying(communicator: Communicator, nbytes: int, calls: int) -> float:
         own.append((time.perf_counter() - started) * 1e6)
     everyone = np.stack(communicator.all_gather(np.array(own[WARM_UP:])))
     return float(np.median(everyone.max(axis=0)))
+
+
+def heading(operation: str, ranks: int) -> str:
+    names = aligned((name for name, *_ in _COLUMNS), _WIDTHS)
+    units = aligned((unit for _, unit, *_ in _COLUMNS), _WIDTHS)
+    return f"# {operation} over {ranks} ranks\n#\n#{names}\n#{units}"
+
+
+def line(row: Row) -> str:
+    return " " + aligned((cell.format(row) for *_, cell in _COLUMNS), _WIDTHS)
+
+
+def footer(rows: Sequence[Row], where: Mapping[str, Any]) -> list[str]:
+    slowest = max(rows, key=lambda row: row.slowest_ratio)
+    wrong = sum(row.wrong for row in rows)
+    lines = [
+        f"Out of bounds values: {wrong} {'FAILED' if wrong else 'OK'}",
+        f"Average bus bandwidth: {sum(row.busbw for row in rows) / len(rows):.3f} GB/s",
+        f"Slowest rank: {slowest.slowest_rank}, {slowest.slowest_ratio:.2f} times the median of the ranks at "
+        f"{slowest.bytes} bytes",
+        *where["ways"],
+        *oversubscription(where),
+    ]
+    return [f"# {text}" for text in lines]

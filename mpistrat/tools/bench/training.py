@@ -16,10 +16,10 @@ from mpistrat.communicators import Communicator
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench import examples
+from mpistrat.tools.bench.arguments import UsageError
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.usage_error import UsageError
 from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Work, alone, with_strategy
 
 WARM_UP = 3  # of what has no choice

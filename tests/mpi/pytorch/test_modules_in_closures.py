@@ -288,7 +288,7 @@ def test_embeddings_stay_on_their_servers() -> None:
 
         kind = coordinator.schedule(lambda: strategy.run(step, args=(torch.tensor([3, 7, 3]),)))
         coordinator.join()
-        assert kind.get() == "ServedRows"
+        assert kind.get() == "RemoteRows"
         before[3] -= 2
         before[7] -= 1
         assert_same(table.state_dict()["weight"], before)

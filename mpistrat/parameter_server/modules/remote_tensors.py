@@ -1,0 +1,188 @@
+"""Torch parameters and buffers on servers: where they are, and how their values get there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mpistrat.parameter_server.client import Address, Change, Client
+from mpistrat.parameter_server.optimizer_steps import Step
+from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
+
+
+@dataclasses.dataclass(eq=False)
+class RemoteTensor:
+    """One parameter or buffer on the servers.
+
+    Attributes:
+        owns: whether this rank's values are everybody's where it writes the tensor outside optimizers' steps.
+        addresses: of its parts, which are its rows in order; one of all of it, if it is not split.
+        version: of the tensor when it last was equal to what the servers have.
+        rows_only: whether the values are on the servers alone, and ranks pull the rows that they need.
+    """
+
+    client: Client
+    owns: bool
+    addresses: Sequence[Address]
+    version: int
+    rows_only: bool = False
+
+    @property
+    def split(self) -> bool:
+        return len(self.addresses) > 1
+
+    @property
+    def rows(self) -> list[int]:
+        """How many each part has."""
+        return [address.spec.shape[0] for address in self.addresses]
+
+    def pieces(self, tensor: torch.Tensor) -> list[tuple[Address, torch.Tensor]]:
+        """What `tensor`, of the same shape, has for each part."""
+        if not self.split:
+            return [(self.addresses[0], tensor)]
+        return list(zip(self.addresses, tensor.split(self.rows), strict=True))
+
+    def changes(self, method: str | Step, operand: torch.Tensor) -> list[Change]:
+        """The update `method`, such as "assign" or an optimizer's step, by an `operand` of the same shape."""
+        return [Change(address, method, piece) for address, piece in self.pieces(operand)]
+
+    def by_part(self, indices: torch.Tensor) -> list[tuple[Address, int, slice]]:
+        """For each part its first row, and which of the ascending `indices` of rows are in it."""
+        parts = []
+        first = 0
+        for address, rows in zip(self.addresses, self.rows, strict=True):
+            bounds = torch.tensor([first, first + rows], device=indices.device)
+            begin, end = torch.searchsorted(indices, bounds).tolist()
+            parts.append((address, first, slice(begin, end)))
+            first += rows
+        return parts
+
+    def pull_rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Args: indices: of rows, ascending. Raises: IndexError."""
+        count = sum(self.rows)
+        if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < count):
+            wrong = int(indices[0]) if indices[0] < 0 else int(indices[-1])
+            raise IndexError(f"row {wrong} of an embedding of {count} rows")
+        parts = [
+            self.client.rows(address, (indices[part] - first).cpu().numpy())
+            for address, first, part in self.by_part(indices)
+            if part.start < part.stop or not self.split
+        ]
+        if not parts:
+            return self.pull_rows(indices.new_zeros(1))[:0]
+        return torch.cat(parts).to(indices.device)
+
+    def pull(self, like: torch.Tensor) -> torch.Tensor:
+        """All of it, on the device of `like`."""
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self.client.pull_into(self.pieces(out))
+        return out
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Send `value`, if this rank owns that."""
+        if self.owns:
+            self.client.change(self.changes("assign", value.detach()))
+
+
+Held = tuple[RemoteTensor, torch.Tensor]  # and this rank's copy, detached
+
+
+class _PulledBuffer(NamedTuple):
+    """A buffer as a run began with it."""
+
+    remote: RemoteTensor
+    slot: BufferSlot
+    tensor: torch.Tensor
+    before: torch.Tensor
+
+
+class RemoteTensors:
+    """The tensors that one strategy has on servers. Args: owns: as of `RemoteTensor`."""
+
+    def __init__(self, client: Client, owns: bool) -> None:
+        self.client, self.owns = client, owns
+        self._remote: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._pulled: list[_PulledBuffer] = []
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._remote
+
+    def __getitem__(self, tensor: torch.Tensor) -> RemoteTensor:
+        remote: RemoteTensor = self._remote[tensor]
+        return remote
+
+    def add(self, tensor: torch.Tensor, addresses: Sequence[Address]) -> RemoteTensor:
+        """The servers have at `addresses` what `tensor` is now, or has to become."""
+        remote = RemoteTensor(self.client, self.owns, addresses, version(tensor))
+        self._remote[tensor] = remote
+        return remote
+
+    def held(self, tensors: Iterable[torch.Tensor | None]) -> list[Held]:
+        """Those that are on servers, and whose values are here, too."""
+        return [
+            (self[tensor], tensor.detach())
+            for tensor in tensors
+            if tensor is not None and tensor in self and not self[tensor].rows_only
+        ]
+
+    def sync(self, held: Sequence[Held]) -> None:
+        """Send what this rank has written, if it owns that; then let `held` be what the servers have."""
+        if self.owns:
+            self.send_written(held)
+        self.client.pull_into([piece for remote, tensor in held for piece in remote.pieces(tensor)])
+        for remote, tensor in held:
+            remote.version = version(tensor)
+
+    def send_written(self, held: Sequence[Held]) -> None:
+        """Send what has been written here since it last was equal on the servers."""
+        written = [(remote, tensor) for remote, tensor in held if version(tensor) != remote.version]
+        self._change([c for remote, tensor in written for c in remote.changes("assign", tensor)])
+        for remote, tensor in written:
+            remote.version = version(tensor)
+
+    def begin_run(self, registry: Registry) -> None:
+        """Let the parameters and buffers of `registry` be what the servers have."""
+        slots = {id(slot.tensor()): slot for slot in registry.buffers}  # modules may share a buffer
+        buffers = [slot.tensor() for slot in slots.values()]
+        self.sync(self.held([*registry.parameters(), *buffers]))
+        self._pulled = [
+            _PulledBuffer(self[tensor], slot, tensor, tensor.clone())
+            for slot, tensor in zip(slots.values(), buffers, strict=True)
+            if tensor is not None and tensor in self
+        ]
+
+    def end_run(self) -> None:
+        """Send what the run has added to buffers."""
+        changes: list[Change] = []
+        for remote, slot, tensor, before in self._pulled:
+            _put_back(slot, tensor)
+            if tensor.dtype is not torch.bool and tensor.shape == before.shape:
+                added = tensor - before
+                if added.any():
+                    changes += remote.changes("assign_add", added)
+            remote.version = version(tensor)
+        self.drop_run()
+        self._change(changes)
+
+    def drop_run(self) -> None:
+        """What the run has added to buffers is not to be sent."""
+        self._pulled = []
+
+    def _change(self, changes: list[Change]) -> None:
+        if changes:
+            self.client.change(changes)
+
+
+def _put_back(slot: BufferSlot, tensor: torch.Tensor) -> None:
+    """A forward may have put another tensor in the buffer's place: its values are the buffer's."""
+    module, now = slot.module(), slot.tensor()
+    if module is None or now is None or now is tensor:
+        return
+    if (now.shape, now.dtype) == (tensor.shape, tensor.dtype):
+        with torch.no_grad():
+            tensor.copy_(now)
+        module._buffers[slot.key] = tensor

@@ -1,0 +1,77 @@
+"""`StrategyModules`: what a strategy needs to be done about torch modules."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mpistrat.context import AnyStrategy
+from mpistrat.pytorch.gradients.reducer import GradientReducer
+from mpistrat.pytorch.modules.registry import Registry
+from mpistrat.replicas.extended import StrategyExtended
+
+_all: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
+
+
+class StrategyModules(abc.ABC):
+    """The torch modules of a strategy on this rank.
+
+    Attributes:
+        registry: their parameters and buffers.
+        reducer: reduces gradients over the replicas.
+    """
+
+    def __init__(
+        self, extended: StrategyExtended, registry: Registry, reducer: GradientReducer
+    ) -> None:
+        self._extended, self.registry, self.reducer = extended, registry, reducer
+        _all.add(self)
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        return self._extended.strategy
+
+    @abc.abstractmethod
+    def before_run(self) -> Any:
+        """A run begins: parameters and buffers get the values that they are to have in it."""
+
+    def after_run(self) -> None:  # noqa: B027
+        """A run has ended well."""
+
+    @abc.abstractmethod
+    def mirror(self, module: Any) -> Any:
+        """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""
+
+    @abc.abstractmethod
+    def stop_recording(self, failed: bool) -> None:
+        """The outermost `scope()` is left. After an error nothing is sent: other ranks may not be here."""
+
+    def have_loaded(self, objects: Iterable[Any]) -> None:  # noqa: B027
+        """These, of all kinds, have been given the states of a checkpoint."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """The work of `Strategy.no_sync`."""
+        return self.reducer.no_sync()
+
+    def explain(self) -> str:
+        """How gradients are reduced, for people."""
+        return self.reducer.explain()
+
+
+def strategy_of(value: Any) -> AnyStrategy | None:
+    """The strategy that has the parameters of `value`, a module or an optimizer; None if there is none."""
+    parameters: Iterable[torch.Tensor] = ()
+    if isinstance(value, torch.nn.Module):
+        parameters = value.parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        parameters = (p for group in value.param_groups for p in group["params"])
+    for parameter in parameters:
+        for modules in _all:
+            if parameter in modules.registry:
+                return modules.strategy
+    return None
