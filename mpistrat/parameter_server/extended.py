@@ -27,8 +27,8 @@ class ServersExtended(StrategyExtended):
         makes_variables: whether this rank's initial values are everybody's: the chief's, or worker 0's where there is
             no chief.
         variables: on the servers.
-        torch_references: gives what pickles by name what belongs to torch. Called by: `ObjectReferences`, where torch is
-            imported.
+        torch_references: gives the names by which values of torch are pickled. Called by: `ObjectReferences`, where
+            torch is imported.
         cluster: what a chief's coordinator needs; None on other ranks.
     """
 

@@ -46,7 +46,7 @@ class VariablesOnServers(VariableStore):
         super().__init__(
             [f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(job.servers))]
         )
-        self._strategy, self._job, self._owns, self._partitioner = strategy, job, owns, partitioner
+        self._strategy, self._job, self._owns, self.partitioner = strategy, job, owns, partitioner
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         self._keys = itertools.count()
         self._turns = itertools.count()
@@ -119,9 +119,9 @@ class VariablesOnServers(VariableStore):
 
     def _sizes(self, shape: tuple[int, ...], dtype: Any, name: str) -> list[int]:
         """The rows of each part; [] for a variable that is not split."""
-        if self._partitioner is None or not shape:
+        if self.partitioner is None or not shape:
             return []
-        partitions = self._partitioner(list(shape), dtype)
+        partitions = self.partitioner(list(shape), dtype)
         if (
             not isinstance(partitions, (list, tuple))
             or not partitions

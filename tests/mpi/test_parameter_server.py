@@ -366,7 +366,7 @@ def test_workers_that_make_other_variables(way, what) -> None:
         workers = workers_of(strategy)
         odd = workers.rank == workers.size - 1
         if what == "parts" and odd:
-            strategy.extended.partitioner = None
+            strategy.extended.variables.partitioner = None
         first = np.zeros(
             5 if odd and what == "shape" else 4, "f4" if odd and what == "dtype" else "f8"
         )

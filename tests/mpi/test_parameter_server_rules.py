@@ -66,7 +66,7 @@ def test_functions_of_shard_info() -> None:
             assert asked == [((3, 4), (0, 0)), ((2, 4), (3, 0)), ((2, 4), (5, 0))]
         other = variable(strategy, keyword_only, shape=(7,), dtype="float32")
         assert other.numpy().tolist() == [0, 0, 0, 3, 3, 5, 5]
-        strategy.extended.partitioner = None
+        strategy.extended.variables.partitioner = None
         whole = variable(strategy, first, shape=(2, 2), dtype="float32")
         assert not whole.numpy().any()
 
