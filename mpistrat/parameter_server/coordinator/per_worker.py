@@ -1,4 +1,4 @@
-"""Values with a part on each worker: which one a closure gets depends on who executes it."""
+"""Values with a part on each worker: a closure gets the part of the worker that executes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PerWorkerValues(PerWorker):
             )
         if self._resource is None:
             makes = [functools.partial(_same, value.get()) for value in self._values]
-            self._resource = table.write(*makes)
+            self._resource = table.add(*makes)
         return self._resource
 
 
@@ -75,8 +75,8 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
     """
 
     def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
-        self._dataset = dataset
-        self._resource = table.write(functools.partial(_iterate, dataset))
+        self._dataset: Any = dataset  # on the worker its `DatasetOfWorker`
+        self._resource = table.add(functools.partial(DatasetOfWorker.iterate, self._dataset))
 
     def resource(self, table: ResourceTable) -> Resource:
         return self._resource
@@ -91,8 +91,7 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
             "call next() in the scheduled function"
         )
 
-    get_next = __next__
-    get_next_as_optional = __next__
+    get_next = get_next_as_optional = __next__
 
 
 class DatasetOfWorker:
@@ -113,7 +112,7 @@ class DatasetOfWorker:
 
     def element_spec(self) -> Any:
         elements = self._begun or iter(self._dataset)
-        first = list(itertools.islice(elements, 1))
+        first = [*itertools.islice(elements, 1)]
         self._begun = itertools.chain(first, elements)
         if not first:
             raise ValueError("the dataset has no elements: what they look like is not known")
@@ -139,10 +138,6 @@ class IteratorOfWorker(Iterator[Any]):
         for element in self._elements:
             return Optional(element, True)
         return Optional(None, False)
-
-
-def _iterate(dataset: Any) -> IteratorOfWorker:
-    return dataset.iterate()
 
 
 def _same(value: Any) -> Any:
