@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.batches import spec_of
@@ -75,8 +75,9 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
     """
 
     def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
-        self._dataset: Any = dataset  # on the worker its `DatasetOfWorker`
-        self._resource = table.add(functools.partial(DatasetOfWorker.iterate, self._dataset))
+        self._dataset = dataset
+        of_worker = cast(DatasetOfWorker, dataset)  # which is what the worker unpickles
+        self._resource = table.add(functools.partial(DatasetOfWorker.iterate, of_worker))
 
     def resource(self, table: ResourceTable) -> Resource:
         return self._resource
