@@ -34,6 +34,7 @@ from mpistrat.liveness.record import (
     ABORT,
     CODE,
     END,
+    ENDING,
     EXPENDABLE,
     LEAVING,
     LEFT,
@@ -430,7 +431,7 @@ def leave_together() -> None:
 def abort(code: int) -> NoReturn:
     """End all processes of the job with exit code `code`."""
     if _watch is not None:
-        _watch.record.end()
+        _watch.record.state = ENDING
     _flush()
     time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
     if not why_not_fault_tolerant(MPI.Get_library_version()):
@@ -444,7 +445,7 @@ def abort(code: int) -> NoReturn:
 
 def end_job(text: str, code: int) -> NoReturn:
     if _watch is not None:
-        _watch.record.end()  # before the observer can wonder why ranks die
+        _watch.record.state = ENDING  # before the observer can wonder why ranks die
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"\nmpistrat: {text}\n")
     abort(code)

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 
+from mpistrat.liveness.failure_detector import (
+    FailureDetector,
+    Pauses,
+    Wait,
+    calls_differ,
+    first_death,
+    waits,
+)
 from mpistrat.liveness.job_folder import JobFolder, report_of
 from mpistrat.liveness.other_accounts import Account, find_accounts
 from mpistrat.liveness.processes import (
@@ -26,47 +33,14 @@ from mpistrat.liveness.processes import (
     describe_exit,
     end_launcher,
     exit_code,
-    exit_status,
     launcher_of,
-    open_pidfd,
     state_of,
 )
-from mpistrat.liveness.record import (
-    ABORT,
-    ASK,
-    ASKED,
-    CODE,
-    END,
-    ENDING,
-    EXPENDABLE,
-    LEAVING,
-    LEFT,
-    LIMIT,
-    LOOKED,
-    ON_STALL,
-    RAISE,
-    RUNNING,
-    SIZE,
-    STALLED,
-    STATE,
-)
-from mpistrat.liveness.report import (
-    Rank,
-    Wait,
-    death_report,
-    find_ranks,
-    first_death,
-    leaving_notice,
-    stall_report,
-    waits,
-)
+from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.report import death_report, leaving_notice, stall_report
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
-# Longer than this between two looks, and the machine or this process stood still.
-SECONDS_OF_A_PAUSE = 2.0
-# A launcher kills the others while the first may still write its core.
-SECONDS_TO_DIE_TOGETHER = 0.4
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
 SECONDS_FOR_OTHER_NODES = 3.0
@@ -80,201 +54,120 @@ SECONDS_FOR_A_LATE_RANK = 2.0
 
 
 class Observer:
+    """Judges what `FailureDetector` sees, reports it, and sees to it that the job ends."""
+
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._ranks: dict[int, Rank] = {}  # by number
-        self._by_pidfd: dict[int, Rank] = {}
-        self._without_pidfd: list[Rank] = []
-        self._deaths: list[Rank] = []  # in their order, as epoll reports events
-        self._first_death = 0.0
-        self._epoll = select.epoll()
-        self._launcher: int | None = None
-        self._reported = 0.0
+        self._detector = FailureDetector(folder.path)
+        self._pauses = Pauses()
+        self._launcher: int | None = None  # where none is found
+        self._reported = 0.0  # when; 0.0: nothing was reported
+        self._ending_since = 0.0  # when a rank was seen to end the job
         self._killed = False
-        self._ending_since = 0.0
-        self._leaving_since: float | None = 0.0  # None once it was told
-        self._looked = time.monotonic()
-        self._pauses: list[tuple[float, float]] = []  # (end, seconds)
+        self._leaving_since = 0.0  # when ranks were seen to wait at their end
+        self._noticed_leaving = False
 
     def run(self) -> None:
         """Until no rank is left."""
-        started = time.monotonic()
+        detector, alone_since = self._detector, time.monotonic()
         self._find_ranks()
         os.write(1, b"watching\n")
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # nobody reads further
         os.close(null)
-        alone_since = started
-        while not self._nobody_is_left() or time.monotonic() - alone_since < self._patience():
-            if not self._nobody_is_left():
+        while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
+            if not detector.all_are_dead:
                 alone_since = time.monotonic()
-            elif self._ranks and self._folder.remove_if_last():
+            elif detector.ranks and self._folder.remove_if_last():
                 break
             self._find_ranks()
-            self._wait_for_deaths(SECONDS_BETWEEN_LOOKS)
-            self._wait_for_deaths_of_one_moment()
-            self._notice_pauses()
+            detector.wait(SECONDS_BETWEEN_LOOKS)
+            self._pauses.notice(detector.ranks.values())
             self._judge_deaths()
             self._judge_waits()
             self._see_to_the_end()
             self._tell_who_waits_at_the_end()
         # MPICH's launcher returns the first one's.
-        codes = [rank.status for rank in self._unexplained_deaths()]
+        codes = [rank.status for rank in detector.unexplained()]
         if self._reported and self._launcher and (0 in codes or None in codes):
             time.sleep(SECONDS_TO_BE_READ)
             end_launcher(self._launcher)
 
-    def _nobody_is_left(self) -> bool:
-        return len(self._deaths) == len(self._ranks)
-
     def _patience(self) -> float:
         """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
-        return SECONDS_FOR_A_LATE_RANK if self._ranks else SECONDS_TO_START
+        return SECONDS_FOR_A_LATE_RANK if self._detector.ranks else SECONDS_TO_START
 
     def _find_ranks(self) -> None:
-        for rank in find_ranks(self._folder.path, known=self._ranks):
-            self._ranks[rank.number] = rank
-            try:
-                pidfd = open_pidfd(rank.pid)
-            except ProcessLookupError:
-                self._dies(rank, None)
-            except OSError:
-                self._without_pidfd.append(rank)
-            else:
-                self._by_pidfd[pidfd] = rank
-                self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLET)
-            if self._launcher is None:
-                self._launcher = launcher_of(rank.pid)
+        for rank in self._detector.find():
+            self._launcher = self._launcher or launcher_of(rank.pid)
         self._promise_to_look(0.0)
 
     def _promise_to_look(self, seconds: float) -> None:
         """The ranks trust in us until then, and some more."""
-        for rank in self._ranks.values():
-            rank.record.words[LOOKED] = time.monotonic_ns() + int(seconds * 1e9)
-
-    def _wait_for_deaths(self, seconds: float) -> None:
-        for pidfd, _ in self._epoll.poll(seconds):
-            rank = self._by_pidfd[pidfd]
-            if not rank.dead:
-                self._dies(rank, exit_status(rank.pid, pidfd))
-            elif rank.status is None:  # a second event, when it was reaped
-                rank.status = exit_status(rank.pid, pidfd)
-        for rank in self._without_pidfd:
-            if not rank.dead and state_of(rank.pid) in DEAD:
-                self._dies(rank, exit_status(rank.pid, None))
-
-    def _dies(self, rank: Rank, status: int | None) -> None:
-        rank.dead, rank.status = True, status
-        self._deaths.append(rank)
-        self._first_death = self._first_death or time.monotonic()
-
-    def _wait_for_deaths_of_one_moment(self) -> None:
-        until = self._first_death + SECONDS_TO_DIE_TOGETHER
-        while self._deaths and len(self._deaths) < len(self._ranks):
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            self._wait_for_deaths(left)
-
-    def _notice_pauses(self) -> None:
-        """A suspended job has not waited meanwhile: the clock went on, or this process did, but no rank could."""
-        now = time.monotonic()
-        gap, self._looked = now - self._looked, now
-        alive = [rank for rank in self._ranks.values() if not rank.dead]
-        stopped = alive and all(rank.stands_still for rank in alive)
-        if gap > SECONDS_OF_A_PAUSE or stopped:
-            self._pauses.append((now, gap))
-
-    def _seconds_since(self, moment: float) -> float:
-        """Without pauses."""
-        pauses = sum(seconds for end, seconds in self._pauses if end > moment)
-        return time.monotonic() - moment - pauses
+        for rank in self._detector.ranks.values():
+            rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
 
     def _judge_deaths(self) -> None:
-        states = [rank.record.words[STATE] for rank in self._ranks.values()]
-        unexplained = self._unexplained_deaths()
-        if not unexplained or self._reported or ENDING in states or self._is_told_elsewhere():
+        detector = self._detector
+        unexplained = detector.unexplained()
+        if (
+            not unexplained
+            or self._reported
+            or detector.in_state(ENDING)
+            or self._is_reported_elsewhere()
+        ):
             return
-        if self._others_went_on() and all(r.record.words[EXPENDABLE] for r in unexplained):
-            self._let_go(unexplained)
+        if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
+            detector.let_go(unexplained)
+            for rank in unexplained:  # one of the others tells with how many they go on
+                _say(
+                    f"\nmpistrat: {rank.who} {describe_exit(rank.status)}; the others go on without it\n"
+                )
             return
-        all_dead = self._nobody_is_left()
+        ranks = list(detector.ranks.values())
         # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it.
         may_be_0 = all(rank.status in (0, None) for rank in unexplained)
-        if all_dead and may_be_0 and not self._unequal():
+        if detector.all_are_dead and may_be_0 and not calls_differ(ranks):
             return  # they all ended by os._exit(0), after the same calls
-        if all(rank.status == 0 for rank in unexplained):
-            missed = any(
-                set(wait.missing) & set(unexplained) for wait in waits(list(self._ranks.values()))
-            )
-            waiting = time.monotonic() - self._first_death < SECONDS_TO_LEAVE_TOGETHER
-            if not missed and waiting and not all_dead:
+        if all(rank.status == 0 for rank in unexplained) and not detector.all_are_dead:
+            missed = any(set(wait.missing) & set(unexplained) for wait in waits(ranks))
+            if not missed and time.monotonic() - detector.first_died < SECONDS_TO_LEAVE_TOGETHER:
                 return
         first = first_death(unexplained)
-        ranks = list(self._ranks.values())
         self._report(lambda: death_report(ranks, first), END, exit_code(first.status))
 
     def _others_went_on(self) -> bool:
         """Whether there are ranks that live, here or on other nodes, or have come to their end by now."""
-        ranks = self._ranks.values()
-        elsewhere = len(ranks) < next(iter(ranks)).record.words[SIZE]
-        return elsewhere or any(not r.dead or r.record.words[STATE] == LEFT for r in ranks)
+        ranks = list(self._detector.ranks.values())
+        elsewhere = len(ranks) < ranks[0].record.size
+        return elsewhere or any(not r.dead or r.record.state == LEFT for r in ranks)
 
-    def _let_go(self, lost: list[Rank]) -> None:
-        """The other ranks go on without them; one of these tells with how many."""
-        for rank in lost:
-            rank.lost = True
-            _say(
-                f"\nmpistrat: {rank.who} {describe_exit(rank.status)}; the others go on without it\n"
-            )
-        self._first_death = 0.0
-
-    def _is_told_elsewhere(self) -> bool:
+    def _is_reported_elsewhere(self) -> bool:
         """Whether another node has just asked about a stall: what happens now is its doing."""
-        asked = max((rank.record.words[ASKED] for rank in self._ranks.values()), default=0) / 1e9
+        asked = max((r.record.asked for r in self._detector.ranks.values()), default=0) / 1e9
         return asked > 0 and time.monotonic() - asked < SECONDS_TO_REPORT
 
-    def _unexplained_deaths(self) -> list[Rank]:
-        return [
-            rank
-            for rank in self._deaths
-            if rank.record.words[STATE] in (RUNNING, LEAVING) and not rank.lost
-        ]
-
-    def _unequal(self) -> bool:
-        """Whether ranks made different numbers of calls, or died in one."""
-        calls: dict[int, set[int]] = {}
-        for rank in self._ranks.values():
-            for board in rank.record.boards():
-                calls.setdefault(board.group, set()).add(board.calls)
-        inside = any(rank.inside for rank in self._ranks.values())
-        return inside or any(len(numbers) > 1 for numbers in calls.values())
-
     def _judge_waits(self) -> None:
-        ranks = [rank for rank in self._ranks.values() if not rank.lost]
-        if self._reported or any(rank.record.words[STATE] == ENDING for rank in ranks):
-            return
+        ranks = self._detector.going_on
         wait = next(iter(waits(ranks)), None)
-        if wait is None:
+        if self._reported or wait is None or any(rank.record.state == ENDING for rank in ranks):
             return
-        words = wait.waiting[0].record.words
-        limit = words[LIMIT] / 1e9
-        grace = wait.first not in self._ranks or self._is_told_elsewhere()
-        waited = self._seconds_since(wait.since / 1e9)
-        if limit and waited > limit + SECONDS_FOR_THE_FIRST_NODE * grace:
-            self._report(lambda: self._stall_report(wait, waited, limit), words[ON_STALL], 1, wait)
+        record = wait.waiting[0].record
+        grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
+        waited = self._pauses.seconds_since(wait.since / 1e9)
+        if record.limit and waited > record.limit + SECONDS_FOR_THE_FIRST_NODE * grace:
+            self._report(lambda: self._stall_report(wait, waited), record.on_stall, 1, wait)
 
-    def _stall_report(self, wait: Wait, waited: float, limit: float) -> str:
-        told = self._ask_other_nodes(wait)
-        missing = [rank for one in told for rank in one.missing(wait.group, wait.call)]
-        lines = [line for one in told for line in one.lines]
-        ranks = [rank for rank in self._ranks.values() if not rank.lost]
-        return stall_report(ranks, wait, waited, limit, missing, lines)
+    def _stall_report(self, wait: Wait, waited: float) -> str:
+        accounts = self._ask_other_nodes(wait)
+        missing = [rank for other in accounts for rank in other.missing(wait.group, wait.call)]
+        lines = [line for other in accounts for line in other.lines]
+        return stall_report(self._detector.going_on, wait, waited, missing, lines)
 
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
         if not wait.elsewhere:
             return []
-        wait.waiting[0].record.words[ASK] = 1
+        wait.waiting[0].record.ask = 1
         until = time.monotonic() + SECONDS_FOR_OTHER_NODES
         while time.monotonic() < until:
             accounts = find_accounts(self._folder.path)
@@ -287,15 +180,7 @@ class Observer:
         self, compose: Callable[[], str], action: int, code: int, wait: Wait | None = None
     ) -> None:
         """Say why the job ends, and end it; unless the ranks went on meanwhile."""
-        self._promise_to_look(SECONDS_TO_REPORT)
-        try:
-            text = compose()
-        except Exception:  # the verdict stands, however little can be said
-            text = (
-                f"ranks failed, or wait too long; why could not be told:\n{traceback.format_exc()}"
-            )
-        self._looked = time.monotonic()
-        self._promise_to_look(0.0)
+        text = self._compose(compose)
         if wait is not None and not wait.lasts():
             return
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
@@ -305,49 +190,55 @@ class Observer:
         where = f" This report is in {written}." if written else ""
         _say(f"\nmpistrat: {text}\nmpistrat: {end}{where}\n")
         self._reported = time.monotonic()
-        for rank in self._ranks.values():
-            rank.record.words[CODE] = code
-            rank.record.words[STALLED] = wait.group if wait else 0
-            rank.record.words[ABORT] = action
+        for rank in self._detector.ranks.values():
+            rank.record.code, rank.record.stalled = code, wait.group if wait else 0
+            rank.record.abort = action  # last: the rank acts on it
+
+    def _compose(self, compose: Callable[[], str]) -> str:
+        """What `compose` returns, which may take a while: ranks are asked what they do."""
+        self._promise_to_look(SECONDS_TO_REPORT)
+        try:
+            return compose()
+        except Exception:  # the verdict stands, however little can be said
+            return (
+                f"ranks failed, or wait too long; why could not be told:\n{traceback.format_exc()}"
+            )
+        finally:
+            self._pauses.restart()
+            self._promise_to_look(0.0)
 
     def _see_to_the_end(self) -> None:
         """Kill the ranks that did not hear that the job ends, or could not end it."""
-        records = [rank.record for rank in self._ranks.values()]
-        now = time.monotonic()
-        if not self._ending_since and any(record.words[STATE] == ENDING for record in records):
+        now, ranks = time.monotonic(), self._detector.ranks.values()
+        if not self._ending_since and self._detector.in_state(ENDING):
             self._ending_since = now
-        if self._ending_since and now - self._ending_since > SECONDS_FOR_THE_LAUNCHER:
+        ending = now - self._ending_since if self._ending_since else 0.0
+        if ending > SECONDS_FOR_THE_LAUNCHER:
             # Under fault tolerant MPI, MPI_Abort ends one rank only.
-            for record in records:
-                if not record.words[ABORT] and record.words[STATE] != ENDING:
-                    record.words[CODE], record.words[ABORT] = 1, END
-        too_long = self._ending_since and now - self._ending_since > SECONDS_TO_END_BY_ITSELF
-        raised = any(record.words[ABORT] == RAISE for record in records)
-        heard = not self._reported or raised or now - self._reported < SECONDS_TO_END_THE_JOB
-        if self._killed or (heard and not too_long):
+            for record in (rank.record for rank in ranks):
+                if not record.abort and record.state != ENDING:
+                    record.code, record.abort = 1, END
+        raised = any(rank.record.abort == RAISE for rank in ranks)
+        unheard = self._reported and not raised and now - self._reported >= SECONDS_TO_END_THE_JOB
+        if self._killed or not (unheard or ending > SECONDS_TO_END_BY_ITSELF):
             return
         self._killed = True
-        for rank in self._ranks.values():
+        for rank in ranks:
             if not rank.dead and state_of(rank.pid) not in DEAD:
                 with contextlib.suppress(OSError):
                     os.kill(rank.pid, signal.SIGKILL)
 
     def _tell_who_waits_at_the_end(self) -> None:
         """Once: that may be right, or a rank waits for one of those in an MPI call of the program's own."""
-        ranks = list(self._ranks.values())
-        leaving = [rank for rank in ranks if rank.record.words[STATE] == LEAVING]
-        if self._leaving_since is None or self._reported or not leaving:
+        ranks = list(self._detector.ranks.values())
+        leaving = self._detector.in_state(LEAVING)
+        if self._noticed_leaving or self._reported or not leaving:
             return
-        now = time.monotonic()
-        self._leaving_since = self._leaving_since or now
-        limit = leaving[0].record.words[LIMIT] / 1e9
-        waited = self._seconds_since(self._leaving_since)
-        running = [rank for rank in ranks if not rank.dead and not rank.has_left]
-        if limit and running and waited > limit:
-            self._leaving_since = None
-            self._promise_to_look(SECONDS_TO_REPORT)
-            _say(f"\nmpistrat: {leaving_notice(ranks, waited)}\n")
-            self._looked = time.monotonic()
+        self._leaving_since = self._leaving_since or time.monotonic()
+        limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
+        if limit and waited > limit and any(not rank.dead and not rank.has_left for rank in ranks):
+            self._noticed_leaving = True
+            _say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from mpistrat.liveness.report import account_of, find_ranks
+from mpistrat.liveness.failure_detector import find_ranks
+from mpistrat.liveness.report import account_of
 from mpistrat.machine.private_files import create
 
 _FILE = "elsewhere"

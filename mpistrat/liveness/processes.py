@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 SECONDS_FOR_A_STACK = 1.5  # less than SECONDS_FOR_OTHER_NODES in observer.py
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
+KILLED_BY_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)  # wait statuses
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -98,33 +99,30 @@ class StackRequest:
     """
 
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
-        self._stacks = stacks
-        self._before: int | None = None
+        self._stacks, self._before = stacks, 0  # bytes that were there before
+        self._sent = False
         self._deadline = time.monotonic() + SECONDS_FOR_A_STACK
         if stack_signal and state_of(pid) in RUNS:
             with contextlib.suppress(OSError):
                 self._before = os.path.getsize(stacks)
                 os.kill(pid, stack_signal)
+                self._sent = True
 
     def frames(self) -> list[str]:
         """Innermost first; [] when it does not answer."""
-        if self._before is None:
-            return []
-        told = ""
-        while True:
-            before, told = told, self._told()
+        answer = ""
+        while self._sent:
+            before, answer = answer, self._answer()
             # A process without a core may stop in the middle of its answer.
-            if told == before and _frames(told):
+            if answer == before and _frames(answer):
                 break
-            if (
-                time.monotonic() > self._deadline
-            ):  # after a look: others may have been waited for until now
+            # The deadline comes after a look: others may have been waited for until now.
+            if time.monotonic() > self._deadline:
                 break
             time.sleep(0.02)
-        return _frames(told)
+        return _frames(answer)
 
-    def _told(self) -> str:
-        assert self._before is not None
+    def _answer(self) -> str:
         with open(self._stacks, encoding="utf-8", errors="replace") as file:
             file.seek(self._before)
             return file.read()

@@ -36,11 +36,12 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     ON_STALL,
     STALLED,  # with ABORT: the hash of the stalled communicator's name; written before it
     LOOKED,  # when the observer last looked, or will at the latest; 0: it does not know of this rank yet
-    ASK,  # 1: the observer wants to know of the ranks on other nodes; see `elsewhere`
+    ASK,  # 1: the observer wants to know of the ranks on other nodes; see `other_nodes`
     ASKED,  # when the observer of another node asked
     EXPENDABLE,  # 1: if this rank dies, the others go on without it
 ) = range(17)
-# STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs
+# STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
+# ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
 END, RAISE = 1, 2
@@ -61,8 +62,26 @@ _FIRST_WAITED, _ENTRY_WORDS = (_FIRST_ENTRY + 16) // 8, _ENTRY_BYTES // 8
 MAX_SITE = 110
 
 
+class _Word:
+    """A word of the header as an attribute of its record."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, record: RankRecord, owner: type[RankRecord] | None = None) -> int:
+        return record.words[self._index]
+
+    def __set__(self, record: RankRecord, value: int) -> None:
+        record.words[self._index] = value
+
+
 class RankRecord:
     """A rank's own record, or a view of another's. `path` None is memory that nobody else sees."""
+
+    pid, rank, size, stack_signal = map(_Word, (PID, RANK, SIZE, STACK_SIGNAL))
+    state, expendable = map(_Word, (STATE, EXPENDABLE))
+    abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
+    looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
 
     def __init__(self, path: str | None, *, create: bool = False) -> None:
         self.path = path
@@ -80,17 +99,16 @@ class RankRecord:
                 os.close(file)
         self.words = memoryview(self._map).cast("Q")
         self._numbers = itertools.count(1)  # of entries; threads may take them at the same time
-        if not create and path is not None and self.words[VERSION] != MAGIC:
+        if not create and path is not None and not self.started:
             raise OSError(f"{path} is not a record of this version")
 
     def start(self, rank: int, size: int, host: str, limit: float, on_stall: int) -> None:
         """Fill in the header; from here on others may read."""
-        words = self.words
-        words[PID], words[RANK], words[SIZE] = os.getpid(), rank, size
-        words[LIMIT], words[ON_STALL] = int(limit * 1e9), on_stall
+        self.pid, self.rank, self.size = os.getpid(), rank, size
+        self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
         encoded = host.encode(errors="replace")[: _HOST_BYTES - 1]
         self._map[_HOST : _HOST + len(encoded)] = encoded
-        words[VERSION] = MAGIC
+        self.words[VERSION] = MAGIC
 
     def new_board(self, name_hash: int, size: int, first: int = 0) -> int | None:
         """The index in `words` of a new communicator's board; None when all are taken.
@@ -154,9 +172,18 @@ class RankRecord:
         ]
         return (ended + min(max(waiting, default=0), last * 1_000_000_000)) / 1e9
 
-    def end(self) -> None:
-        """This rank ends the job, or has failed: the observer need not explain its death."""
-        self.words[STATE] = ENDING
+    @property
+    def limit(self) -> float:
+        """How many seconds a collective may last; 0: no limit."""
+        return self.words[LIMIT] / 1e9
+
+    @property
+    def started(self) -> bool:
+        return self.words[VERSION] == MAGIC
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.host}, pid {self.pid})"
 
     @property
     def folder(self) -> str:
@@ -169,19 +196,10 @@ class RankRecord:
 
     def boards(self) -> list[Board]:
         words = self.words
+        end = _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS
         return [
-            Board(
-                base,
-                words[base + GROUP],
-                words[base + GROUP_SIZE],
-                words[base + CALLS],
-                words[base + SINCE],
-                words[base + FIRST],
-                words[base + ENTRY],
-            )
-            for base in range(
-                _FIRST_BOARD, _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS, _BOARD_WORDS
-            )
+            Board(base, *words[base + CALLS : base + ENTRY + 1])
+            for base in range(_FIRST_BOARD, end, _BOARD_WORDS)
         ]
 
     def last(self, count: int = RING) -> list[Entry]:
@@ -213,10 +231,10 @@ class Board:
     """A rank's place in one communicator: its last call's number, and when it entered it (0: it has returned)."""
 
     base: int
-    group: int
-    size: int
     calls: int
     since: int
+    size: int
+    group: int
     first: int
     entry: int
 
@@ -235,9 +253,9 @@ class Entry:
 
 
 def text_of(call: str, site: str) -> tuple[bytes, int]:
-    """What `RankRecord.enter` takes: too long a call loses its end, a site its beginning."""
+    """What `RankRecord.enter` takes. A call that is too long loses its end, a site its beginning."""
     place = site.encode(errors="replace")
     if len(place) > MAX_SITE:
         place = b"..." + place[3 - MAX_SITE :]
-    told = call.encode(errors="replace")[: _TEXT_BYTES - len(place)]
-    return told + place, len(told)
+    words = call.encode(errors="replace")[: _TEXT_BYTES - len(place)]
+    return words + place, len(words)

@@ -11,7 +11,7 @@ from mpistrat.parameter_server.variables import VariablesOnServers
 from mpistrat.replicas.extended import Parts, StrategyExtended
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.coordinator.cluster_coordinator import Cluster
+    from mpistrat.parameter_server.coordinator.cluster import Cluster
     from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job import ServerJob
 

@@ -13,7 +13,8 @@ from mpistrat.input.input_context import InputContext
 from mpistrat.liveness import interrupts
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.parameter_server import wiring
-from mpistrat.parameter_server.coordinator.cluster_coordinator import Cluster, UnbuiltDataset
+from mpistrat.parameter_server.coordinator.cluster import Cluster
+from mpistrat.parameter_server.coordinator.cluster_coordinator import UnbuiltDataset
 from mpistrat.parameter_server.coordinator.worker import Worker
 from mpistrat.parameter_server.coordinator.worker_seeds import seed_for_worker
 from mpistrat.parameter_server.extended import ServersExtended

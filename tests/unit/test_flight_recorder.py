@@ -13,6 +13,7 @@ import pytest
 from mpistrat.communicators.contract.agreement import BoardAgreement
 from mpistrat.errors import StallError, TopologyError
 from mpistrat.liveness import job_folder, processes
+from mpistrat.liveness.failure_detector import find_ranks, waits
 from mpistrat.liveness.job_folder import JobFolder, remove_leftovers
 from mpistrat.liveness.record import (
     ABORT,
@@ -25,7 +26,6 @@ from mpistrat.liveness.record import (
     RankRecord,
     text_of,
 )
-from mpistrat.liveness.report import find_ranks, waits
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.settings import raises_on_stall, stall_seconds

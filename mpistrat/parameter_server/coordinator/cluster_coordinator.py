@@ -5,47 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import nest
 from mpistrat.context import check_call
 from mpistrat.errors import ClosureInputError
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue
+from mpistrat.parameter_server.coordinator.cluster import Cluster
 from mpistrat.parameter_server.coordinator.dispatcher import Dispatcher
 from mpistrat.parameter_server.coordinator.per_worker import (
     DatasetOfWorker,
     PerWorkerDataset,
     PerWorkerValues,
 )
-from mpistrat.parameter_server.coordinator.pickling import References, explain, loads
+from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
+from mpistrat.parameter_server.coordinator.pickling import loads
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 from mpistrat.parameter_server.coordinator.resources import ResourceTable
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
     from mpistrat.strategy import Strategy
-
-
-@dataclass
-class Cluster:
-    """What a strategy tells its coordinator, as `strategy.extended.cluster`, on the chief.
-
-    Attributes:
-        workers: their ranks, by worker index.
-        over: is told ids of closures that will not be executed again, and the id before which none will.
-        joined: called when all closures have ended, and none has failed.
-        coordinator: the strategy's one; made when it is first asked for.
-        is_needed: whether nothing can be executed without a rank that has died.
-    """
-
-    rpc: RpcEndpoint
-    workers: Sequence[int]
-    references: References
-    over: Callable[[list[int], int], None]
-    joined: Callable[[], None]
-    coordinator: ClusterCoordinator | None = None
-    is_needed: Callable[[int], bool] = lambda rank: False
 
 
 class UnbuiltDataset(Iterable[Any]):
@@ -58,21 +37,12 @@ class UnbuiltDataset(Iterable[Any]):
         self.source = source
 
     def __iter__(self) -> NoReturn:
-        raise ValueError(_BUILD_IT)
+        raise ValueError(
+            "the workers have the datasets of a ParameterServerStrategy: pass this to "
+            "ClusterCoordinator.create_per_worker_dataset"
+        )
 
-    @property
-    def cardinality(self) -> NoReturn:
-        raise ValueError(_BUILD_IT)
-
-    @property
-    def element_spec(self) -> NoReturn:
-        raise ValueError(_BUILD_IT)
-
-
-_BUILD_IT = (
-    "the workers have the datasets of a ParameterServerStrategy: pass this to "
-    "ClusterCoordinator.create_per_worker_dataset"
-)
+    cardinality = element_spec = property(__iter__)
 
 
 class ClusterCoordinator:
@@ -84,6 +54,10 @@ class ClusterCoordinator:
     """
 
     _strategy: Strategy
+    _cluster: Cluster
+    _queue: ClosureQueue
+    _resources: ResourceTable
+    _dispatcher: Dispatcher
 
     def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
         cluster = getattr(getattr(strategy, "extended", None), "cluster", None)
@@ -92,23 +66,12 @@ class ClusterCoordinator:
                 f"ClusterCoordinator takes a ParameterServerStrategy, on its chief, got {strategy!r:.80}"
             )
         if cluster.coordinator is None:
-            cluster.coordinator = super().__new__(cls)
-            cluster.coordinator._begin(strategy, cluster)
-        return cluster.coordinator
-
-    def _begin(self, strategy: Strategy, cluster: Cluster) -> None:
-        self._strategy, self._joined = strategy, cluster.joined
-        self._queue = ClosureQueue()
-        self._resources = ResourceTable(cluster.references, len(cluster.workers))
-        self._unpack = functools.partial(loads, resolve=self._resources.resolve)
-        self._dispatcher = Dispatcher(
-            cluster.rpc,
-            cluster.workers,
-            self._queue,
-            self._resources,
-            cluster.over,
-            cluster.is_needed,
-        )
+            made = cluster.coordinator = super().__new__(cls)
+            made._strategy, made._cluster, made._queue = strategy, cluster, ClosureQueue()
+            made._resources = ResourceTable(cluster.references, len(cluster.workers))
+            made._dispatcher = Dispatcher(cluster, made._queue, made._resources)
+        coordinator: ClusterCoordinator = cluster.coordinator
+        return coordinator
 
     @property
     def strategy(self) -> Strategy:
@@ -132,13 +95,13 @@ class ClusterCoordinator:
         """
         args = () if args is None else args
         check_call("schedule", fn, args, kwargs)
-        for one in nest.leaves([args, kwargs]):
-            if isinstance(one, RemoteValue):
+        for argument in nest.leaves([args, kwargs]):
+            if isinstance(argument, RemoteValue):
                 raise ValueError(
                     "a RemoteValue cannot be an argument of a scheduled function: fetch() it, and pass the value"
                 )
-            if isinstance(one, PerWorkerValues):
-                one.resource(self._resources)  # for its errors
+            if isinstance(argument, PerWorkerValues):
+                argument.resource(self._resources)  # for its errors
         return self._put(fn, tuple(args), dict(kwargs or {}))
 
     def join(self) -> None:
@@ -147,13 +110,13 @@ class ClusterCoordinator:
         Raises: the first error of a function, after the others have ended or been cancelled; once.
         """
         self._queue.wait()
-        self._joined()
+        self._cluster.joined()
 
     def done(self) -> bool:
         """Whether all that was scheduled has ended; if so, as `join`. Raises: as `join`."""
         done = self._queue.done()
         if done:
-            self._joined()
+            self._cluster.joined()
         return done
 
     @contextlib.contextmanager
@@ -193,9 +156,9 @@ class ClusterCoordinator:
             )
         make = functools.partial(DatasetOfWorker, source)
         try:
-            resource = self._resources.write(make)
+            resource = self._resources.add(make)
         except Exception as error:
-            raise self._explained(source, "the dataset function", error) from error
+            raise_explained({"the dataset function": source}, self._resources.pack, error)
         dataset = PerWorkerDataset(resource, self._resources, self._call)
         try:
             self._call(_nothing, dataset)
@@ -206,8 +169,8 @@ class ClusterCoordinator:
         return dataset
 
     def __repr__(self) -> str:
-        waiting, under_way = len(self._queue), self._queue.under_way
         workers = self._resources.workers
+        waiting, under_way = len(self._queue), len(self._queue.under_way)
         return f"<{type(self).__name__} {workers=} {waiting=} {under_way=}>"
 
     def end(self) -> None:
@@ -216,36 +179,24 @@ class ClusterCoordinator:
 
     def _call(self, fn: Callable[..., Any], argument: Any) -> Any:
         """`fn(argument)`, by the next worker that is free; its error is not one of what was scheduled."""
-        return self._put(fn, (argument,), {}, asked_alone=True).get()
+        return self._put(fn, (argument,), {}, internal=True).get()
 
     def _put(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, asked_alone: bool = False
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, internal: bool = False
     ) -> RemoteValue:
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         try:
             payload, resources = self._resources.pack((fn, args, kwargs))
         except Exception as error:
-            raise self._why_not(name, fn, args, kwargs, error) from error
-        result = RemoteValue(self._queue.changed, self._unpack, name)
-        closure = Closure(name, payload, resources, result, asked_alone)
-        self._queue.put(closure)
+            values = {f"function {name}": fn}
+            values |= {f"argument {i} of {name}": value for i, value in enumerate(args)}
+            values |= {f"argument {key!r} of {name}": value for key, value in kwargs.items()}
+            raise_explained(values, self._resources.pack, error)
+        unpack = functools.partial(loads, resolve=self._resources.resolve)
+        result = RemoteValue(self._queue.changed, unpack, name)
+        self._queue.put(Closure(name, payload, resources, result, internal))
         self._dispatcher.hand_out()
         return result
-
-    def _why_not(self, name: str, fn: Any, args: Any, kwargs: Any, error: Exception) -> Exception:
-        for told, value in (
-            (f"function {name}", fn),
-            *((f"argument {i} of {name}", one) for i, one in enumerate(args)),
-            *((f"argument {key!r} of {name}", one) for key, one in kwargs.items()),
-        ):
-            try:
-                self._resources.pack(value)
-            except Exception as refused:
-                return self._explained(value, told, refused)
-        return error
-
-    def _explained(self, value: Any, name: str, error: Exception) -> Exception:
-        return explain(value, name, functools.partial(self._resources.reference_of, []), error)
 
     def __reduce__(self) -> Any:
         # An object whose method is scheduled may have it among its attributes.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.errors import UnavailableError
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.coordinator.closures import Closure, ClosureQueue, Unfinished
-from mpistrat.parameter_server.coordinator.failures import unpack
+from mpistrat.parameter_server.coordinator.cluster import Cluster
+from mpistrat.parameter_server.coordinator.failures import unpack_error
 from mpistrat.parameter_server.coordinator.resources import ResourceTable
 from mpistrat.parameter_server.coordinator.worker import (
     CLOSURES,
@@ -20,13 +20,10 @@ from mpistrat.parameter_server.coordinator.worker import (
     SECONDS_TO_KEEP,
 )
 
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-
 # What a worker has in hand while it works: for so many seconds, and so many closures at most.
 _SECONDS_AHEAD = 5e-3
 _MOST_AHEAD = 64
-_FEWEST_OVER = 64  # closures, for servers to be told of them
+_FEWEST_OVER = 64  # closures that have ended, before servers hear of them
 
 
 class Dispatcher:
@@ -35,46 +32,33 @@ class Dispatcher:
     A worker that has short ones gets several at a time, and the next before it has ended those. Closures of a worker
     that dies go to the others; when a server dies, there is nothing to go on with. A thread reads what comes until
     `end`, or the program's end.
-
-    Args:
-        workers: their ranks, by worker index.
-        over: is told ids of closures that will not be executed again, and the id before which none will.
-        is_needed: whether nothing can be executed without a rank that has died.
     """
 
-    def __init__(
-        self,
-        rpc: RpcEndpoint,
-        workers: Sequence[int],
-        queue: ClosureQueue,
-        table: ResourceTable,
-        over: Callable[[list[int], int], None],
-        is_needed: Callable[[int], bool] = lambda rank: False,
-    ) -> None:
-        self._rpc, self._queue, self._resources, self._over = rpc, queue, table, over
+    def __init__(self, cluster: Cluster, queue: ClosureQueue, resources: ResourceTable) -> None:
+        self._cluster, self._queue, self._resources = cluster, queue, resources
+        self._rpc = cluster.rpc
         self._lock = threading.RLock()  # taken before the queue's
-        self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(workers)}
-        self._is_needed = is_needed
+        self._workers = {rank: _Worker(index, rank) for index, rank in enumerate(cluster.workers)}
         self._ended = False
-        rpc.handle(OUTCOMES, self._take_outcomes)
-        rpc.handle(RETURNED, self._take_back)
-        rpc.on_lost(self._lose)
-        for rank in sorted(rpc.channel.lost):
+        self._rpc.handle(OUTCOMES, self._take_outcomes)
+        self._rpc.handle(RETURNED, self._take_back)
+        self._rpc.on_lost(self._lose)
+        for rank in sorted(self._rpc.channel.lost):
             self._lose(rank)
-        # Runs before the job's handler, which tells the workers that there is no more: last in, first out.
+        # Runs before the job's handler, which ends the workers: last in, first out.
         atexit.register(self.end)
-        threading.Thread(target=self._attend, name="mpistrat coordinator", daemon=True).start()
+        threading.Thread(target=self._read, name="mpistrat coordinator", daemon=True).start()
 
     def hand_out(self) -> None:
         """Called by: whoever has put something into the queue, or taken it out of a worker's hands."""
         with self._lock:
-            for worker in sorted(self._workers.values(), key=lambda one: len(one.in_hand)):
+            for worker in sorted(self._workers.values(), key=lambda worker: len(worker.in_hand)):
                 waiting = len(self._queue)
                 if not waiting:
                     return
                 room = worker.ahead - len(worker.in_hand)
                 share = min(room, math.ceil(waiting / len(self._workers)))
-                # Not one by one to a worker that has some to go on with.
+                # A worker that has some to go on with does not get the next one by one.
                 if share > 0 and (not worker.in_hand or share >= worker.ahead // 2):
                     self._send(worker, self._queue.take(share))
 
@@ -83,33 +67,32 @@ class Dispatcher:
         atexit.unregister(self.end)
         with self._lock:  # not between another thread's taking a closure and sending it
             self._ended = True
-            left = self._queue.close(
+            unfinished = self._queue.close(
                 UnavailableError("the strategy was shut down: its workers have left")
             )
         self._rpc.channel.wake()
-        _tell_of(left)
+        _warn_of(unfinished)
 
     def _send(self, worker: _Worker, closures: list[Closure]) -> None:
         if not closures:
             return
-        resources: dict[int, bytes] = {}
+        needed: dict[int, bytes] = {}
         for closure in closures:
             worker.in_hand[closure.id] = closure
             closure.result.worker = worker.index
-            for resource in closure.resources:
-                for one in resource.with_needs():
-                    if one.id not in worker.known:
-                        worker.known.add(one.id)
-                        resources[one.id] = one.packed_for(worker.index)
+            for resource in (each for root in closure.resources for each in root.with_needs()):
+                if resource.id not in worker.known:
+                    worker.known.add(resource.id)
+                    needed[resource.id] = resource.packed_for(worker.index)
         while self._resources.dropped:
             dropped = self._resources.dropped.popleft()
             for other in self._workers.values():
                 if dropped in other.known:
                     other.known.remove(dropped)
                     other.dropped.append(dropped)
-        body = [(one.id, one.name, one.payload) for one in closures]
+        body = [(closure.id, closure.name, closure.payload) for closure in closures]
         dropping, worker.dropped = worker.dropped, []
-        self._rpc.notify(worker.rank, CLOSURES, (resources, dropping, body))
+        self._rpc.notify(worker.rank, CLOSURES, (needed, dropping, body))
 
     def _take_outcomes(self, source: int, body: Any) -> None:
         outcomes, seconds = body
@@ -118,18 +101,14 @@ class Dispatcher:
             if worker is None or self._ended:  # lost, and others have its closures
                 return
             worker.took(seconds / len(outcomes))
-            told_by = self._rpc.name_of(source)
-            ended = []
-            for closure_id, packed, failure in outcomes:
-                closure = worker.in_hand.pop(closure_id)
-                error = (
-                    None if failure is None else unpack(failure, told_by, self._resources.resolve)
-                )
-                ended.append((closure, packed, error))
+            name, ended = self._rpc.name_of(source), []
+            for closure, packed, failure in outcomes:
+                error = failure and unpack_error(failure, name, self._resources.resolve)
+                ended.append((worker.in_hand.pop(closure), packed, error))
             self._queue.end(ended)
             over, over_before = self._queue.over(_FEWEST_OVER)
             if over:
-                self._over(over, over_before)
+                self._cluster.over(over, over_before)
             self.hand_out()
 
     def _take_back(self, source: int, ids: Any) -> None:
@@ -138,11 +117,11 @@ class Dispatcher:
             if worker is None:
                 return
             worker.took(SECONDS_TO_KEEP)
-            self._queue.put_back([worker.in_hand.pop(one) for one in ids])
+            self._queue.put_back([worker.in_hand.pop(closure) for closure in ids])
             self.hand_out()
 
     def _lose(self, rank: int) -> None:
-        if self._is_needed(rank):
+        if self._cluster.is_needed(rank):
             self._queue.close(self._rpc.death_error(rank))
             return
         with self._lock:
@@ -161,7 +140,7 @@ class Dispatcher:
                 )
             self.hand_out()
 
-    def _attend(self) -> None:
+    def _read(self) -> None:
         try:
             self._rpc.run_until(lambda: self._ended)
         except Exception as error:  # nobody else would hear of it
@@ -172,23 +151,24 @@ class Dispatcher:
             self._queue.close(failed)
 
 
-def _tell_of(left: Unfinished) -> None:
-    told = []
-    if left.waiting or left.under_way:
-        told.append(
-            f"of the scheduled functions {left.waiting} were not executed, and of {left.under_way} it is not known"
+def _warn_of(unfinished: Unfinished) -> None:
+    waiting, under_way, error = unfinished
+    notes = []
+    if waiting or under_way:
+        notes.append(
+            f"of the scheduled functions {waiting} were not executed, and of {under_way} it is not known"
         )
-    if left.error is not None:
-        told.append(f"one has raised {type(left.error).__name__}: {left.error!s:.300}")
-    if told:
-        tell(f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(told)}")
+    if error is not None:
+        notes.append(f"one has raised {type(error).__name__}: {error!s:.300}")
+    if notes:
+        tell(f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}")
 
 
 class _Worker:
     """A worker that lives.
 
     Attributes:
-        in_hand: the closures that it was given and has not ended, in order.
+        in_hand: the closures that were sent to it and have not ended, by id, in order.
         ahead: how many it may have in hand.
         known: ids of the resources that it has.
         dropped: ids of those that it is to forget.

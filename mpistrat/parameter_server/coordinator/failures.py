@@ -1,4 +1,4 @@
-"""Errors of closures, on their way from the worker to the chief."""
+"""Errors of closures, as the worker sends them and the chief raises them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpistrat.parameter_server.coordinator.pickling import dumps, loads
 
 
 class Failure(NamedTuple):
-    """An error, as it travels.
+    """An error, as it is sent.
 
     Attributes:
         packed: the exception; None where it cannot be pickled.
@@ -29,20 +29,20 @@ class WorkerTraceback(Exception):
     """The cause of an error that a closure raised: where, on the worker."""
 
 
-def pack(error: BaseException, reference_of: Callable[[Any], Any | None]) -> Failure:
+def pack_error(error: BaseException, reference_of: Callable[[Any], Any | None]) -> Failure:
     """Called by: the worker, in the function that caught it."""
     if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # without the one who caught it
+        error.__traceback__ = error.__traceback__.tb_next  # without the frame that caught it
     stack = "".join(traceback.format_exception(error)).rstrip()
-    told = _as_error(error)
+    raised = _as_error(error)
     try:
-        packed = dumps(told, reference_of, _without_init)
+        packed = dumps(raised, reference_of, _without_init)
     except Exception:
         packed = None
-    return Failure(packed, _text(told), stack)
+    return Failure(packed, _text(raised), stack)
 
 
-def unpack(failure: Failure, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
+def unpack_error(failure: Failure, worker: str, resolve: Callable[[Any], Any]) -> BaseException:
     """The error, of its class where the chief can make one; a RuntimeError with its text otherwise."""
     try:
         error = None if failure.packed is None else loads(failure.packed, resolve)
@@ -55,7 +55,7 @@ def unpack(failure: Failure, worker: str, resolve: Callable[[Any], Any]) -> Base
 
 
 def _without_init(value: Any) -> tuple[Any, ...] | None:
-    """How an exception of a user's class is copied: Python's way calls its `__init__`, with what it told its base."""
+    """How an exception of a user's class is copied. Python's way calls its `__init__` with the base's arguments."""
     kind = type(value)
     if (
         not isinstance(value, BaseException)
@@ -70,7 +70,7 @@ def _without_init(value: Any) -> tuple[Any, ...] | None:
 
 def _made_of(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     error = kind.__new__(kind, *args)
-    base: Any = next(one for one in kind.__mro__ if not _is_of_python(one, "__init__"))
+    base: Any = next(cls for cls in kind.__mro__ if not _is_of_python(cls, "__init__"))
     base.__init__(error, *args)
     return error
 

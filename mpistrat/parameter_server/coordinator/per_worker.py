@@ -1,11 +1,11 @@
-"""Values with a part on each worker: which one a closure gets depends on who executes it."""
+"""Values with a part on each worker: a closure gets the part of the worker that executes it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.batches import spec_of
@@ -44,7 +44,7 @@ class PerWorkerValues(PerWorker):
             )
         if self._resource is None:
             makes = [functools.partial(_same, value.get()) for value in self._values]
-            self._resource = table.write(*makes)
+            self._resource = table.add(*makes)
         return self._resource
 
 
@@ -76,7 +76,8 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
 
     def __init__(self, dataset: PerWorkerDataset, table: ResourceTable) -> None:
         self._dataset = dataset
-        self._resource = table.write(functools.partial(_iterate, dataset))
+        of_worker = cast(DatasetOfWorker, dataset)  # which is what the worker unpickles
+        self._resource = table.add(functools.partial(DatasetOfWorker.iterate, of_worker))
 
     def resource(self, table: ResourceTable) -> Resource:
         return self._resource
@@ -91,8 +92,7 @@ class PerWorkerDistributedIterator(PerWorker, Iterator[Any]):
             "call next() in the scheduled function"
         )
 
-    get_next = __next__
-    get_next_as_optional = __next__
+    get_next = get_next_as_optional = __next__
 
 
 class DatasetOfWorker:
@@ -113,7 +113,7 @@ class DatasetOfWorker:
 
     def element_spec(self) -> Any:
         elements = self._begun or iter(self._dataset)
-        first = list(itertools.islice(elements, 1))
+        first = [*itertools.islice(elements, 1)]
         self._begun = itertools.chain(first, elements)
         if not first:
             raise ValueError("the dataset has no elements: what they look like is not known")
@@ -139,10 +139,6 @@ class IteratorOfWorker(Iterator[Any]):
         for element in self._elements:
             return Optional(element, True)
         return Optional(None, False)
-
-
-def _iterate(dataset: Any) -> IteratorOfWorker:
-    return dataset.iterate()
 
 
 def _same(value: Any) -> Any:

@@ -1,47 +1,66 @@
-"""What in a value cannot be pickled, told as its owner would look for it."""
+"""What in a value cannot be pickled, by the path on which its owner would look for it."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 _DEEPEST = 8
 
 
-class UnpicklablePart(NamedTuple):
-    """The innermost part that cannot be pickled.
+def raise_explained(
+    values: Mapping[str, Any], pack: Callable[[Any], object], error: Exception
+) -> NoReturn:
+    """Say why `values` could not be pickled together.
 
-    Attributes: path: "the function step → its variable 'trainer' → its attribute 'lock'".
+    Args:
+        values: by the names that people know them by.
+        pack: pickles a value.
+        error: what pickling all of them raised.
+    Raises: TypeError that names the innermost part that fails alone, such as "the function step → its variable
+        'trainer' → its attribute 'lock'"; `error` where nothing fails alone.
     """
 
-    path: str
-    part: Any
-    error: BaseException
+    def attempt(part: Any) -> Exception | None:
+        try:
+            pack(part)
+        except Exception as refused:
+            return refused
+        return None
+
+    for name, value in values.items():
+        refused = attempt(value)
+        if refused is not None:
+            path, part, reason = _innermost(name, value, refused, attempt)
+            kind = type(part)
+            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+            raise TypeError(
+                f"cannot be pickled: {path}, of type {module}{kind.__qualname__} ({type(reason).__name__}: {reason}). "
+                "Make it where it is used, or leave it out"
+            ) from refused
+    raise error
 
 
-def find_unpicklable(
-    value: Any,
-    name: str,
-    error: BaseException,
-    try_it: Callable[[Any], BaseException | None],
-) -> UnpicklablePart:
-    """Go down from `value`, which raised `error`, as long as some part raises when it is tried alone."""
+def _innermost(
+    name: str, value: Any, error: Exception, attempt: Callable[[Any], Exception | None]
+) -> tuple[str, Any, Exception]:
+    """Goes down from `value`, which raised `error`, as long as a part raises when it is tried alone."""
     path, seen = [name], {id(value)}
     while len(path) <= _DEEPEST:
         for description, part in _parts(value):
             if id(part) in seen:
                 continue
             seen.add(id(part))
-            refused = try_it(part)
+            refused = attempt(part)
             if refused is not None:
                 path.append(description)
                 value, error = part, refused
                 break
         else:
             break
-    return UnpicklablePart(" → ".join(path), value, error)
+    return " → ".join(path), value, error
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -52,18 +71,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "the object it is bound to", value.__self__
     elif isinstance(value, functools.partial):
         yield "its function", value.func
-        yield from ((f"its argument {i}", one) for i, one in enumerate(value.args))
-        yield from ((f"its argument {name!r}", one) for name, one in value.keywords.items())
+        yield from ((f"its argument {i}", part) for i, part in enumerate(value.args))
+        yield from ((f"its argument {name!r}", part) for name, part in value.keywords.items())
     elif isinstance(value, Mapping):
-        yield from ((f"its entry {key!r:.40}", one) for key, one in value.items())
+        yield from ((f"its entry {key!r:.40}", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"its element {i}", one) for i, one in enumerate(value))
+        yield from ((f"its element {i}", part) for i, part in enumerate(value))
     elif hasattr(value, "__dict__") and not _pickles_itself(type(value)):
-        yield from ((f"its attribute {name!r}", one) for name, one in vars(value).items())
+        yield from ((f"its attribute {name!r}", part) for name, part in vars(value).items())
 
 
 def _pickles_itself(kind: type) -> bool:
-    return any("__reduce__" in vars(one) for one in kind.__mro__[:-1])
+    return any("__reduce__" in vars(base) for base in kind.__mro__[:-1])
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -76,12 +95,12 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in sorted(_names_of(function.__code__)):
         if name in function.__globals__:
             yield f"its global variable {name!r}", function.__globals__[name]
-    for i, one in enumerate(function.__defaults__ or ()):
-        yield f"its default value {i}", one
-    for name, one in (function.__kwdefaults__ or {}).items():
-        yield f"its default value of {name!r}", one
-    for name, one in vars(function).items():
-        yield f"its attribute {name!r}", one
+    for i, value in enumerate(function.__defaults__ or ()):
+        yield f"its default value {i}", value
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield f"its default value of {name!r}", value
+    for name, value in vars(function).items():
+        yield f"its attribute {name!r}", value
 
 
 def _names_of(code: types.CodeType) -> set[str]:

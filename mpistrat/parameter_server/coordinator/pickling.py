@@ -1,4 +1,4 @@
-"""How functions, their arguments and results travel: by value, but for what each rank has, which travels as a key."""
+"""How functions, their arguments and results are pickled: by value, but what each rank has is sent as a key."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 import numpy as np
-
-from mpistrat.parameter_server.coordinator.pickle_diagnosis import find_unpicklable
 
 
 class References(Protocol):
@@ -27,7 +25,7 @@ class References(Protocol):
         ...
 
     def reduction_of(self, value: Any) -> tuple[Any, ...] | None:
-        """How an object is copied that the other side is to take note of, as of `__reduce__`; None for all others."""
+        """For an object that the other side is to take note of: its `__reduce__`; None for all others."""
         ...
 
 
@@ -50,33 +48,7 @@ def loads(data: bytes, resolve: Callable[[Any], Any]) -> Any:
     return Unpickler(data, resolve).load()
 
 
-def explain(
-    value: Any, name: str, reference_of: Callable[[Any], Any | None], error: BaseException
-) -> TypeError:
-    """What in `value`, which people know by this name, raised `error` when it was pickled."""
-
-    def try_it(part: Any) -> BaseException | None:
-        try:
-            dumps(part, reference_of)
-        except Exception as refused:
-            return refused
-        return None
-
-    found = find_unpicklable(value, name, error, try_it)
-    kind = type(found.part)
-    of_kind = kind.__qualname__ if kind.__module__ == "builtins" else _full_name(kind)
-    reason = f"{type(found.error).__name__}: {found.error}"
-    explained = TypeError(
-        f"cannot be pickled: {found.path}, of type {of_kind} ({reason}). Make it where it is used, or leave it out"
-    )
-    explained.__cause__ = error
-    return explained
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
+# Always copied; so are numbers, strings and collections, of which pickle does not ask.
 _COPIED = frozenset(
     {
         type,
@@ -88,7 +60,7 @@ _COPIED = frozenset(
         collections.OrderedDict,
         np.ndarray,
     }
-)  # always; and numbers, strings and collections, of which pickle does not ask
+)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -125,5 +97,5 @@ class Unpickler(pickle.Unpickler):
 
 
 def _resolved(key: Any) -> NoReturn:
-    """What a key refers to, as it is written: whoever reads has a function of its own for it."""
+    """Stands in a pickle for the reader's own `resolve`."""
     raise RuntimeError("what was pickled for the ranks of a job is unpickled by `loads`")

@@ -19,7 +19,7 @@ class RemoteValue:
         unpack: makes the value of the bytes that came.
         name: the function's.
     Attributes:
-        worker: the number of the one that was given the function last; None before.
+        worker: the number of the worker that got the function last; None before.
     """
 
     def __init__(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 import collections
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpistrat.errors import ClosureInputError
@@ -17,11 +16,11 @@ _RESOURCE, _REFERENCE = range(2)
 
 
 class Resource:
-    """How a worker makes something of its own; the chief's side of it.
+    """How workers make something of their own; the chief's side of it.
 
     Attributes:
         id: in the closures that need it.
-        needs: resources of what it is made from.
+        needs: the resources that it is made from.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Resource:
 
 
 class PerWorker(abc.ABC):
-    """A closure that is given this gets the executing worker's part of it."""
+    """A closure gets the executing worker's part of this."""
 
     @abc.abstractmethod
     def resource(self, table: ResourceTable) -> Resource:
@@ -67,26 +66,23 @@ class ResourceTable:
         self.dropped: collections.deque[int] = collections.deque()
         self._references = references
 
-    def write(self, *makes: Callable[[], Any]) -> Resource:
-        """Args: makes: one for all workers, or one for each. Raises: what pickling raises."""
-        packed = [self.pack(make) for make in makes]
-        return Resource(
-            self, [data for data, _ in packed], [one for _, needs in packed for one in needs]
-        )
+    def add(self, *makes: Callable[[], Any]) -> Resource:
+        """Args: makes: a function for all workers, or one for each. Raises: what pickling raises."""
+        packed, needs = zip(*map(self.pack, makes), strict=True)
+        return Resource(self, packed, [*itertools.chain(*needs)])
 
     def pack(self, value: Any) -> tuple[bytes, list[Resource]]:
         """`value`, pickled, and the resources that it needs of a worker. Raises: what pickling raises."""
         needs: list[Resource] = []
-        reference_of = functools.partial(self.reference_of, needs)
-        return dumps(value, reference_of, self._references.reduction_of), needs
 
-    def reference_of(self, needs: list[Resource], value: Any) -> Any | None:
-        if isinstance(value, PerWorker):
-            resource = value.resource(self)
-            needs.append(resource)
-            return _RESOURCE, resource.id
-        key = self._references.reference_of(value)
-        return None if key is None else (_REFERENCE, key)
+        def reference_of(part: Any) -> Any | None:
+            if isinstance(part, PerWorker):
+                needs.append(part.resource(self))
+                return _RESOURCE, needs[-1].id
+            key = self._references.reference_of(part)
+            return None if key is None else (_REFERENCE, key)
+
+        return dumps(value, reference_of, self._references.reduction_of), needs
 
     def resolve(self, key: Any) -> Any:
         """What a worker refers to."""
@@ -101,13 +97,12 @@ class ResourceCache:
         self._packed: dict[int, bytes] = {}
         self._made: dict[int, Any] = {}
 
-    def learn(self, resources: dict[int, bytes]) -> None:
-        self._packed.update(resources)
-
-    def forget(self, ids: Sequence[int]) -> None:
-        for one in ids:
-            self._packed.pop(one, None)
-            self._made.pop(one, None)
+    def update(self, packed: Mapping[int, bytes], dropped: Sequence[int]) -> None:
+        """Args: packed: new resources, by id. dropped: ids of resources to forget."""
+        self._packed.update(packed)
+        for resource in dropped:
+            self._packed.pop(resource, None)
+            self._made.pop(resource, None)
 
     def reference_of(self, value: Any) -> Any | None:
         key = self._references.reference_of(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.parameter_server.coordinator.current_worker import executing
-from mpistrat.parameter_server.coordinator.failures import Failure, pack
-from mpistrat.parameter_server.coordinator.pickling import References, dumps, explain, loads
+from mpistrat.parameter_server.coordinator.failures import Failure, pack_error
+from mpistrat.parameter_server.coordinator.pickle_diagnosis import raise_explained
+from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
 from mpistrat.parameter_server.coordinator.resources import ResourceCache
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ RETURNED = "closures not begun"  # ids
 _MOST_OUTCOMES = 16  # in a message
 _SECONDS_TO_COLLECT_OUTCOMES = 1e-3
 _SECONDS_TO_READ = 1e-3
-SECONDS_TO_KEEP = 0.05  # closures that wait behind another one here
+SECONDS_TO_KEEP = 0.05  # closures that wait behind another here
 
+_Arrived = tuple[int, str, bytes]  # a closure's id, name and payload
 Outcome = tuple[int, bytes | None, Failure | None]
 
 
@@ -35,10 +38,10 @@ class Worker:
 
     Args:
         chief: its rank.
-        index: of this worker, from 0.
+        index: this worker's, from 0.
         in_closure: entered around each closure with its id, in which updates are applied once; its exit waits for them.
         scope: entered around each closure.
-        unpacked: called when a closure is, and is executed next.
+        unpacked: called between unpickling a closure and executing it.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Worker:
         self._rpc, self._chief, self._index = rpc, chief, index
         self._in_closure, self._scope, self._unpacked = in_closure, scope, unpacked
         self._resources = ResourceCache(references)
-        self._waiting: collections.deque[tuple[int, str, bytes]] = collections.deque()
+        self._waiting: collections.deque[_Arrived] = collections.deque()
         self._begun = 0.0  # when the closure under way was
         self._busy = threading.Event()
         self._ending = False
@@ -65,7 +68,7 @@ class Worker:
         rpc.handle(CLOSURES, self._receive)
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Until `until()`, which is asked when something has come. Closures that are not begun then are left."""
+        """Until `until()`, which is asked after each message. Closures that are not begun then are left."""
         watch = threading.Thread(target=self._keep_returning, name="mpistrat closures", daemon=True)
         watch.start()
         try:
@@ -79,55 +82,49 @@ class Worker:
 
     def _receive(self, source: int, body: Any) -> None:
         resources, dropped, closures = body
-        self._resources.learn(resources)
-        self._resources.forget(dropped)
+        self._resources.update(resources, dropped)
         self._waiting.extend(closures)
 
     def _execute_all(self) -> None:
         self._begun = time.perf_counter()
         self._busy.set()
-        while True:
-            try:
-                closure = self._waiting.popleft()
-            except IndexError:
-                break
-            outcome = self._execute(*closure)
-            now = time.perf_counter()
-            with self._sending:
-                self._outcomes.append(outcome)
-                self._seconds += now - self._begun
-                if (
-                    len(self._outcomes) >= _MOST_OUTCOMES
-                    or now - self._sent > _SECONDS_TO_COLLECT_OUTCOMES
-                    or not self._waiting
-                ):
-                    self._send_outcomes(now)
-            self._begun = now
+        while closure := _try(self._waiting.popleft):
+            self._execute(*closure)
         self._busy.clear()
 
-    def _execute(self, closure: int, name: str, payload: bytes) -> Outcome:
+    def _execute(self, closure: int, name: str, payload: bytes) -> None:
+        outcome = self._outcome(closure, name, payload)
+        now = time.perf_counter()
+        with self._sending:
+            self._outcomes.append(outcome)
+            self._seconds += now - self._begun
+            if (
+                len(self._outcomes) >= _MOST_OUTCOMES
+                or now - self._sent > _SECONDS_TO_COLLECT_OUTCOMES
+                or not self._waiting
+            ):
+                self._send_outcomes(now)
+        self._begun = now
+
+    def _outcome(self, closure: int, name: str, payload: bytes) -> Outcome:
+        reference_of = self._resources.reference_of
         try:
             with executing(self._index), self._scope(), self._in_closure(closure):
                 function, args, kwargs = loads(payload, self._resources.resolve)
                 self._unpacked()
                 value = function(*args, **kwargs)
-                return closure, self._packed(value, name), None
+                pack = functools.partial(dumps, reference_of=reference_of)
+                try:
+                    return closure, NONE if value is None else pack(value), None
+                except Exception as error:
+                    raise_explained({f"what {name} returned": value}, pack, error)
         except KeyboardInterrupt:  # of the job, not of the closure
             raise
         except BaseException as error:
-            return closure, None, pack(error, self._resources.reference_of)
-
-    def _packed(self, value: Any, name: str) -> bytes:
-        if value is None:
-            return NONE
-        try:
-            return dumps(value, self._resources.reference_of)
-        except Exception as error:
-            told = f"what {name} returned"
-            raise explain(value, told, self._resources.reference_of, error) from error
+            return closure, None, pack_error(error, reference_of)
 
     def _send_outcomes(self, now: float) -> None:
-        """Called by: who holds `_sending`."""
+        """Called by: the thread that holds `_sending`."""
         if self._outcomes:
             self._rpc.notify(self._chief, OUTCOMES, (self._outcomes, self._seconds))
         self._outcomes, self._seconds, self._sent = [], 0.0, now
@@ -143,12 +140,12 @@ class Worker:
             end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
     def _return_what_waits(self) -> None:
-        """Where one closure takes long, those behind it are for others, and nobody waits for what has ended."""
+        """While a closure takes long, give back those behind it, and send the outcomes of those before it."""
         while True:
             self._busy.wait()
             if self._is_sent():
                 time.sleep(SECONDS_TO_KEEP)
-            else:  # what finds no room in a pipe goes out while somebody here reads
+            else:  # what finds no room in a pipe is sent while a thread here reads
                 self._rpc.run_until(self._is_sent, SECONDS_TO_KEEP)
             if self._ending:
                 return
@@ -158,11 +155,8 @@ class Worker:
             # More may have come, which nobody has read.
             self._rpc.run_until(lambda: False, _SECONDS_TO_READ)
             back: list[int] = []
-            while True:
-                try:
-                    back.append(self._waiting.pop()[0])
-                except IndexError:
-                    break
+            while closure := _try(self._waiting.pop):
+                back.append(closure[0])
             with self._sending:
                 self._send_outcomes(now)
             if back:
@@ -170,6 +164,14 @@ class Worker:
 
     def _is_sent(self) -> bool:
         return not self._rpc.channel.unsent((self._chief,))
+
+
+def _try(pop: Callable[[], _Arrived]) -> _Arrived | None:
+    """None where the other thread has taken the last closure."""
+    try:
+        return pop()
+    except IndexError:
+        return None
 
 
 NONE = dumps(None, lambda value: None)

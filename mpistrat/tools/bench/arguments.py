@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -70,12 +70,75 @@ def communication_options(text: str) -> CommunicationOptions:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+_SIZES = ("-b --minbytes", "-e --maxbytes", "-f --factor")
+_FILES = ("--json", "--plot")
+_WORK = ("--model", "--batch-size", "--communication-options")
+
+# Of all commands
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "-b --minbytes": {"type": number_of_bytes, "default": "4K", "metavar": "BYTES"},
+    "-e --maxbytes": {"type": number_of_bytes, "default": "64M", "metavar": "BYTES"},
+    "-f --factor": {"type": at_least(2), "default": 4, "help": "between sizes (4)"},
+    "-d --dtype": {"type": dtype, "default": "float32", "help": "a number of NumPy's (float32)"},
+    "-n --iters": {"type": _positive, "help": "calls per size (what 2 s allow)"},
+    "--window": {"action": "store_true", "help": "of buffers in shared memory, as gradients are"},
+    "--json": {"metavar": "FILE", "help": "write everything, every sample, too"},
+    "--plot": {"metavar": "FILE.png", "help": "draw a picture (matplotlib)"},
+    "--rounds": {"type": _positive, "help": "turns of each; the median counts (%(default)s)"},
+    "--model": {"choices": MODELS, "default": "mlp", "help": "(mlp)"},
+    "--batch-size": {
+        "type": _positive,
+        "metavar": "EXAMPLES",
+        "help": "global, over all ranks (64 per rank; resnet50 8, transformer 16)",
+    },
+    "--communication-options": {
+        "type": communication_options,
+        "metavar": "KEY=VALUE,...",
+        "help": "of the strategy, such as bytes_per_pack=4000000",
+    },
+    "--steps": {"type": _positive, "default": 20, "help": "to be timed (20)"},
+    "--input": {
+        "default": "synthetic",
+        "metavar": "WHAT",
+        "help": "synthetic; digits (scikit-learn's); or a FILE: of text for the transformer, otherwise an .npz with "
+        "`images` [examples, height, width(, channels)] and `labels` (synthetic)",
+    },
+    "what": {"choices": ("throughput", "overhead"), "nargs": "?", "default": "throughput"},
+    "--examples": {
+        "type": _positive,
+        "default": 16384,
+        "help": "of an epoch, for throughput (16384)",
+    },
+    "--nodes": {
+        "type": _positive,
+        "nargs": "+",
+        "default": [1, 2, 4, 8, 16],
+        "metavar": "N",
+        "help": "1 2 4 8 16",
+    },
+    "--ranks-per-node": {"type": _positive, "metavar": "K", "help": "so many of each node's (all)"},
+    "--size": {"type": number_of_bytes, "nargs": "+", "metavar": "BYTES", "help": "1M 16M 64M"},
+    "--model-parameters": {
+        "type": float,
+        "nargs": "+",
+        "metavar": "P",
+        "help": "gradients of so many parameters of float32: 25e6",
+    },
+    "--alpha-us": {
+        "type": float,
+        "help": "a network's latency in microseconds, where there is none",
+    },
+    "--gbit": {"type": float, "help": "its bandwidth per node in 1e9 bits per second"},
+}
+
+
 def program(description: str | None, rounds: int = ROUNDS) -> argparse.ArgumentParser:
     """`--rounds N` and `--json PREFIX` for a program in benchmarks/.
 
     `json` of the result makes the path of a file of its name: "PREFIXname.json", or None where nothing is written.
     """
-    parser = argparse.ArgumentParser(description=description, parents=[_rounds(rounds)])
+    parser = argparse.ArgumentParser(description=description)
+    _add(parser, ["--rounds"], rounds=rounds)
     parser.add_argument(
         "--json",
         metavar="PREFIX",
@@ -93,110 +156,30 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in OPERATIONS:
-        _add_sweep(commands, name)
-    _add_train(commands)
-    _add_input(commands)
-    _add_compare(commands)
-    _add_plan(commands)
-    return top
-
-
-def _parent() -> argparse.ArgumentParser:
-    """Arguments that several commands have."""
-    return argparse.ArgumentParser(add_help=False)
-
-
-def _files() -> argparse.ArgumentParser:
-    files = _parent()
-    files.add_argument("--json", metavar="FILE", help="write everything, every sample, too")
-    files.add_argument("--plot", metavar="FILE.png", help="draw a picture (matplotlib)")
-    return files
-
-
-def _rounds(default: int) -> argparse.ArgumentParser:
-    rounds, text = _parent(), f"turns of each, of which the median counts ({default})"
-    rounds.add_argument("--rounds", type=_positive, default=default, help=text)
-    return rounds
-
-
-def _sizes() -> argparse.ArgumentParser:
-    sizes = _parent()
-    sizes.add_argument("-b", "--minbytes", type=number_of_bytes, default="4K", metavar="BYTES")
-    sizes.add_argument("-e", "--maxbytes", type=number_of_bytes, default="64M", metavar="BYTES")
-    sizes.add_argument("-f", "--factor", type=at_least(2), default=4, help="between sizes (4)")
-    return sizes
-
-
-def _work() -> argparse.ArgumentParser:
-    work = _parent()
-    work.add_argument("--model", choices=MODELS, default="mlp", help="(mlp)")
-    work.add_argument(
-        "--batch-size",
-        type=_positive,
-        metavar="EXAMPLES",
-        help="global, over all ranks (64 per rank; resnet50 8, transformer 16)",
-    )
-    work.add_argument(
-        "--communication-options",
-        type=communication_options,
-        metavar="KEY=VALUE,...",
-        help="of the strategy, such as bytes_per_pack=4000000",
-    )
-    return work
-
-
-def _add_sweep(commands: Any, name: str) -> None:
-    sweep = commands.add_parser(
-        name,
-        aliases=[name.replace("_", "")] if "_" in name else [],
-        parents=[_sizes(), _files()],
-        help=f"sweep {name} over sizes",
-        description=f"{name} over a range of sizes, with nccl-tests' columns. GB are 1e9 bytes. The limit is the "
-        "time in which all ranks at once copy as many bytes; results are checked.",
-    )
-    sweep.set_defaults(run="sweep", operation=name, window=False)
-    sweep.add_argument("-d", "--dtype", type=dtype, default="float32", help="of NumPy's (float32)")
-    sweep.add_argument("-n", "--iters", type=_positive, help="calls per size (what 2 s allow)")
-    if name == "all_reduce":
-        text = "of buffers in shared memory, as gradients are"
-        sweep.add_argument("--window", action="store_true", help=text)
-
-
-def _add_train(commands: Any) -> None:
+        sweep = commands.add_parser(
+            name,
+            aliases=[name.replace("_", "")] if "_" in name else [],
+            help=f"sweep {name} over sizes",
+            description=f"{name} over a range of sizes, with nccl-tests' columns. GB are 1e9 bytes. The limit is the "
+            "time in which all ranks at once copy as many bytes; results are checked.",
+        )
+        window = ["--window"] if name == "all_reduce" else []
+        options = [*_SIZES, "-d --dtype", "-n --iters", *window, *_FILES]
+        _add(sweep, options, run="sweep", operation=name, window=False)
     train = commands.add_parser(
         "train",
-        parents=[_work(), _files()],
         help="steps of a training loop, and how long they wait for communication",
         description="Steps of a training loop, and beside them the same computation without communication, on all "
         "ranks at once. What a step takes longer is exposed communication. Parameters and losses are checked.",
     )
-    train.set_defaults(run="train")
-    train.add_argument("--steps", type=_positive, default=20, help="to be timed (20)")
-    train.add_argument(
-        "--input",
-        default="synthetic",
-        metavar="WHAT",
-        help="synthetic; digits (scikit-learn's); or a FILE: of text for the transformer, otherwise an .npz with "
-        "`images` [examples, height, width(, channels)] and `labels` (synthetic)",
-    )
-
-
-def _add_input(commands: Any) -> None:
+    _add(train, [*_WORK, *_FILES, "--steps", "--input"], run="train")
     pipelines = commands.add_parser(
         "input",
-        parents=[_files(), _rounds(15)],
         help="distributed datasets beside a DataLoader with a DistributedSampler",
         description="`throughput`: an epoch of a DataLoader with a DistributedSampler, and of a distributed one. "
         "`overhead`: what a step of a distributed dataset takes beside the same batches alone.",
     )
-    pipelines.set_defaults(run="input")
-    kinds = ("throughput", "overhead")
-    pipelines.add_argument("what", choices=kinds, nargs="?", default="throughput")
-    text = "of an epoch, for throughput (16384)"
-    pipelines.add_argument("--examples", type=_positive, default=16384, help=text)
-
-
-def _add_compare(commands: Any) -> None:
+    _add(pipelines, [*_FILES, "what", "--rounds", "--examples"], run="input", rounds=15)
     compare = commands.add_parser(
         "compare",
         help="the same work by mpi4py, torch on gloo, and Horovod and TensorFlow where they are installed",
@@ -204,38 +187,24 @@ def _add_compare(commands: Any) -> None:
         "mpi4py, torch on gloo, and Horovod and TensorFlow where they are installed.",
     )
     works = compare.add_subparsers(dest="work", required=True, metavar="WORK")
-    parents = [_work(), _rounds(ROUNDS), _files()]
-    train = works.add_parser("train", parents=parents, help="a training step")
-    train.set_defaults(run="compare_train")
-    parents, text = [_sizes(), _rounds(15), _files()], "sums of float32, over sizes"
-    sums = works.add_parser("all_reduce", aliases=["allreduce"], parents=parents, help=text)
-    sums.set_defaults(run="compare_all_reduce")
-
-
-def _add_plan(commands: Any) -> None:
+    train = works.add_parser("train", help="a training step")
+    _add(train, [*_WORK, "--rounds", *_FILES], run="compare_train", rounds=ROUNDS)
+    sums = works.add_parser("all_reduce", aliases=["allreduce"], help="sums of float32, over sizes")
+    _add(sums, [*_SIZES, "--rounds", *_FILES], run="compare_all_reduce", rounds=15)
     plan = commands.add_parser(
         "plan",
         help="predict all_reduce on other numbers of nodes",
         description="The time of an all_reduce on N nodes, from a model that is fitted to what this run measures; "
         "where the run itself is such a one, beside the time that it takes.",
     )
-    plan.set_defaults(run="plan")
-    nodes: dict[str, Any] = {"type": at_least(1), "metavar": "N", "help": "1 2 4 8 16"}
-    plan.add_argument("--nodes", nargs="+", default=[1, 2, 4, 8, 16], **nodes)
-    plan.add_argument(
-        "--ranks-per-node", type=_positive, metavar="K", help="as many of a node's ranks (all)"
-    )
-    what = plan.add_mutually_exclusive_group()
-    what.add_argument("--size", type=number_of_bytes, nargs="+", metavar="BYTES", help="1M 16M 64M")
-    what.add_argument(
-        "--model-parameters",
-        type=float,
-        nargs="+",
-        metavar="P",
-        help="gradients of so many parameters of float32: 25e6",
-    )
-    plan.add_argument(
-        "--alpha-us", type=float, help="a network's latency in microseconds, where there is none"
-    )
-    plan.add_argument("--gbit", type=float, help="its bandwidth per node in 1e9 bits per second")
-    plan.add_argument("--json", metavar="FILE", help="write the model and the predictions")
+    _add(plan, ["--nodes", "--ranks-per-node"], run="plan")
+    _add(plan.add_mutually_exclusive_group(), ["--size", "--model-parameters"])
+    _add(plan, ["--alpha-us", "--gbit", "--json"])
+    return top
+
+
+def _add(parser: Any, options: Iterable[str], **defaults: Any) -> None:
+    """`options` of `_OPTIONS`; `run`: what the command is called in command.py."""
+    for option in options:
+        parser.add_argument(*option.split(), **_OPTIONS[option])
+    parser.set_defaults(**defaults)

@@ -68,9 +68,7 @@ def _sweep(given: argparse.Namespace) -> Report:
 def _train(given: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import training
 
-    row, where = training.train(
-        given.model, given.batch_size, given.steps, given.input, given.communication_options
-    )
+    row, where = training.train(given)
     return Report(
         "training",
         where,

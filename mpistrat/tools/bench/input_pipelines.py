@@ -18,8 +18,6 @@ from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 IMAGE, BATCH = (3, 32, 32), 64  # BATCH examples per rank and step
 BYTES = 3 * 32 * 32
-ROUNDS_OF_EPOCHS = 15
-EXAMPLES = 16384  # of an epoch whose throughput is measured
 STEPS = 400  # of an epoch whose overhead is measured
 
 
@@ -40,12 +38,6 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         pixels = np.frombuffer(os.pread(self._file, BYTES, index * BYTES), np.uint8)
         image = (pixels.astype(np.float32) - 127.5) / 64.0
         return torch.from_numpy(image.reshape(IMAGE)), index % 10
-
-
-def write_images(path: str, examples: int) -> str:
-    pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
-    pixels.tofile(path)
-    return path
 
 
 def through(batches: Iterable[Any]) -> Callable[[], object]:
@@ -69,54 +61,46 @@ def with_sampler(path: str, **how: Any) -> Callable[[], object]:
     return shuffled_epoch
 
 
-def throughput(
-    examples: int = EXAMPLES, num_rounds: int = ROUNDS_OF_EPOCHS
-) -> list[dict[str, Any]]:
+def distributed(path: str, **how: Any) -> Callable[[], object]:
+    """An epoch of a distributed dataset."""
+    loader = DataLoader(Images(path), BATCH * all_ranks().size, shuffle=True, **how)
+    return through(MultiWorkerMirroredStrategy().experimental_distribute_dataset(loader))
+
+
+def throughput(examples: int, num_rounds: int) -> list[dict[str, Any]]:
     """Examples per second of all ranks, with and without a worker process per rank. Called by: every rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_images(os.path.join(folder, "images"), examples)
-        return _throughput(path, num_rounds)
-
-
-def _throughput(path: str, num_rounds: int) -> list[dict[str, Any]]:
-    strategy = MultiWorkerMirroredStrategy()
-
-    def ours(**how: Any) -> Callable[[], object]:
-        loader = DataLoader(Images(path), BATCH * all_ranks().size, shuffle=True, **how)
-        return through(strategy.experimental_distribute_dataset(loader))
-
-    worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
-    rows = []
-    for workers, contestants in (
-        (0, {"DistributedSampler": with_sampler(path), "mpistrat": ours()}),
-        (
-            1,
-            {
-                "DistributedSampler, fork": with_sampler(path, **worker),
-                "DistributedSampler, forkserver": with_sampler(
-                    path, multiprocessing_context="forkserver", **worker
-                ),
-                "mpistrat": ours(**worker),
-            },
-        ),
-    ):
-        rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
-        times = medians(rounds)
-        rows += [
-            {
-                "DataLoader": name,
-                "workers per rank": workers,
-                "examples/s": os.path.getsize(path) // BYTES / us * 1e6,
-                "mpistrat / this": us / times["mpistrat"],
-                "samples": rounds[name],
-            }
-            for name, us in times.items()
-        ]
+    rows: list[dict[str, Any]] = []
+    with tempfile.NamedTemporaryFile() as file:
+        pixels = np.random.default_rng(0).integers(0, 256, (examples, *IMAGE), np.uint8)
+        pixels.tofile(file.name)
+        for workers, contestants in enumerate((_in_process(file.name), _by_worker(file.name))):
+            rounds = compare(contestants, repeat=1, num_rounds=num_rounds)
+            times = medians(rounds)
+            rows += [
+                {
+                    "DataLoader": name,
+                    "workers per rank": workers,
+                    "examples/s": examples / us * 1e6,
+                    "mpistrat / this": us / times["mpistrat"],
+                    "samples": rounds[name],
+                }
+                for name, us in times.items()
+            ]
     return rows
 
 
-def rows_of_file(rows: np.ndarray) -> Iterator[np.ndarray]:
-    return iter(rows)
+def _in_process(path: str) -> dict[str, Callable[[], object]]:
+    return {"DistributedSampler": with_sampler(path), "mpistrat": distributed(path)}
+
+
+def _by_worker(path: str) -> dict[str, Callable[[], object]]:
+    worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    forkserver = {**worker, "multiprocessing_context": "forkserver"}
+    return {
+        "DistributedSampler, fork": with_sampler(path, **worker),
+        "DistributedSampler, forkserver": with_sampler(path, **forkserver),
+        "mpistrat": distributed(path, **worker),
+    }
 
 
 class Endless:
@@ -129,35 +113,28 @@ class Endless:
         return iter(self._batches)
 
 
-def overhead(num_rounds: int = ROUNDS_OF_EPOCHS) -> list[dict[str, Any]]:
+def overhead(num_rounds: int) -> list[dict[str, Any]]:
     """Microseconds per step of a distributed dataset beside those of the same batches, of this rank only.
 
     Called by: every rank.
     """
     strategy = MultiWorkerMirroredStrategy()
     distribute = strategy.experimental_distribute_dataset
-    rank, size = all_ranks().rank, all_ranks().size
+    by_function = strategy.distribute_datasets_from_function
+    size = all_ranks().size
     whole = np.zeros((STEPS * 4 * size, 8), np.float32)
-    mine = np.split(whole, size)[rank]
-    files, my_files = np.split(whole, 4 * size), np.split(mine, 4)
+    mine = np.split(whole, size)[all_ranks().rank]
+    files, my_dataset = np.split(whole, 4 * size), FileDataset(np.split(mine, 4), iter, 4)
     tensors: Any = torch.from_numpy(whole)
     my_tensors: Any = torch.from_numpy(mine)
     batches = np.split(mine, STEPS)
+    endless = Endless(batches)
     pairs: dict[str, tuple[Iterable[Any], Iterable[Any]]] = {
         "DataLoader": (DataLoader(my_tensors, 4), distribute(DataLoader(tensors, 4 * size))),
         "BatchedDataset": (BatchedDataset(mine, 4), distribute(BatchedDataset(whole, 4 * size))),
-        "FileDataset": (
-            FileDataset(my_files, rows_of_file, 4),
-            distribute(FileDataset(files, rows_of_file, 4 * size)),
-        ),
-        "function, of a list": (
-            batches,
-            strategy.distribute_datasets_from_function(lambda context: batches),
-        ),
-        "function, of an iterable without a length": (
-            Endless(batches),
-            strategy.distribute_datasets_from_function(lambda context: Endless(batches)),
-        ),
+        "FileDataset": (my_dataset, distribute(FileDataset(files, iter, 4 * size))),
+        "function, of a list": (batches, by_function(lambda context: batches)),
+        "function, of an iterable without a length": (endless, by_function(lambda _: endless)),
     }
     rows = []
     for name, (alone, distributed) in pairs.items():

@@ -27,6 +27,7 @@ class Operation(abc.ABC):
     Attributes:
         count: elements in `nbytes`.
         redop: "sum", or "none" for what combines nothing.
+        given, result: this rank's operand, and the buffer that the result is in.
     """
 
     redop = "sum"
@@ -36,9 +37,12 @@ class Operation(abc.ABC):
         self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], in_window: bool
     ) -> None:
         self.communicator, self.dtype = communicator, dtype
-        parts = communicator.size if self.splits else 1
-        self.count = max(1, nbytes // dtype.itemsize // parts) * parts
+        self.rank, parts = communicator.rank, communicator.size if self.splits else 1
+        self.part = max(1, nbytes // dtype.itemsize // parts)
+        self.count = self.part * parts
         self.nbytes = self.count * dtype.itemsize
+        self.given = self.operand(self.rank, self.count)
+        self.result = self.given.copy()
         self.prepare(in_window)
 
     @classmethod
@@ -46,9 +50,8 @@ class Operation(abc.ABC):
         """Bytes on each link per byte counted."""
         return (ranks - 1) / ranks if cls.splits else 1.0
 
-    @abc.abstractmethod
-    def prepare(self, in_window: bool) -> None:
-        """Make the buffers. Called once."""
+    def prepare(self, in_window: bool) -> None:  # noqa: B027 - most need no other buffers
+        """Called once: make other buffers than `given` and a copy of it."""
 
     def reset(self) -> None:  # noqa: B027 - most overwrite nothing that they read
         """Before each call: operands as they were."""
@@ -57,18 +60,22 @@ class Operation(abc.ABC):
     def __call__(self) -> None: ...
 
     @abc.abstractmethod
+    def expected(self) -> np.ndarray:
+        """What `result` must be."""
+
     def wrong(self) -> int:
         """How many elements of this rank's result are not what they must be."""
+        return int((self.result != self.expected()).sum())
 
     def operand(self, rank: int, count: int) -> np.ndarray:
         """`rank`'s: 1, 2, 3, 1, 2, 3, …, from another place on each rank."""
         return ((np.arange(count) + rank) % 3 + 1).astype(self.dtype)
 
-    def total(self, count: int) -> np.ndarray:
+    def total(self) -> np.ndarray:
         """The sum of all ranks' operands."""
         size = self.communicator.size
         every_third = [sum((i + rank) % 3 + 1 for rank in range(size)) for i in range(3)]
-        return np.resize(np.array(every_third).astype(self.dtype), count)
+        return np.resize(np.array(every_third).astype(self.dtype), self.count)
 
 
 class AllReduce(Operation):
@@ -77,56 +84,48 @@ class AllReduce(Operation):
         return 2 * (ranks - 1) / ranks
 
     def prepare(self, in_window: bool) -> None:
-        self._given = self.operand(self.communicator.rank, self.count)
         memory = self.communicator.window_buffer(self.nbytes) if in_window else None
         self._in_place = memory is not None
-        self._result = np.empty_like(self._given) if memory is None else memory.view(self.dtype)
+        if memory is not None:
+            self.result = memory.view(self.dtype)
 
     def reset(self) -> None:
         if self._in_place:
-            self._result[:] = self._given
+            self.result[:] = self.given
 
     def __call__(self) -> None:
         if self._in_place:
-            self.communicator.all_reduce(self._result)
+            self.communicator.all_reduce(self.result)
         else:
-            self.communicator.all_reduce(self._given, out=self._result)
+            self.communicator.all_reduce(self.given, out=self.result)
 
-    def wrong(self) -> int:
-        return int((self._result != self.total(self.count)).sum())
+    def expected(self) -> np.ndarray:
+        return self.total()
 
 
 class Reduce(Operation):
-    def prepare(self, in_window: bool) -> None:
-        self._given = self.operand(self.communicator.rank, self.count)
-        self._buffer = self._given.copy()
-
     def reset(self) -> None:
-        self._buffer[:] = self._given
+        self.result[:] = self.given
 
     def __call__(self) -> None:
-        self.communicator.reduce(self._buffer)
+        self.communicator.reduce(self.result)
 
-    def wrong(self) -> int:
-        expected = self.total(self.count) if self.communicator.rank == 0 else self._given
-        return int((self._buffer != expected).sum())
+    def expected(self) -> np.ndarray:
+        return self.given if self.rank else self.total()
 
 
 class Broadcast(Operation):
     redop = "none"
 
-    def prepare(self, in_window: bool) -> None:
-        self._buffer = self.operand(self.communicator.rank, self.count)
-
     def reset(self) -> None:
-        if self.communicator.rank != 0:
-            self._buffer[:] = 0
+        if self.rank:
+            self.result[:] = 0
 
     def __call__(self) -> None:
-        self.communicator.broadcast(self._buffer)
+        self.communicator.broadcast(self.result)
 
-    def wrong(self) -> int:
-        return int((self._buffer != self.operand(0, self.count)).sum())
+    def expected(self) -> np.ndarray:
+        return self.operand(0, self.count)
 
 
 class AllGather(Operation):
@@ -134,34 +133,31 @@ class AllGather(Operation):
     splits = True
 
     def prepare(self, in_window: bool) -> None:
-        self._each = self.count // self.communicator.size
-        self._given = self.operand(self.communicator.rank, self._each)
-        self._parts: list[Any] = []
+        self.given = self.operand(self.rank, self.part)
 
     def __call__(self) -> None:
-        self._parts = self.communicator.all_gather(self._given)
+        self._parts = self.communicator.all_gather(self.given)
+
+    def expected(self) -> np.ndarray:
+        ranks = range(self.communicator.size)
+        return np.concatenate([self.operand(rank, self.part) for rank in ranks])
 
     def wrong(self) -> int:
-        return sum(
-            int((part != self.operand(rank, self._each)).sum())
-            for rank, part in enumerate(self._parts)
-        )
+        self.result = np.concatenate(self._parts)
+        return super().wrong()
 
 
 class ReduceScatter(Operation):
     splits = True
 
     def prepare(self, in_window: bool) -> None:
-        self._given = self.operand(self.communicator.rank, self.count)
-        self._result = np.empty(self.count // self.communicator.size, self.dtype)
+        self.result = np.empty(self.part, self.dtype)
 
     def __call__(self) -> None:
-        self.communicator.reduce_scatter(self._given, self._result)
+        self.communicator.reduce_scatter(self.given, self.result)
 
-    def wrong(self) -> int:
-        each = len(self._result)
-        first = self.communicator.rank * each
-        return int((self._result != self.total(self.count)[first : first + each]).sum())
+    def expected(self) -> np.ndarray:
+        return self.total().reshape(-1, self.part)[self.rank]
 
 
 OPERATIONS: dict[str, type[Operation]] = {

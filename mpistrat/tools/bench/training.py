@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,36 +21,27 @@ from mpistrat.tools.bench.arguments import UsageError
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
-from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Work, alone, with_strategy
+from mpistrat.tools.bench.work import STEPS_OF_TRIALS, Step, Work, alone, with_strategy
 
 WARM_UP = 3  # of what has no choice
 # Steps with and without communication take turns in blocks: a machine that gets slower slows both down.
 STEPS_PER_BLOCK = 5
 
 
-def train(
-    name: str,
-    batch_size: int | None,
-    steps: int,
-    source: str = examples.SYNTHETIC,
-    options: CommunicationOptions | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `steps` steps took, as in benchmarks/README.md, and on what. Called by: every rank.
+def train(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the steps took, as in benchmarks/README.md, and what that was measured on. Called by: every rank.
 
-    Args:
-        name, batch_size: as of `work_of`.
-        source: "synthetic", "digits" or a file.
-        options: the strategy's communication options.
     Raises: UsageError on all ranks.
     """
+    options = given.communication_options or CommunicationOptions()
     strategy = MultiWorkerMirroredStrategy(None, options, gradients="mean")
     communicator = strategy.extended.communicator
-    work = work_of(name, batch_size, strategy.extended.worker_devices[0])
+    work = work_of(given.model, given.batch_size, strategy.extended.worker_devices[0])
     each = work.examples
     batch_size = each * communicator.size
-    batches = examples.batches(strategy, work.model, source, batch_size)
+    batches = examples.batches(strategy, work.model, given.input, batch_size)
     step, module = with_strategy(work, strategy)
-    times, losses = _measure(communicator, work, batches, step, alone(work), steps)
+    times, losses = _measure(communicator, work, batches, step, given.steps)
     where = surroundings(communicator)
 
     everyone = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
@@ -58,17 +50,16 @@ def train(
     p50 = {part: float(np.median(values)) for part, values in slowest.items()}
     compute = np.median(everyone[:, list(times).index("compute")], axis=1)
     efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
-    parameters = sum(p.numel() for p in module.parameters())
     row = {
-        "model": name,
-        "parameters": parameters,
+        "model": given.model,
+        "parameters": sum(p.numel() for p in module.parameters()),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
         "batch_size": batch_size,
         "examples_per_rank": each,
-        "input": source,
-        "communication_options": _what_is_set(options or CommunicationOptions()),
+        "input": given.input,
+        "communication_options": _what_is_set(options),
         "ways": strategy.extended.explain().split("\n"),
-        "steps": steps,
+        "steps": given.steps,
         "step_ms": p50["step"],
         "step_ms_p99": float(np.percentile(slowest["step"], 99)),
         "input_ms": p50["input"],
@@ -104,22 +95,22 @@ def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
 
 def _what_is_set(options: CommunicationOptions) -> str:
     default = CommunicationOptions()
-    names = [field.name for field in dataclasses.fields(options)]
-    given = [name for name in names if getattr(options, name) != getattr(default, name)]
-    return ", ".join(f"{name}={getattr(options, name)}" for name in given) or "default"
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    changed = [f"{name}={v}" for name, v in values.items() if v != getattr(default, name)]
+    return ", ".join(changed) or "default"
 
 
 def _measure(
     communicator: Communicator,
     work: Work,
     batches: Iterator[examples.Batch] | None,
-    step: Callable[[], torch.Tensor],
-    plain: Callable[[], torch.Tensor],
+    step: Step,
     steps: int,
 ) -> tuple[dict[str, list[float]], list[float]]:
     """This rank's seconds by part and step, and its losses."""
     times: dict[str, list[float]] = {"step": [], "input": [], "compute": []}
     losses: list[float] = []
+    plain = alone(work)
 
     def whole() -> None:
         started = time.perf_counter()
@@ -154,10 +145,8 @@ def efficiency_of(
 ) -> tuple[float | None, str]:
     """The part of a step that is computation; or None, and why that would mislead."""
     if where["oversubscribed"]:
-        reason = (
-            f"{where['ranks']} ranks share {where['usable_cores']} cores, and slow each other down"
-        )
-        return None, reason
+        ranks, cores = where["ranks"], where["usable_cores"]
+        return None, f"{ranks} ranks share {cores} cores, and slow each other down"
     return compute_ms / step_ms, ""
 
 
@@ -185,7 +174,7 @@ def lines(row: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
     """The row for people."""
     mistake = wrong(row)
     efficiency = row["efficiency"]
-    told = {
+    facts = {
         "parameters": f"{row['parameters']:,} ({row['gradient_bytes'] / 1e6:.1f} MB of gradients)",
         "step": f"{row['step_ms']:.2f} ms (p50), {row['step_ms_p99']:.2f} ms (p99)",
         "  input": f"{row['input_ms']:.2f} ms",
@@ -207,4 +196,4 @@ def lines(row: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
         "communication options"
     )
     ways = (f"# {way}" for way in row["ways"])
-    return [heading, *(f"{name:<24}{text}" for name, text in told.items()), *ways]
+    return [heading, *(f"{name:<24}{text}" for name, text in facts.items()), *ways]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,14 @@ def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], di
     left_out: dict[str, str] = {}
     everyone = all_ranks()
     for file, package, name in PEERS:
-        reasons = everyone.all_gather_object("" if _installed(package) else "not installed")
+        reason = "" if importlib.util.find_spec(package) else "not installed"
+        reasons = everyone.all_gather_object(reason)
+        found: dict[str, Callable[[], Any]] = {}
         if not any(reasons):
-            found, reason = _take_part(file, what, work)
+            try:
+                found = getattr(importlib.import_module(f"{__name__}.{file}"), what)(*work)
+            except (CannotTakePart, ImportError) as error:
+                reason = str(error)
             reasons = everyone.all_gather_object(reason)
         if any(reasons):
             left_out[name] = next(filter(None, reasons))
@@ -48,12 +54,7 @@ def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], di
     return there, left_out
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _take_part(file: str, what: str, work: Any) -> tuple[dict[str, Callable[[], Any]], str]:
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{file}"), what)(*work), ""
-    except (CannotTakePart, ImportError) as error:
-        return {}, str(error)
+def own_host() -> str:
+    """The name by which other ranks reach this one. Called by: every rank."""
+    host = socket.gethostname()
+    return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"

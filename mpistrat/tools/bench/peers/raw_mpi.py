@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +19,32 @@ def training_steps(work: Work) -> dict[str, Step]:
     }
 
 
-def _copied(work: Work) -> Step:
-    """Gradients into one flat buffer, Allreduce, and back."""
+def _with_flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, np.ndarray, Any]:
+    """What is trained, memory for all its gradients, and each parameter's part of that beside the parameter."""
     module, optimizer = work.build()
     parameters = list(module.parameters())
-    flat = np.empty(sum(p.numel() for p in parameters), np.float32)
-    pieces = torch.from_numpy(flat).split([p.numel() for p in parameters])
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = np.zeros(sum(sizes), np.float32)
+    parts = torch.from_numpy(flat).split(sizes)
+    pairs = [(part.view(p.shape), p) for part, p in zip(parts, parameters, strict=True)]
+    return module, optimizer, flat, pairs
+
+
+def _copied(work: Work) -> Step:
+    """Gradients into one flat buffer, Allreduce, and back."""
+    module, optimizer, flat, pairs = _with_flat_buffer(work)
     size = MPI.COMM_WORLD.size
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss = work.loss(module)
         loss.backward()
-        for piece, parameter in zip(pieces, parameters, strict=True):
-            piece.copy_(parameter.grad.view(-1))  # type: ignore[union-attr]
+        for part, parameter in pairs:
+            part.copy_(parameter.grad)
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
         np.divide(flat, size, out=flat)
-        for piece, parameter in zip(pieces, parameters, strict=True):
-            parameter.grad.view(-1).copy_(piece)  # type: ignore[union-attr]
+        for part, parameter in pairs:
+            parameter.grad.copy_(part)
         optimizer.step()
         return loss.detach()
 
@@ -44,17 +53,13 @@ def _copied(work: Work) -> Step:
 
 def _in_place(work: Work) -> Step:
     """The best of such loops: every `.grad` is a view of the buffer that MPI reduces."""
-    module, optimizer = work.build()
-    parameters = list(module.parameters())
-    flat = np.zeros(sum(p.numel() for p in parameters), np.float32)
-    whole = torch.from_numpy(flat)
-    pieces = whole.split([p.numel() for p in parameters])
-    for piece, parameter in zip(pieces, parameters, strict=True):
-        parameter.grad = piece.view(parameter.shape)
+    module, optimizer, flat, pairs = _with_flat_buffer(work)
     size = MPI.COMM_WORLD.size
+    for part, parameter in pairs:
+        parameter.grad = part
 
     def step() -> torch.Tensor:
-        whole.zero_()
+        flat.fill(0)
         loss = work.loss(module)
         (loss / size).backward()
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)

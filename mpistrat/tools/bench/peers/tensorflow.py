@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -12,32 +13,26 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from mpistrat.tools.bench.peers import CannotTakePart
+from mpistrat.tools.bench.peers import CannotTakePart, own_host
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work
 
-_strategy: Any = None
 
-
+@functools.cache
 def _start() -> Any:
     """One strategy per process: a worker's server cannot be started twice."""
-    global _strategy
-    if _strategy is None:
-        tf.config.set_visible_devices([], "GPU")
-        tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
-        everyone = all_ranks()
-        hosts = set(everyone.all_gather_object(socket.gethostname()))
-        host = "127.0.0.1" if len(hosts) == 1 else socket.gethostname()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            address = f"{host}:{probe.getsockname()[1]}"
-        workers = everyone.all_gather_object(address)
-        task = {"type": "worker", "index": everyone.rank}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
-        ring = tf.distribute.experimental.CollectiveCommunication.RING
-        options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
-        _strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    return _strategy
+    tf.config.set_visible_devices([], "GPU")
+    tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+    everyone, host = all_ranks(), own_host()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        address = f"{host}:{probe.getsockname()[1]}"
+    workers = everyone.all_gather_object(address)
+    task = {"type": "worker", "index": everyone.rank}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    ring = tf.distribute.experimental.CollectiveCommunication.RING
+    options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
 def training_steps(work: Work) -> dict[str, Step]:
@@ -47,10 +42,8 @@ def training_steps(work: Work) -> dict[str, Step]:
     if not isinstance(module, torch.nn.Sequential) or len(linear) * 2 != len(module):
         raise CannotTakePart("this model is not written in TensorFlow here; the MLPs are")
     strategy = _start()
-    inputs, targets = (
-        tf.constant(tensor.flatten(1 if i == 0 else 0).numpy())
-        for i, tensor in enumerate(work.batch)
-    )
+    inputs, targets = (tf.constant(tensor.numpy()) for tensor in work.batch)
+    inputs = tf.reshape(inputs, [len(inputs), -1])
     with strategy.scope():
         weights = [tf.Variable(layer.weight.detach().numpy().T) for layer in linear]
         biases = [tf.Variable(layer.bias.detach().numpy()) for layer in linear]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpistrat.tools.bench.peers import own_host
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 
@@ -23,8 +23,7 @@ def start() -> None:
     if dist.is_initialized():
         return
     everyone = all_ranks()
-    hosts = set(everyone.all_gather_object(socket.gethostname()))
-    host = "127.0.0.1" if len(hosts) == 1 else socket.gethostname()
+    host = own_host()
     wait = datetime.timedelta(seconds=SECONDS_TO_START)
     store_at: Any = dist.TCPStore  # type: ignore[attr-defined]
     if everyone.rank == 0:

@@ -1,0 +1,258 @@
+"""Which ranks of this node are dead, and which wait for others.
+
+The kernel tells of deaths, by a pidfd for each rank; the ranks' records tell who has not come to a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mpistrat.liveness.job_folder import ranks_in, record_of, stacks_of
+from mpistrat.liveness.processes import (
+    DEAD,
+    KILLED_BY_LAUNCHERS,
+    RUNS,
+    exit_status,
+    open_pidfd,
+    state_of,
+)
+from mpistrat.liveness.record import LEAVING, LEFT, RUNNING, Board, RankRecord
+
+# A launcher kills the others while the first may still write its core.
+SECONDS_TO_DIE_TOGETHER = 0.4
+# Longer than this between two looks, and the machine or this process stood still.
+SECONDS_OF_A_PAUSE = 2.0
+
+
+@dataclass(eq=False)
+class Rank:
+    """A rank of this node, as seen from outside. `status` is its wait status once it is dead, None if unknown."""
+
+    record: RankRecord
+    stacks: str
+    dead: bool = False
+    status: int | None = None
+    lost: bool = False  # dead, and the others went on without it
+
+    @property
+    def number(self) -> int:
+        return self.record.rank
+
+    @property
+    def pid(self) -> int:
+        return self.record.pid
+
+    @property
+    def who(self) -> str:
+        return self.record.who
+
+    @property
+    def has_left(self) -> bool:
+        return self.record.state in (LEAVING, LEFT)
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is, or was when it died, in a collective."""
+        return any(board.since for board in self.record.boards())
+
+    @property
+    def stands_still(self) -> bool:
+        return self.dead or state_of(self.pid) not in RUNS
+
+
+def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
+    """The ranks whose records lie in a job's folder, by number, without those that are `known`."""
+    found = []
+    for rank in ranks_in(folder):
+        if rank not in known:
+            with contextlib.suppress(OSError, ValueError):  # being made just now
+                found.append(Rank(RankRecord(record_of(folder, rank)), stacks_of(folder, rank)))
+    return found
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The collective that some ranks wait in, seen from all ranks of its communicator on this node."""
+
+    call: int
+    size: int
+    since: int  # when the first of the waiting ranks entered it
+    waiting: list[Rank]
+    missing: list[Rank]
+    group: int  # the hash of its communicator's name
+    first: int  # the number in the job of its communicator's rank 0
+
+    @property
+    def elsewhere(self) -> int:
+        """How many of its ranks are on other nodes."""
+        return self.size - len(self.waiting) - len(self.missing)
+
+    def lasts(self) -> bool:
+        """Whether the ranks still wait in it."""
+        return any(
+            board.group == self.group and board.calls == self.call and board.since
+            for rank in self.waiting
+            for board in rank.record.boards()
+        )
+
+
+def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
+    """Each collective that a living rank is inside of, the one waited in for longest first.
+
+    With `of_the_dead`, also those that a rank died in.
+    """
+    groups: dict[int, list[tuple[Rank, Board]]] = {}
+    for rank in ranks:
+        for board in rank.record.boards():
+            groups.setdefault(board.group, []).append((rank, board))
+    found = []
+    for group, members in groups.items():
+        inside = [
+            (rank, board)
+            for rank, board in members
+            if board.since and (of_the_dead or not rank.dead)
+        ]
+        if inside:
+            call = max(board.calls for _, board in inside)
+            waiting = [(rank, board.since) for rank, board in inside if board.calls == call]
+            missing = [rank for rank, board in members if board.calls < call]
+            since, board = min(since for _, since in waiting), members[0][1]
+            those = [rank for rank, _ in waiting]
+            found.append(Wait(call, board.size, since, those, missing, group, board.first))
+    return sorted(found, key=lambda wait: wait.since)
+
+
+class FailureDetector:
+    """The ranks of a job on this node, and those of them that have died.
+
+    Attributes:
+        ranks: that were found so far, by number.
+        deaths: the dead, in the order that the kernel reported.
+        first_died: when the first died, by `time.monotonic`; 0.0 while all live, and once the others have gone on.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.ranks: dict[int, Rank] = {}
+        self.deaths: list[Rank] = []
+        self.first_died = 0.0
+        self._folder = folder
+        self._epoll = select.epoll()
+        self._by_pidfd: dict[int, Rank] = {}
+        self._without_pidfd: list[Rank] = []
+
+    def find(self) -> list[Rank]:
+        """The ranks whose records are new in the folder; from now on they are watched."""
+        found = find_ranks(self._folder, known=self.ranks)
+        for rank in found:
+            self.ranks[rank.number] = rank
+            try:
+                pidfd = open_pidfd(rank.pid)
+            except ProcessLookupError:
+                self._dies(rank, None)
+            except OSError:
+                self._without_pidfd.append(rank)
+            else:
+                self._by_pidfd[pidfd] = rank
+                self._epoll.register(pidfd, select.EPOLLIN | select.EPOLLET)
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Return after `seconds`, or once ranks have died: then with all that die in the same moment."""
+        self._wait(seconds)
+        until = self.first_died + SECONDS_TO_DIE_TOGETHER
+        while self.deaths and not self.all_are_dead and (left := until - time.monotonic()) > 0:
+            self._wait(left)
+
+    @property
+    def all_are_dead(self) -> bool:
+        """Whether no rank is left, of those that were found."""
+        return len(self.deaths) == len(self.ranks)
+
+    @property
+    def going_on(self) -> list[Rank]:
+        """All but those that the others went on without."""
+        return [rank for rank in self.ranks.values() if not rank.lost]
+
+    def unexplained(self) -> list[Rank]:
+        """The dead that had not said that they leave or end the job."""
+        return [r for r in self.deaths if r.record.state in (RUNNING, LEAVING) and not r.lost]
+
+    def in_state(self, state: int) -> list[Rank]:
+        return [rank for rank in self.ranks.values() if rank.record.state == state]
+
+    def let_go(self, lost: list[Rank]) -> None:
+        """The others go on without these."""
+        for rank in lost:
+            rank.lost = True
+        self.first_died = 0.0
+
+    def _wait(self, seconds: float) -> None:
+        for pidfd, _ in self._epoll.poll(seconds):
+            rank = self._by_pidfd[pidfd]
+            if not rank.dead:
+                self._dies(rank, exit_status(rank.pid, pidfd))
+            elif rank.status is None:  # a second event, when it was reaped
+                rank.status = exit_status(rank.pid, pidfd)
+        for rank in self._without_pidfd:
+            if not rank.dead and state_of(rank.pid) in DEAD:
+                self._dies(rank, exit_status(rank.pid, None))
+
+    def _dies(self, rank: Rank, status: int | None) -> None:
+        rank.dead, rank.status = True, status
+        self.deaths.append(rank)
+        self.first_died = self.first_died or time.monotonic()
+
+
+def first_death(deaths: list[Rank]) -> Rank:
+    """Whose death was the cause of the others', which the launcher may have killed in its clean-up.
+
+    Under load the kernel may tell of one of those first: a process closes its connection to the launcher a while
+    before it counts as dead. Those that were killed in a collective which another had not entered were waiting.
+    """
+    own_end = [
+        r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
+    ]
+    late = {rank for wait in waits(deaths, of_the_dead=True) for rank in wait.missing}
+    missing = [rank for rank in deaths if rank in late]
+    return (own_end or missing or deaths)[0]
+
+
+def calls_differ(ranks: Collection[Rank]) -> bool:
+    """Whether ranks made different numbers of calls on a communicator, or one is, or died, in a call."""
+    calls: dict[int, set[int]] = {}
+    for rank in ranks:
+        for board in rank.record.boards():
+            calls.setdefault(board.group, set()).add(board.calls)
+    return any(rank.inside for rank in ranks) or any(len(made) > 1 for made in calls.values())
+
+
+class Pauses:
+    """When this node's ranks stood still: a job that was suspended has not waited meanwhile."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._pauses: list[tuple[float, float]] = []  # (end, seconds)
+
+    def notice(self, ranks: Collection[Rank]) -> None:
+        """Called at each look. The clock went on, or this process did, but no rank could."""
+        gap = time.monotonic() - self._looked
+        self.restart()
+        alive = [rank for rank in ranks if not rank.dead]
+        if gap > SECONDS_OF_A_PAUSE or (alive and all(rank.stands_still for rank in alive)):
+            self._pauses.append((self._looked, gap))
+
+    def restart(self) -> None:
+        """The time since the last look was no pause: the observer was busy."""
+        self._looked = time.monotonic()
+
+    def seconds_since(self, moment: float) -> float:
+        """How long ago that was by `time.monotonic`, without the pauses."""
+        return (
+            time.monotonic()
+            - moment
+            - sum(seconds for end, seconds in self._pauses if end > moment)
+        )
