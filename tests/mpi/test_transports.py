@@ -75,7 +75,7 @@ def test_a_transport_refuses_what_it_does_not_take(movers):
 
 
 def imports_of(module):
-    tree = ast.parse((PACKAGE / "communicators" / f"{module}.py").read_text())
+    tree = ast.parse((PACKAGE / "communicators" / "transports" / f"{module}.py").read_text())
     return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
 
 
