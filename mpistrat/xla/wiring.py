@@ -19,7 +19,6 @@ from mpistrat.xla.recorded_steps import RecordedSteps
 from mpistrat.xla.replica_cores import ReplicaCores
 from mpistrat.xla.replicas import RecordedReplicas, ReplicasOnCores, components_on
 from mpistrat.xla.system import TpuSystem
-from mpistrat.xla.transport import use_xla
 from mpistrat.xla.variables import VariablesOnDevice
 
 
@@ -39,6 +38,8 @@ def on_xla(
     communicator, runtime = group.communicator, system.runtime
     why_through_the_host = ""
     if communicator.size > 1 and not communicator.takes_device_buffers:
+        from mpistrat.xla.transport import use_xla  # needs MPI, which one rank may lack
+
         why_through_the_host = use_xla(communicator, runtime)
     several = group.num_local_replicas > 1
     plan = wiring.input_plan(group, ranks_are_workers=True)
