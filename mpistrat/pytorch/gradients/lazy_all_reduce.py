@@ -9,7 +9,8 @@ import torch
 
 from mpistrat.arrays import to_device, to_host
 from mpistrat.communicators import Communicator, Reduction
-from mpistrat.cross_device_ops import MpiAllReduce, packing
+from mpistrat.cross_device_ops import packing
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
 from mpistrat.cross_device_ops.packing import Packer
 
 
