@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from mpistrat import __version__
+from mpistrat.settings import SETTINGS
 
 sys.path.append(str(Path(__file__).parent))  # for docstrings.py
 
@@ -18,6 +19,19 @@ html_show_copyright = False
 
 myst_enable_extensions = ["deflist", "substitution"]
 myst_heading_anchors = 3
+myst_substitutions = {
+    "settings": "\n".join(
+        (
+            "| variable | default | unit | what it says | read by |",
+            "| --- | --- | --- | --- | --- |",
+            *(
+                f"| `{row.name}` | {row.default} | {row.unit} | {row.meaning} | {row.read_by} |"
+                for row in SETTINGS
+                if not row.internal
+            ),
+        )
+    )
+}
 
 default_role = "py:obj"  # `name` in a docstring is code, and a link where the name has a page
 autodoc_default_options = {"members": True, "show-inheritance": True}

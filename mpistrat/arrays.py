@@ -9,16 +9,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import array_api_compat as api
 import numpy as np
 
-from mpistrat import xla
-
 _NUMBERS = (bool, int, float, complex)
 
 Array = Any  # np.ndarray | np.generic | torch.Tensor | cupy.ndarray
+
+
+class DeviceKind(Protocol):
+    """Devices of one kind, and the copies to and from them that torch's own operations do not make."""
+
+    def put(self, tensors: Sequence[Any], device: Any) -> list[Any]:
+        """Copies of CPU tensors on `device`."""
+
+    def fetch(self, tensors: Sequence[Any]) -> list[Any]:
+        """The values of tensors of this kind, on the host."""
+
+
+# By torch's name of the kind. A package that brings one adds it when the process first uses such a device: "xla".
+device_kinds: dict[str, DeviceKind] = {}
 
 
 def is_torch(value: object) -> bool:
@@ -281,8 +293,9 @@ def to_host(array: Array) -> Array:
         lazy = array.requires_grad or array.is_conj() or array.is_neg()
         if array.is_cpu and not lazy and array.is_contiguous():
             return array
-        if is_on_xla(array):
-            return xla.to_host(array)
+        kind = device_kinds.get(array.device.type)
+        if kind is not None:
+            return kind.fetch([array.detach()])[0]
         return array.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if is_cupy(array):
         return array.get()
@@ -320,7 +333,7 @@ def to_device(array: Array, device: str) -> Array:
         kind, _, index = device.partition(":")
         if kind == "cpu":
             return to_host(array) if is_on_xla(array) else array.to("cpu")
-        if kind == "xla" and array.device.type == "cpu" and xla.is_started():
-            return xla.start().put([array], device)[0]
+        if kind in device_kinds and array.device.type == "cpu":
+            return device_kinds[kind].put([array], device)[0]
         return array.to(f"{kind}:{index or 0}", non_blocking=True)
     return array

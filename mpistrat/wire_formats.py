@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from mpistrat.communicators import Communicator
+from mpistrat.communicators.communicator import Communicator
 
 if TYPE_CHECKING:
     import torch

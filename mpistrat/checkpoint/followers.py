@@ -69,9 +69,9 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 
-        from mpistrat.parameter_server.modules.remote_steps import has_remote_parameters
+        from mpistrat.pytorch.modules.strategy_modules import strategy_of
 
-        if isinstance(value, Optimizer) and has_remote_parameters(value):
+        if isinstance(value, Optimizer) and strategy_of(value) is not None:
             return {**state, "state": {}}
     return state
 

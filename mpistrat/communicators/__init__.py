@@ -1,7 +1,6 @@
 """How bytes move inside one group of ranks."""
 
 from mpistrat.communicators.communicator import Communicator as Communicator
-from mpistrat.communicators.local import LocalCommunicator as LocalCommunicator
 from mpistrat.communicators.reduction import SUM as SUM
 from mpistrat.communicators.reduction import Reduction as Reduction
 from mpistrat.communicators.reduction import reducing as reducing

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    from mpistrat.communicators.communicator import Communicator
+from typing import Any, TypeAlias
 
 OPS = ("sum", "max", "min")
 
-# Adds up float32 values, 1-D, in place, over a communicator of the ranks between which messages go.
-Compressor: TypeAlias = "Callable[[Communicator, Any], None]"
+# Given a communicator of the ranks between which messages go, and float32 values, 1-D: adds these up, in place.
+Compressor: TypeAlias = Callable[[Any, Any], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ from mpistrat.fault_tolerance.announced_end import (
 from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.extended import ServersExtended
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
@@ -70,7 +69,7 @@ class PreemptionCheckpointHandler:
             raise NotImplementedError(_SERVERS)
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         extended = self._manager.checkpoint.strategy.extended
-        if isinstance(extended, ServersExtended):
+        if not extended.checkpoints.all_take_part:
             raise NotImplementedError(_SERVERS)
         self._config = completed(termination_config, detect_platform())
         self._communicator = extended.communicator

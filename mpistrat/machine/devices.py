@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from mpistrat import xla
+from mpistrat.arrays import device_kinds
 
 # "cpu", "CPU:1", "cuda:0", "gpu:0", "/device:CPU:0", "/job:worker/task:0/device:GPU:1"
 _DEVICE = re.compile(
@@ -20,10 +20,11 @@ _DEVICE = re.compile(
 def check_device(device: str) -> str:
     """`device` in our spelling ("cpu:0", "cuda:1"); ValueError for what is not a device of this rank."""
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    named = "" if match is None else match["kind"].lower()
+    kind = {"gpu": "cuda", "tpu": "xla"}.get(named, named)
     # XLA's devices are those of a TPUStrategy: without one there are none.
-    if match is None or (match["kind"].lower() in ("xla", "tpu") and not xla.is_started()):
+    if match is None or kind not in ("cpu", "cuda", *device_kinds):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
-    kind = {"gpu": "cuda", "tpu": "xla"}.get(match["kind"].lower(), match["kind"].lower())
     index = int(match["index"] or 0)
     if kind == "cuda" and index >= num_gpus():
         raise ValueError(f"device {device!r} does not exist: this process sees {num_gpus()} GPUs")

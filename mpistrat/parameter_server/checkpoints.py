@@ -23,6 +23,8 @@ class CheckpointsOfJob(CheckpointRole):
         paused: a context in which no function of a coordinator is half executed.
     """
 
+    all_take_part = False
+
     def __init__(
         self,
         job: ServerJob,

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.parameter_server.checkpoints import CheckpointsOfJob
 from mpistrat.parameter_server.client import Address
 from mpistrat.parameter_server.extended import ServersExtended

@@ -7,7 +7,12 @@ from typing import Any
 
 
 class CheckpointRole:
-    """That of strategies whose ranks all take part."""
+    """That of strategies whose ranks all take part.
+
+    Attributes: all_take_part: whether all ranks save and restore together, after the same steps.
+    """
+
+    all_take_part = True
 
     @property
     def saves(self) -> bool:

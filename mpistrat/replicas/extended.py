@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat.context import (
     AnyStrategy,
@@ -25,16 +25,18 @@ from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
-from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.multi_step import MultiStepContext
-from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
 from mpistrat.variables.arguments import checked_arguments
 from mpistrat.variables.store import VariableStore
 from mpistrat.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+    from mpistrat.replicas.replicas import Replicas
 
 
 class Parts(NamedTuple):

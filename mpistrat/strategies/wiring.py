@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.cluster_resolver import ClusterResolver
-from mpistrat.communicators import Communicator, LocalCommunicator
+from mpistrat.communicators import Communicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import CommunicationOptions, implementation_of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mpistrat.arrays import device_kinds
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
@@ -19,17 +21,10 @@ def start() -> Runtime:
     if _runtime is None:
         from mpistrat.xla.runtime import Runtime
 
-        _runtime = Runtime()
+        device_kinds["xla"] = _runtime = Runtime()
     return _runtime
 
 
 def is_started() -> bool:
     """Whether this process has used XLA's devices through `start`."""
     return _runtime is not None
-
-
-def to_host(tensor: Any) -> Any:
-    """A tensor of an XLA device, on the host. Called by: whoever of this package needs a value inside a step, too."""
-    if _runtime is None:  # the program uses torch_xla by itself
-        return tensor.detach().cpu()
-    return _runtime.fetch([tensor.detach()])[0]

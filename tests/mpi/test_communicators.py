@@ -5,9 +5,10 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from mpistrat.communicators import LocalCommunicator, reducing
+from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError

@@ -12,9 +12,10 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat import communicators
-from mpistrat.communicators import SUM, Communicator, LocalCommunicator, router
+from mpistrat.communicators import SUM, Communicator, router
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Transport

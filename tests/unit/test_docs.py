@@ -129,6 +129,26 @@ def entries(reference: str) -> Iterator[tuple[str, object]]:
             yield last, getattr(importlib.import_module(owner), last)
 
 
+def test_architecture_names_what_exists() -> None:
+    text = text_of(DOCS / "architecture.md")
+    package = Path(ms.__file__).parent
+    for path, name in re.findall(r"`(\w[\w/]*(?:\.py|/))(?:: ([\w.]+))?`", text):
+        file = package / path if (package / path).exists() else TOP / path
+        assert file.exists(), path
+        assert not name or name in definitions(ast.parse(file.read_text())), f"{path}: {name}"
+    rooms = {file.name for file in package.iterdir() if file.suffix == ".py" or file.is_dir()}
+    for room in rooms - {"__init__.py", "__pycache__"}:
+        assert f"`{room}`" in text or f"`{room}/`" in text, room
+
+
+def definitions(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """`Router` and `Router.all_reduce`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield prefix + node.name
+            yield from definitions(node, f"{prefix}{node.name}.")
+
+
 def test_pages_that_texts_name() -> None:
     for folder in ("mpistrat", "scripts", "slurm", "tests"):
         for file in (TOP / folder).rglob("*"):

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from mpistrat import xla
+from mpistrat.arrays import to_device, to_host
 from mpistrat.communicators import Communicator, Reduction
-from mpistrat.cross_device_ops import MpiAllReduce, packing
+from mpistrat.cross_device_ops import packing
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
 from mpistrat.cross_device_ops.packing import Packer
 
 
@@ -70,10 +71,9 @@ class LazyAllReduce(MpiAllReduce):
             communicator.all_reduce(flat, reduction)
             return flat
         device = flat.device
-        host = xla.to_host(flat)
+        host = to_host(flat)
         del flat
         buffer = packer.memory(len(host), host, communicator=communicator)
         buffer.copy_(host)
         communicator.all_reduce(buffer, reduction)
-        (total,) = xla.start().put([buffer], device)
-        return total
+        return to_device(buffer, str(device))

@@ -27,7 +27,7 @@ import torch
 
 from mpistrat.communicators import Reduction, reducing
 from mpistrat.context import AnyStrategy, current_mode, get_replica_context
-from mpistrat.cross_device_ops import MpiAllReduce
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.indexed_slices import IndexedSlices

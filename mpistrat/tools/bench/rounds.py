@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,19 @@ ROUNDS = 9
 SECONDS_PER_TURN = 0.1
 
 
+class CannotTakePart(Exception):
+    """Why a peer that is installed cannot do this work here."""
+
+
 def all_ranks() -> Communicator:
     """The communicator of all ranks of the job. Called by: every rank."""
     return MultiWorkerMirroredStrategy().extended.communicator
+
+
+def own_host() -> str:
+    """The name by which other ranks reach this one. Called by: every rank."""
+    host = socket.gethostname()
+    return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"
 
 
 def seconds_of(communicator: Communicator, call: Callable[[], object], calls: int = 1) -> float:

@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpistrat as ms
-from mpistrat.communicators import LocalCommunicator
 from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.pytorch.gradients.wires import Wire, Wires
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.wire_formats import TopK

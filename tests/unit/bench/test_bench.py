@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.tools.bench import operations, sweep
 from mpistrat.tools.bench.arguments import number_of_bytes
 from mpistrat.tools.bench.command import main

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.tools.bench import training
 from mpistrat.tools.bench.command import main
 

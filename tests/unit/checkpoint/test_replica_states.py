@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint.object_states import stateful
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.strategies.wiring import mirrored
 from mpistrat.strategy import Strategy

@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mpistrat.communicators import LocalCommunicator, reducing
+from mpistrat.communicators import reducing
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.transports.accelerator import buffers as device_buffers
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.communicators import LocalCommunicator
 from mpistrat.communicators.costs import measurement as selection
 from mpistrat.communicators.costs.measurement import LARGEST, SIZES, Costs, costs_of, measure
 from mpistrat.communicators.costs.model import Cost
+from mpistrat.communicators.local import LocalCommunicator
 
 ALONE = LocalCommunicator()
 FLOOR = 1 << 15

@@ -8,7 +8,7 @@ import torch
 
 import mpistrat as ms
 from mpistrat import arrays
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.errors import InvalidArgumentError
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from mpistrat.communicators import LocalCommunicator
+from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.cpu_share import THREAD_COUNTS
 from mpistrat.strategies import threads

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import socket
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks
 
 # File here, package to import, what to call it.
 PEERS = (
@@ -21,10 +20,6 @@ PEERS = (
     ("horovod", "horovod", "Horovod"),
     ("tensorflow", "tensorflow", "TensorFlow"),
 )
-
-
-class CannotTakePart(Exception):
-    """Why a peer that is installed cannot do this work here."""
 
 
 def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
@@ -52,9 +47,3 @@ def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], di
         else:
             there |= found
     return there, left_out
-
-
-def own_host() -> str:
-    """The name by which other ranks reach this one. Called by: every rank."""
-    host = socket.gethostname()
-    return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"

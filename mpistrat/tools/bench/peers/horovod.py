@@ -8,8 +8,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from mpistrat.tools.bench.peers import CannotTakePart
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 
 

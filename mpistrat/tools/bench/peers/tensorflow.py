@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from mpistrat.tools.bench.peers import CannotTakePart, own_host
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks, own_host
 from mpistrat.tools.bench.work import Step, Work
 
 

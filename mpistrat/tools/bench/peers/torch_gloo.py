@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpistrat.tools.bench.peers import own_host
-from mpistrat.tools.bench.rounds import all_ranks
+from mpistrat.tools.bench.rounds import all_ranks, own_host
 from mpistrat.tools.bench.work import Step, Work, step_of
 
 SECONDS_TO_START = 120
