@@ -1,6 +1,14 @@
 """The names that `tf.distribute.experimental.partitioners` keeps."""
 
-from mpistrat.variables.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
-from mpistrat.variables.partitioners import MaxSizePartitioner as MaxSizePartitioner
-from mpistrat.variables.partitioners import MinSizePartitioner as MinSizePartitioner
-from mpistrat.variables.partitioners import Partitioner as Partitioner
+from mpistrat.variables.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,10 +1,20 @@
 """Services for long jobs: what notices that something goes wrong or that the end is near, and what goes on after."""
 
-from mpistrat.fault_tolerance.divergence_sentinel import DivergenceSentinel as DivergenceSentinel
-from mpistrat.fault_tolerance.elastic import Elastic as Elastic
-from mpistrat.fault_tolerance.elastic import run_elastic as run_elastic
-from mpistrat.fault_tolerance.preemption_checkpoint_handler import (
-    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
-)
-from mpistrat.fault_tolerance.preemption_watcher import PreemptionWatcher as PreemptionWatcher
-from mpistrat.fault_tolerance.termination_config import TerminationConfig as TerminationConfig
+from mpistrat.fault_tolerance.divergence_sentinel import DivergenceSentinel
+from mpistrat.fault_tolerance.elastic import Elastic, run_elastic
+from mpistrat.fault_tolerance.preemption_checkpoint_handler import PreemptionCheckpointHandler
+from mpistrat.fault_tolerance.preemption_watcher import PreemptionWatcher
+from mpistrat.fault_tolerance.termination_config import TerminationConfig
+
+__all__ = [
+    "DivergenceSentinel",
+    "Elastic",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "TerminationConfig",
+    "run_elastic",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

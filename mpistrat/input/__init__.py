@@ -1,10 +1,22 @@
 """Input: what each replica reads."""
 
-from mpistrat.input.datasets import BatchedDataset as BatchedDataset
-from mpistrat.input.datasets import FileDataset as FileDataset
-from mpistrat.input.distributed_dataset import DistributedDataset as DistributedDataset
-from mpistrat.input.distributed_iterator import DistributedIterator as DistributedIterator
-from mpistrat.input.element_spec import ArraySpec as ArraySpec
-from mpistrat.input.element_spec import PerReplicaSpec as PerReplicaSpec
-from mpistrat.input.input_context import InputContext as InputContext
-from mpistrat.input.input_context import ValueContext as ValueContext
+from mpistrat.input.datasets import BatchedDataset, FileDataset
+from mpistrat.input.distributed_dataset import DistributedDataset
+from mpistrat.input.distributed_iterator import DistributedIterator
+from mpistrat.input.element_spec import ArraySpec, PerReplicaSpec
+from mpistrat.input.input_context import InputContext, ValueContext
+
+__all__ = [
+    "ArraySpec",
+    "BatchedDataset",
+    "DistributedDataset",
+    "DistributedIterator",
+    "FileDataset",
+    "InputContext",
+    "PerReplicaSpec",
+    "ValueContext",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

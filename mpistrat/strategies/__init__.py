@@ -1,8 +1,17 @@
 """The strategies whose replicas keep variables themselves, one file each, and the parts that they are made of."""
 
-from mpistrat.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
-from mpistrat.strategies.mirrored import MirroredStrategy as MirroredStrategy
-from mpistrat.strategies.multi_worker_mirrored import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from mpistrat.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from mpistrat.strategies.central_storage import CentralStorageStrategy
+from mpistrat.strategies.mirrored import MirroredStrategy
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.strategies.one_device import OneDeviceStrategy
+
+__all__ = [
+    "CentralStorageStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "mpistrat"
 
-CODE_LINES = 31_300  # to come: 27,500
+CODE_LINES = 31_450  # to come: 27,500
 LARGE_CLASSES = 19  # to come: 8
 TOP_LEVEL_MODULES = 14
 ASSERTS_OF_NONE = 71  # to come: 0

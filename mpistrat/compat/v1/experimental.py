@@ -1,7 +1,13 @@
 """`tf.compat.v1.distribute.experimental`."""
 
-from mpistrat.compat.v1.strategy import CentralStorageStrategy as CentralStorageStrategy
 from mpistrat.compat.v1.strategy import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+    ParameterServerStrategy,
 )
-from mpistrat.compat.v1.strategy import ParameterServerStrategy as ParameterServerStrategy
+
+__all__ = ["CentralStorageStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+
+
+def __dir__() -> list[str]:
+    return __all__
