@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.communicators import reducing
-from mpistrat.communicators.communicator import mark_raised_by_all
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.context import require_cross_replica
 from mpistrat.fault_tolerance.divergence_report import Digested, find_divergence
 from mpistrat.fault_tolerance.mirrored_state import Key, mirrored_state

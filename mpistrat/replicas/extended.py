@@ -164,7 +164,7 @@ class StrategyExtended(abc.ABC):
         Returns: seconds, by rank.
         """
         return self.communicator.all_gather_object(
-            self.communicator.seconds_waited(last), label="seconds_waited"
+            self.communicator.contract.seconds_waited(last), label="seconds_waited"
         )
 
     # Running
