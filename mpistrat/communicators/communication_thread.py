@@ -84,10 +84,8 @@ class CommunicationThread:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
         last = self._unfinished
         if os.getpid() == self._pid and last is not None and not last.done():
-            from mpistrat.liveness import job_end  # here, because it imports MPI
-
             tell(
                 f"ending the job: rank {self.communicator.rank} came to its end while a reduction of "
                 "gradients, which other ranks did not take part in, was under way"
             )
-            job_end.abort(1)
+            self.communicator.contract.abort(1)

@@ -19,6 +19,7 @@ from mpistrat.communicators.contract.call_signature import (
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import job_end
 from mpistrat.liveness.call_site import call_site, outside
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
@@ -91,6 +92,9 @@ class Contract(Unchecked):
         with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
             mark_raised_by_all(error)
             raise error
+
+    def abort(self, code: int) -> NoReturn:
+        job_end.abort(code)
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
         return Contract(mpi, f"{self.name}/{name}", watch, self.check, self.timeline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Unchecked:
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
         """The contract of some of the ranks, which `name` tells from other parts. Collective over them."""
         return self
+
+    def abort(self, code: int) -> NoReturn:
+        """End the whole job with exit code `code`. Not collective."""
+        os._exit(code)
 
     def has_lost_a_rank(self) -> bool:
         """Whether this rank knows that one has failed, and that the others go on without it. Not collective."""
