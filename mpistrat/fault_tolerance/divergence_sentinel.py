@@ -52,7 +52,7 @@ class DivergenceSentinel:
             mark_raised_by_all(error)
             raise error
         if strategy.num_replicas_in_sync > 1:
-            strategy.extended.piggybacks.append(self)
+            strategy.extended.modules.piggybacks.append(self)
 
     def check(self) -> None:
         """Compare now. Called by: every rank.   Context: cross-replica or top level.
