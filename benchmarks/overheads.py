@@ -141,7 +141,7 @@ def structures(num_rounds: int) -> list[dict[str, Any]]:
 def agreement(num_rounds: int) -> list[dict[str, Any]]:
     """What recording a collective, agreeing on it and tracing it add to a scalar all_reduce."""
     checked, unchecked = (communicator_for(MPI.COMM_WORLD, check) for check in ("always", "never"))
-    inside = Router(checked.transports)  # type: ignore[attr-defined]
+    inside = Router(checked.ways)  # type: ignore[attr-defined]
     send = np.ones((), np.float32)
     receive = np.empty_like(send)
     folder = tempfile.TemporaryDirectory()

@@ -23,13 +23,13 @@ from torch_xla.debug import metrics
 import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.cross_device_ops.packing import Packer
-from mpistrat.pytorch.gradients.lazy_all_reduce import LazyAllReduce
 from mpistrat.tools.bench.arguments import program
 from mpistrat.tools.bench.models.mlp import mlp
 from mpistrat.tools.bench.models.model import Model
 from mpistrat.tools.bench.report import report
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 from mpistrat.tools.bench.work import Step, Work, alone, with_strategy
+from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 
 OURS = "mpistrat"
 DEVICE = "xla:0"

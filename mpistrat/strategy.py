@@ -36,8 +36,6 @@ class Strategy:
     `OneDeviceStrategy` for one device.
     """
 
-    # Set by compute_average_loss: the gradients of averaged losses are to be summed.
-    losses_are_averaged = False
     # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
     workers_combined = 1
 

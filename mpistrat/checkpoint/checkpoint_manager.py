@@ -129,7 +129,7 @@ class CheckpointManager:
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
         del state
-        lost = communicator.has_lost_a_rank
+        lost = communicator.contract.has_lost_a_rank
         if communicator.rank > 0:
             self._saving = SavingOfRank(checkpoint, files, began, lost, communicator.rank)
         else:

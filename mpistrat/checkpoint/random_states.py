@@ -33,7 +33,7 @@ class RandomStates:
         if "torch" in sys.modules:
             from mpistrat.pytorch.virtual_replicas import generators_of
 
-            torch_states = generators_of(extended)
+            torch_states = generators_of(extended.replicas, extended.num_local_replicas)
         version, words, gauss = random.getstate()  # 625 words, which would be long as JSON
         return {
             **replicas_of_rank(extended),
@@ -66,7 +66,7 @@ class RandomStates:
                     generators.append(seeded_generators(_seed_of_replica(some, replica)))
                 else:
                     generators.append(saved["torch"][replica - saved["first_replica"]])
-            set_generators_of(extended, generators)
+            set_generators_of(extended.replicas, generators)
         if own is not None and own["first_replica"] == first and own.get("device") is not None:
             extended.replicas.set_device_random_state(own["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
@@ -88,7 +88,7 @@ class RandomStates:
             extended = self._strategy.extended
             replicas = range(first, first + extended.num_local_replicas)
             states = [seeded_generators(_seed_of_replica(saved, replica)) for replica in replicas]
-            set_generators_of(extended, states)
+            set_generators_of(extended.replicas, states)
 
 
 def _seed_rank(saved: Mapping[str, Any], first: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextvars
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,31 +51,44 @@ class Arithmetic(abc.ABC):
         """
 
 
-def arithmetic_of(buffer: Array, op: str) -> Arithmetic | None:
-    """For the elements of `buffer` and "sum", "max" or "min"; None when there is none."""
+def can_combine(buffer: Array, op: str) -> bool:
+    """Whether `arithmetic_of` knows the elements of `buffer`."""
+    if not (is_torch(buffer) or buffer.dtype.isnative):
+        return False
     name = dtype_name(buffer)
-    if not is_torch(buffer) and not buffer.dtype.isnative:
-        return None
     if name.startswith(SUMMED_AS_FLOAT32):
-        return _torch(name, op) if is_torch(buffer) else _half(op)
-    if name not in KNOWN_TO_MPI or (name.startswith("complex") and op != "sum"):
-        return None
-    return _numpy(name, op)
+        return True
+    return name in KNOWN_TO_MPI and (op == "sum" or not name.startswith("complex"))
+
+
+def arithmetic_of(buffer: Array, op: str) -> Arithmetic:
+    """For the elements of `buffer` and "sum", "max" or "min". Raises: TypeError where `can_combine` is false."""
+    name = dtype_name(buffer)
+    if not can_combine(buffer, op):
+        raise TypeError(
+            f"{name} cannot be combined by {op!r}; convert it to float32 or float64 first"
+        )
+    return _arithmetic(name, op, is_torch(buffer))
 
 
 @functools.lru_cache
-def _numpy(dtype: str, op: str) -> Arithmetic:
-    return _NumPy(np.dtype(dtype), op)
+def _arithmetic(name: str, op: str, of_torch: bool) -> Arithmetic:
+    if not name.startswith(SUMMED_AS_FLOAT32):
+        return _NumPy(np.dtype(name), op)
+    return _Torch(name, op) if of_torch else _Half(np.dtype(name), op)
 
 
-@functools.lru_cache
-def _half(op: str) -> Arithmetic:
-    return _Half(np.dtype("float16"), op)
+def share_of(
+    nbytes: int, itemsize: int, ranks: int, carriers: int | None = None
+) -> list[tuple[int, int]]:
+    """The bytes of a buffer that each of `ranks` combines: first and end of whole elements, as equal as they can be.
 
-
-@functools.lru_cache
-def _torch(dtype: str, op: str) -> Arithmetic:
-    return _Torch(dtype, op)
+    Args: carriers: how many ranks, from the first, have a share; None: all.
+    """
+    carriers = carriers or ranks
+    elements = nbytes // itemsize
+    cuts = [elements * min(i, carriers) // carriers * itemsize for i in range(ranks + 1)]
+    return list(itertools.pairwise(cuts))
 
 
 class _Quiet(threading.local):
@@ -108,9 +122,12 @@ _quiet = _Quiet()
 
 def scale(buffer: Array, factor: float | None) -> None:
     """Multiply `buffer` in place; NumPy warns of nothing and raises nothing. None leaves it."""
-    if factor is not None:
-        with np.errstate(all="ignore"):
-            buffer *= factor
+    if factor is None:
+        return
+    if isinstance(buffer, np.ndarray):
+        _quiet.call(np.multiply, buffer, factor, out=buffer)
+    else:
+        buffer *= factor
 
 
 class _NumPy(Arithmetic):

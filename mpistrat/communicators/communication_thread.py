@@ -1,4 +1,4 @@
-"""One more thread per rank, for collectives beside the program's own."""
+"""A thread of each rank for collectives that run while the program goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _threads: dict[Communicator, CommunicationThread] = {}
 
 
 class CommunicationThread:
-    """Runs what it is given, one after the other, in collectives of a communicator that nobody else uses.
+    """Runs what is submitted, in this order, in collectives of a communicator that nobody else uses.
 
     There they move on by themselves; MPI's nonblocking ones, on the program's thread, only while it asks for them.
 
@@ -39,9 +39,9 @@ class CommunicationThread:
 
     @classmethod
     def beside(cls, communicator: Communicator) -> CommunicationThread:
-        """The one whose communicator is over the same ranks; made at the first call, which is collective.
+        """The thread whose communicator is over the same ranks; made at the first call, which is collective.
 
-        One for all strategies over `communicator`: a program that makes many does not use communicators up.
+        It serves all strategies over `communicator`: a program that makes many does not use communicators up.
         """
         if communicator not in _threads:
             _threads[communicator] = cls(communicator.split(0))
@@ -56,7 +56,7 @@ class CommunicationThread:
             atexit.unregister(thread._check_idle)
 
     def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
-        """Have `work` done after what was given before. `frame`: where the program asked for it, told in reports.
+        """Have `work` done after what was submitted before. `frame`: where the program did so, for reports.
 
         What it raises is in the result; a rank that got an error must not submit anything further.
         """
@@ -67,10 +67,10 @@ class CommunicationThread:
 
     def _run(self) -> None:
         while True:
-            given = self._work.get()
-            if given is None:
+            submitted = self._work.get()
+            if submitted is None:
                 return
-            work, frame, done = given
+            work, frame, done = submitted
             try:
                 with standing_for(frame):
                     work()
@@ -78,7 +78,7 @@ class CommunicationThread:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            del given, work, frame, done  # which may hold the memory of gradients
+            del submitted, work, frame, done  # which may hold the memory of gradients
 
     def _check_idle(self) -> None:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
@@ -88,4 +88,4 @@ class CommunicationThread:
                 f"ending the job: rank {self.communicator.rank} came to its end while a reduction of "
                 "gradients, which other ranks did not take part in, was under way"
             )
-            self.communicator.abort(1)
+            self.communicator.contract.abort(1)

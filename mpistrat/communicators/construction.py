@@ -5,6 +5,7 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from typing import cast
 
@@ -20,6 +21,7 @@ from mpistrat.communicators.transports.compressed import CompressedTransport
 from mpistrat.communicators.transports.hierarchical import SMALLEST, HierarchicalTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
+from mpistrat.communicators.transports.ring import RingTransport
 from mpistrat.communicators.transports.transport import Transport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
@@ -84,22 +86,36 @@ def discard(comm: MPI.Intracomm) -> None:
 def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
     """By which ways bytes move between the ranks of `mpi`, and this rank's watch in a communicator over them.
 
-    Collective.
+    Collective. `name` is the communicator's.
     """
-    comm = mpi.comm
-    watch = watch_of(comm, name, ways_of)
+    watch = watch_of(mpi.comm, name)
+    compressed: list[Transport] = []
     if watch.peers is not None:
         window = WindowTransport(mpi, watch, shared_bytes())
-        return Ways([window, mpi], window, window.shared_slots()), watch
+        ways = Ways(mpi, [window], window, window.shared_slots())
+    else:
+        ways = _ways_between_nodes(mpi, watch)
+        compressed = [CompressedTransport(Router(Ways(mpi)))]
+    # NCCL is taken wherever it can be, without being asked for.
+    asked_for = {
+        CommunicationImplementation.MPI: Ways(mpi, compressed),
+        CommunicationImplementation.RING: Ways(mpi, [*compressed, RingTransport(mpi)]),
+    }
+    return dataclasses.replace(ways, asked_for=asked_for, of_part=ways_of), watch
+
+
+def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
+    """Of ranks that do not all share memory."""
+    comm = mpi.comm
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
     if max(sizes) == 1:
         node.Free()
-        return Ways(_between_nodes(PipelinedTransport(mpi, watch), mpi)), watch
+        return _ways_in_pieces(mpi, PipelinedTransport(mpi, watch))
     several = node.size < comm.size
     if not several or not all(comm.allgather(see_each_other(node, watch.record))):
         node.Free()
-        return Ways([CompressedTransport(Router([mpi])), mpi]), watch
+        return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
     carriers = min(sizes)
     color = node.rank if node.rank < carriers else MPI.UNDEFINED
     peers = cast("MPI.Intracomm", comm.Split(color, comm.rank))
@@ -107,14 +123,14 @@ def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
     if peers != MPI.COMM_NULL:
         between = MpiTransport(peers)
         pipelined = PipelinedTransport(between, watch)
-        across = Router(_between_nodes(pipelined, between))
+        across = Router(_ways_in_pieces(between, pipelined))
     within = WindowTransport(MpiTransport(node), watch, shared_bytes())
     hierarchical = HierarchicalTransport(mpi, within, pipelined, across, carriers)
-    compressed = CompressedTransport(Router([mpi]), SMALLEST)
-    return Ways([hierarchical, compressed, mpi], hierarchical), watch
+    compressed = CompressedTransport(Router(Ways(mpi)), SMALLEST)
+    return Ways(mpi, [hierarchical, compressed], hierarchical)
 
 
-def _between_nodes(pipelined: PipelinedTransport, mpi: MpiTransport) -> list[Transport]:
-    """The transports of ranks each of which is on a node of its own."""
-    messages: list[Transport] = [pipelined, mpi]
-    return [CompressedTransport(Router(messages), SMALLEST), *messages]
+def _ways_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Ways:
+    """Of ranks each of which is on a node of its own."""
+    compressed = CompressedTransport(Router(Ways(mpi, [pipelined])), SMALLEST)
+    return Ways(mpi, [compressed, pipelined])

@@ -31,6 +31,12 @@ def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
     return view
 
 
+def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
+    """Uninitialized arrays as `view_of(buffer)` is, of the `shapes` in the rows; (1,) stands for a scalar's."""
+    dtype = view_of(buffer).dtype
+    return [np.empty(tuple(shape) if buffer.ndim else (), dtype) for shape in shapes]
+
+
 def bytes_of(buffer: Array) -> np.ndarray:
     """The memory of `buffer`. Raises: ValueError when it is not C-contiguous."""
     view = view_of(buffer)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
@@ -39,7 +38,7 @@ class LocalCommunicator(Communicator):
     ) -> None:
         # here, because it makes importing mpistrat slower
         from mpistrat.communicators.host_views import bytes_of
-        from mpistrat.communicators.tree_sum import tree_sum_of
+        from mpistrat.communicators.reduction_tree import tree_sum_of
 
         memory, how = bytes_of(sums), tree_sum_of(sums, tree)
         how.combine([how.view(memory)], how.view(memory), reduction.scale)
@@ -70,6 +69,3 @@ class LocalCommunicator(Communicator):
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return self
-
-    def abort(self, code: int) -> NoReturn:
-        os._exit(code)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 OPS = ("sum", "max", "min")
 
-# Given a communicator of the ranks between which messages go, and float32 values, 1-D: adds these up, in place.
+# Called with a `Communicator` of the ranks between which messages go, and float32 values, 1-D: adds them up in place.
 Compressor: TypeAlias = Callable[[Any, Any], None]
 
 
@@ -31,7 +31,7 @@ class Reduction:
     compressor: Compressor | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.scale is not None:  # 1 and 1.0 are told alike
+        if self.scale is not None:  # 1 and 1.0 are the same to all ranks
             object.__setattr__(self, "scale", float(self.scale))
 
     @functools.cached_property
@@ -60,6 +60,6 @@ def reducing(op: str = "sum", label: str = "", scale: float | None = None) -> Re
 SUM = reducing()
 
 
-def as_reduction(given: Reduction | str) -> Reduction:
-    """`given`, or the plain reduction by the operation that a string names."""
-    return given if isinstance(given, Reduction) else reducing(given)
+def as_reduction(reduction: Reduction | str) -> Reduction:
+    """`reduction`, or the plain one by the operation that a string names."""
+    return reduction if isinstance(reduction, Reduction) else reducing(reduction)

@@ -70,7 +70,7 @@ class Packer:
             length = sum(map(arrays.num_elements, own))
             window = communicator
             if window is not None and not asks:
-                fits = length * arrays.itemsize(own[0]) <= window.window_capacity
+                fits = length * arrays.itemsize(own[0]) <= window.memory.window_capacity
                 window = window if fits else None
             flat = self.memory(length, own[0], communicator=window)
             yield Pack(flat, group, pieces_of(flat, own))
@@ -98,7 +98,7 @@ class Packer:
             return torch.empty(length, dtype=dtype, device=like.device)  # its allocator recycles
         memory = None
         if communicator is not None:
-            memory = communicator.window_buffer(length * dtype.itemsize)
+            memory = communicator.memory.window_buffer(length * dtype.itemsize)
         if memory is None:
             return self._recycled.empty((length,), dtype)
         if not torch_like:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.communicators import reducing
-from mpistrat.communicators.communicator import mark_raised_by_all
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.context import require_cross_replica
 from mpistrat.fault_tolerance.divergence_report import Digested, find_divergence
 from mpistrat.fault_tolerance.mirrored_state import Key, mirrored_state
@@ -52,7 +52,7 @@ class DivergenceSentinel:
             mark_raised_by_all(error)
             raise error
         if strategy.num_replicas_in_sync > 1:
-            strategy.extended.piggybacks.append(self)
+            strategy.extended.modules.piggybacks.append(self)
 
     def check(self) -> None:
         """Compare now. Called by: every rank.   Context: cross-replica or top level.

@@ -35,7 +35,7 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     mirroring = strategy.extended.modules.made
     if mirroring is not None:
         found.update(_parameters(mirroring))
-        found.update(_buffers(strategy, mirroring))
+        found.update(_buffers(mirroring))
         found.update(_optimizers(mirroring))
     for number, variable in sorted(strategy.extended.variables.mirrored.items()):
         copies = [component.read_value() for component in variable.values]
@@ -52,11 +52,11 @@ def _parameters(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing
             yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
 
 
-def _buffers(strategy: Strategy, mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+def _buffers(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
     slots = mirroring.registry.buffers
-    copies = copies_of_buffers(strategy.extended, slots)
+    copies = copies_of_buffers(mirroring.parts.replicas, slots)
     # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {
         slot.module

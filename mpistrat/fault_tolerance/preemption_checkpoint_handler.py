@@ -87,7 +87,7 @@ class PreemptionCheckpointHandler:
         # The best guess there is until something is saved.
         self._end.takes_to_save(time.monotonic() - began)
         self._word = PiggybackedWord(_word_of(self._end))
-        self._piggybacks = extended.piggybacks
+        self._piggybacks = extended.modules.piggybacks
         self._piggybacks.append(self._word)
         if restored is not None:
             self._tell(f"goes on from {restored}, after {self.total_run_calls} steps")

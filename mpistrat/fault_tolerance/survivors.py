@@ -113,7 +113,7 @@ class Survivors:
     def recovering(self) -> Iterator[None]:
         """Those that do not come are reported as if they did not come to a collective."""
         communicator: Communicator | None = getattr(self, "communicator", None)
-        watch = None if communicator is None else communicator.watch
+        watch = None if communicator is None else communicator.contract.watch
         if watch is None:
             yield
             return

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import nest
 from mpistrat.context import require_iteration
@@ -13,16 +12,9 @@ from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
 from mpistrat.input.batches import without_examples
 from mpistrat.input.device_copies import DeviceCopies
-from mpistrat.input.prefetch import Prefetcher
-from mpistrat.input.readers import knowing_what_follows
+from mpistrat.input.step_source import Progress, StepSource
 from mpistrat.trace import spans
 from mpistrat.values import regroup
-
-if TYPE_CHECKING:
-    from mpistrat.input.distributed_dataset import DistributedDataset
-
-# With fewer, a thread is woken for each step when the reading is the slower: 30 us instead of 10.
-_STEPS_READ_AHEAD = 4
 
 
 class Optional:
@@ -41,37 +33,15 @@ class Optional:
         return self._value
 
 
-@dataclass
-class Progress:
-    """How far an iterator has come: what a state is made of.
-
-    The dataset keeps it in place of the iterator. If each kept the other alive, an iteration that is left early would
-    leave a DataLoader's workers to the garbage collector, which ends their queues before it waits for them: 5 s.
-    """
-
-    epoch: int
-    steps: int = 0  # that were handed out
-    position: Any = None  # where the last of them has left the reader
-    unread: dict[str, Any] | None = None  # the state before a step was read that nobody has yet
-    ended: bool = False
-
-    def begin(self, epoch: int, steps: int) -> None:
-        self.epoch, self.steps = epoch, steps
-        self.position = self.unread = None
-        self.ended = False
-
-
 class DistributedIterator(Iterator[Any]):
     """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it."""
 
-    def __init__(self, dataset: DistributedDataset, epoch: int, start: int) -> None:
-        self._dataset = dataset
-        self._extended = dataset._extended
-        self._reader = dataset._reader
-        fetches = dataset._options.experimental_fetch_to_device is not False
+    def __init__(self, source: StepSource) -> None:
+        self._source, self._extended = source, source.extended
+        fetches = source.options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
-        self.progress = Progress(epoch, start)
-        self._begin(epoch, start)
+        self.progress = Progress(source.epoch, source.start)
+        self._begin(source.epoch, source.start)
 
     @property
     def strategy(self) -> Any:
@@ -91,7 +61,7 @@ class DistributedIterator(Iterator[Any]):
     def initialize(self) -> None:
         """Begin again, with a new epoch. (tf.compat.v1)"""
         done = self.progress
-        self._dataset._epoch = max(self._dataset._epoch, done.epoch + 1)
+        self._source.epoch = max(self._source.epoch, done.epoch + 1)
         self._begin(done.epoch + 1 if done.steps else done.epoch, 0)
 
     def __next__(self) -> Any:
@@ -101,7 +71,7 @@ class DistributedIterator(Iterator[Any]):
         """
         with spans.current.range("next(iterator)"):
             require_iteration(self._extended.strategy)
-            self._read_ahead(self._dataset.read_ahead(self._copies))
+            self._read_ahead(self._source.read_ahead(self._copies))
             if not self._ahead:
                 if self._failure is not None:
                     raise self._failure
@@ -137,7 +107,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _read(self) -> None:
         if self._steps is None:
-            self._steps = self._open()
+            self._steps = self._source.open(self.progress.epoch, self._steps_read)
         step = next(self._steps, None)
         if step is None:
             self._has_read_all = True
@@ -146,28 +116,11 @@ class DistributedIterator(Iterator[Any]):
             batches = [self._filled(entry) for entry in step]
             for batch in batches:
                 self._check_structure(batch)
-            if self._dataset._spec is None:
-                self._dataset._learn_spec(batches[0])
+            if self._source.spec is None:
+                self._source.learn_spec(batches[0])
             batches = self._copies.start(batches)
         self._steps_read += 1
         self._ahead.append((batches, self._steps.position))
-
-    def _open(self) -> AgreedSteps:
-        extended, reader = self._extended, self._reader
-        steps: Iterator[Any] = reader.steps(self.progress.epoch, self._steps_read)
-        if reader.reads_ahead:
-            if extended.communicator.size > 1 and not reader.ends_together:
-                steps = knowing_what_follows(steps)
-            depth = self._dataset._options.experimental_per_replica_buffer_size
-            steps = Prefetcher(steps, max(depth, _STEPS_READ_AHEAD))
-        return AgreedSteps(
-            reader,
-            steps,
-            extended.communicator,
-            self._dataset.partial,
-            self._steps_read,
-            extended.num_local_replicas,
-        )
 
     def get_next(self) -> Any:
         """`next`, but at the end: OutOfRangeError."""
@@ -186,7 +139,7 @@ class DistributedIterator(Iterator[Any]):
     def element_spec(self) -> Any:
         """As of the dataset. Called by: every rank."""
         self.peek()
-        return self._dataset.element_spec
+        return element_spec_of(self._source)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, steps that were handed out, and what the reader needs to go on after them. Called by: every rank.
@@ -194,13 +147,13 @@ class DistributedIterator(Iterator[Any]):
         The same on all ranks, and picklable. It can be loaded by another number of ranks, unless each rank reads what
         it likes (a dataset function, AutoShardPolicy.OFF).
         """
-        return self._dataset.state_at(self.progress)
+        return self._source.state_at(self.progress)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: no example is repeated, none is skipped. Called by: every rank."""
-        self._dataset.load_state_dict(state)
+        self._source.load_state_dict(state)
         self._begin(state["epoch"], state["steps"])
-        self._dataset.go_on_with(self)
+        self._source.has_begun(self, self.progress)
 
     def _filled(self, entry: Any) -> Any:
         """The batch of a step's entry; one of no examples where it has none."""
@@ -210,7 +163,7 @@ class DistributedIterator(Iterator[Any]):
         if self._template is None and self._steps is not None:
             self._template = self._steps.template
         if self._template is None:
-            self._template = self._reader.template()
+            self._template = self._source.reader.template()
         if self._template is None:
             raise ValueError("the dataset has no example that could tell what a batch looks like")
         return without_examples(self._template)
@@ -225,3 +178,14 @@ class DistributedIterator(Iterator[Any]):
                 f"the dataset changes its structure: step {self._steps_read} is {structure}, those before it were "
                 f"{self._structure}"
             )
+
+
+def element_spec_of(source: StepSource) -> Any:
+    """The spec of a step. Reads the first batch, where none was read yet. Called by: every rank."""
+    last = None if source.last is None else source.last()
+    if source.spec is None and last is not None:
+        last.peek()
+    if source.spec is None:
+        source.peeked = source.peeked or DistributedIterator(source)
+        source.peeked.peek()
+    return source.spec

@@ -65,8 +65,8 @@ def watch(communicator: Router, comm: MPI.Intracomm) -> None:
     """
     global _watch
     if _watch is None:
-        assert communicator.watch is not None, "a group inside another is watched with it"
-        _watch = _Watch(comm, communicator.watch.record)
+        assert communicator.contract.watch is not None, "a group inside another is watched with it"
+        _watch = _Watch(comm, communicator.contract.watch.record)
     _watch.add(communicator, comm)
 
 

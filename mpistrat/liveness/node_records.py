@@ -8,8 +8,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from mpi4py import MPI
 
@@ -29,23 +28,18 @@ _folder: JobFolder | None = None  # held as long as this process lives
 _peers: dict[str, RankRecord] = {}  # by path
 
 
-def watch_of(
-    comm: MPI.Intracomm,
-    name: str,
-    of_part: Callable[[Any, str], tuple[Any, CommunicatorWatch]] | None = None,
-) -> CommunicatorWatch:
+def watch_of(comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
     """This rank's watch in a new communicator of ours over `comm`; collective over it.
 
-    `of_part` is as of CommunicatorWatch.
-    At the first call of a process its record is made, and the node's observer is told of it.
+    At the first call of a process its record is made, and the node's observer hears of it.
     """
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     record = _own_record(node)
-    first = comm.bcast(MPI.COMM_WORLD.rank)
-    board = record.new_board(_hash(name), comm.size, first)
+    board_of = comm.size, comm.bcast(MPI.COMM_WORLD.rank)
+    board = record.new_board(_hash(name), *board_of)
     if board is None:  # the record has no more: this communicator is not observed
         record = _private_record()
-        board = record.new_board(_hash(name), comm.size, first)
+        board = record.new_board(_hash(name), *board_of)
     assert board is not None
     peers = None
     if node.size == comm.size and see_each_other(node, record):
@@ -60,7 +54,7 @@ def watch_of(
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
     node.Free()
-    return CommunicatorWatch(record, board, peers, crowded, of_part, revocable_group_of(comm))
+    return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
 
 
 def see_each_other(node: MPI.Intracomm, record: RankRecord) -> bool:

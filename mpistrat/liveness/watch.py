@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpistrat.liveness.record import RankRecord
 
@@ -26,8 +25,6 @@ class CommunicatorWatch:
         peers: the other ranks' words and the board of this communicator in them, if all of them are on this node and
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
-        of_part: given the flat communicator of a part of this one, and its name: what moves the part's bytes best, and
-            its watch; collective over the part.
         revocable_group: of the communicator, where it outlives its ranks; else None.
     """
 
@@ -35,7 +32,6 @@ class CommunicatorWatch:
     board: int = -1
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
-    of_part: Callable[[Any, str], tuple[Any, CommunicatorWatch]] | None = None
     revocable_group: RevocableGroup | None = None
 
     def __post_init__(self) -> None:

@@ -14,10 +14,11 @@ from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.parameter_server.variables import VariablesOnServers
 from mpistrat.replicas.extended import Parts
+from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replicas import ReplicasOfRank
-from mpistrat.replicas.torch_modules import TorchModules
+from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
 from mpistrat.strategies import wiring
 from mpistrat.variables.partitioners import Partitioner
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.coordinator.pickling import References
     from mpistrat.parameter_server.job import ServerJob
 
-MakeModules = Callable[[VariablesOnServers, bool], Any]
+MakeModules = Callable[[ModuleParts, VariablesOnServers, bool], Any]
 
 
 def worker(
@@ -38,13 +39,13 @@ def worker(
 ) -> ServersExtended:
     """A worker that trains by itself."""
 
-    def make(variables: VariablesOnServers, owns: bool) -> Any:
+    def make(parts: ModuleParts, variables: VariablesOnServers, owns: bool) -> Any:
         from mpistrat.parameter_server.modules.remote_modules import RemoteModules
 
         place = variables.place_tensor
-        return RemoteModules(strategy, gradients, job.client, place, owns, clock)
+        return RemoteModules(parts, job.client, place, owns, clock)
 
-    return _with_servers(strategy, job, devices, partitioner, make, coordinated=False)
+    return _with_servers(strategy, job, devices, partitioner, gradients, make, coordinated=False)
 
 
 def coordinated(
@@ -56,12 +57,12 @@ def coordinated(
 ) -> ServersExtended:
     """The chief of a job, or a worker that runs the chief's functions."""
 
-    def make(variables: VariablesOnServers, owns: bool) -> Any:
+    def make(parts: ModuleParts, variables: VariablesOnServers, owns: bool) -> Any:
         from mpistrat.parameter_server.modules.remote_modules import RemoteModules
         from mpistrat.parameter_server.modules.worker_modules import WorkerModules
 
         if not owns:
-            return WorkerModules(strategy, job.client)
+            return WorkerModules(parts, job.client)
 
         def place(name: str, tensor: Any) -> list[Address]:
             if len(devices) > 1:
@@ -71,9 +72,9 @@ def coordinated(
                 )
             return variables.place_tensor(name, tensor)
 
-        return RemoteModules(strategy, gradients, job.client, place, True, None)
+        return RemoteModules(parts, job.client, place, True, None)
 
-    return _with_servers(strategy, job, devices, partitioner, make, coordinated=True)
+    return _with_servers(strategy, job, devices, partitioner, gradients, make, coordinated=True)
 
 
 def _with_servers(
@@ -81,6 +82,7 @@ def _with_servers(
     job: ServerJob,
     devices: Sequence[str],
     partitioner: Partitioner | None,
+    gradients: str | None,
     make_modules: MakeModules,
     *,
     coordinated: bool,
@@ -94,7 +96,12 @@ def _with_servers(
     ops = wiring.ops_of(group, None, None)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
-    modules = TorchModules(lambda: make_modules(variables, owns), needed=True)
+    replicas = ReplicasOfRank(strategy, group, ops)
+    modules = TorchModules(
+        ModuleParts(strategy, group, replicas, ops, GradientRule(gradients)),
+        lambda parts: make_modules(parts, variables, owns),
+        needed=True,
+    )
 
     @functools.cache
     def torch_references() -> References:
@@ -111,7 +118,7 @@ def _with_servers(
 
     parts = Parts(
         group,
-        ReplicasOfRank(strategy, group, ops),
+        replicas,
         ops,
         variables,
         CheckpointsOfJob(job, owns, paused),

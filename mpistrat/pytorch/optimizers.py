@@ -9,48 +9,38 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from mpistrat.context import get_replica_context
-from mpistrat.pytorch.gradients.reducer import GradientReducer, inside_backward, reducer_here
+from mpistrat.pytorch import hooks
+from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 
-_installed = False
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
 def install() -> None:
-    """Register the hooks, once per process."""
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+    """Have the steps of all optimizers checked."""
+    hooks.watch_steps(_before_step, _after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None."""
-    reducer = reducer_here()
-    if reducer is None:
+    here = replica_here()
+    if here is None:
         return None
-    if inside_backward():
+    context, reducer = here
+    if hooks.inside_backward():
         raise RuntimeError(
             "optimizer.step() was called by a hook inside backward(), before gradients are reduced over "
             "replicas; call it after backward()"
         )
     _check_mirrored(optimizer, reducer)
-    context = get_replica_context()
-    assert context is not None
-    extended = context.strategy.extended
-    if extended.replicas.count > 1:
+    replicas = context.strategy.extended.replicas
+    if replicas.count > 1:
         _check_no_closure(args, kwargs)
         # The parameters are one storage: all replicas arrive, the first steps, the others find no
         # gradients.
-        extended.replicas.meet(context.local_index, lambda everyone: None, ())
+        replicas.meet(context.local_index, lambda everyone: None, ())
         if context.local_index > 0:
             hidden = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
             for parameter, _ in hidden:
@@ -62,11 +52,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    reducer = reducer_here()
-    if reducer is None:
+    here = replica_here()
+    if here is None:
         return
-    context = get_replica_context()
-    assert context is not None
+    context, reducer = here
     if context.local_index == 0:
         reducer.steps += 1
     if reducer.slice_steps is not None:
@@ -96,7 +85,7 @@ def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) 
                     "sees no modules if torch was not imported before it.)"
                 )
     if before is None or before[0] != found[0]:
-        reducer.take_note_of(optimizer)
+        reducer.add_optimizer(optimizer)
     _checked[optimizer] = found
 
 

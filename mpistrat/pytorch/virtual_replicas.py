@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mpistrat.context import get_replica_context
+from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import BufferSlot, ParameterSlot, Registry, version
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
-
-_states: weakref.WeakKeyDictionary[Any, TorchState] = weakref.WeakKeyDictionary()
+from mpistrat.replicas.replicas import Replicas
 
 
 class TorchState:
@@ -181,27 +176,27 @@ def _equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, states, others))
 
 
-def install(extended: StrategyExtended, registry: Registry) -> None:
-    """Swap the state of torch modules between the replicas of `extended`."""
-    state = TorchState(registry, extended.num_local_replicas)
-    _states[extended] = state
-    extended.replicas.states.append(state)
-    _guard_schedulers()
+def install(replicas: Replicas, registry: Registry) -> None:
+    """Swap the state of torch modules when `replicas` take turns."""
+    replicas.states.append(TorchState(registry, replicas.count))
+    hooks.refuse_steps_of_schedulers()
 
 
-def generators_of(extended: StrategyExtended) -> list[list[torch.Tensor]]:
+def _state_of(replicas: Replicas) -> TorchState | None:
+    return next((state for state in replicas.states if isinstance(state, TorchState)), None)
+
+
+def generators_of(replicas: Replicas, num_local_replicas: int) -> list[list[torch.Tensor]]:
     """The states of the generators of each local replica: the CPU's and, where CUDA is in use, the device's."""
-    state = _states.get(extended)
-    if state is None:
-        return [_generators()] * extended.num_local_replicas
-    return state.generators()
+    state = _state_of(replicas)
+    return [_generators()] * num_local_replicas if state is None else state.generators()
 
 
-def set_generators_of(extended: StrategyExtended, states: list[list[torch.Tensor]]) -> None:
+def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> None:
     """Let the generators of each local replica go on from `states`; those of GPUs only where there are some."""
     if not torch.cuda.is_available():
         states = [own[:1] for own in states]
-    state = _states.get(extended)
+    state = _state_of(replicas)
     if state is None:
         _set_generators(states[0])
     else:
@@ -217,42 +212,8 @@ def seeded_generators(seed: int) -> list[torch.Tensor]:
 
 
 def copies_of_buffers(
-    extended: StrategyExtended, slots: Sequence[BufferSlot]
+    replicas: Replicas, slots: Sequence[BufferSlot]
 ) -> list[list[torch.Tensor | None]]:
     """Each local replica's copy of the buffers `slots`. Context: cross-replica."""
-    state = _states.get(extended)
+    state = _state_of(replicas)
     return [[slot.tensor() for slot in slots]] if state is None else state.copies(slots)
-
-
-def _guard_schedulers() -> None:
-    """Make schedulers and gradient scalers refuse to step once per replica of one rank."""
-    schedulers = torch.optim.lr_scheduler
-    classes = [
-        c
-        for c in vars(schedulers).values()
-        if isinstance(c, type) and issubclass(c, schedulers.LRScheduler)
-    ]
-    for cls in classes:
-        _guard(cls, "step", "the scheduler's step()")
-    for name in ("step", "update", "unscale_"):
-        _guard(torch.amp.GradScaler, name, f"GradScaler.{name}()")
-
-
-def _guard(cls: type, name: str, call: str) -> None:
-    original = cls.__dict__.get(name)
-    if original is None or hasattr(original, "_mpistrat_guarded"):
-        return
-
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = get_replica_context()
-        if context is not None and context.strategy.extended.replicas.count > 1:
-            raise RuntimeError(
-                f"{call} inside run would happen once for each of the "
-                f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "
-                "or start one rank per replica"
-            )
-        return original(self, *args, **kwargs)
-
-    guarded.__name__, guarded.__doc__ = name, original.__doc__
-    guarded._mpistrat_guarded = True  # type: ignore[attr-defined]
-    setattr(cls, name, guarded)

@@ -63,7 +63,6 @@ class StrategyExtended(abc.ABC):
         checkpoints: what this rank does for checkpoints.
         input: what this rank reads.
         modules: what is done about torch modules.
-        piggybacks: add words to the agreement before gradients are reduced; equally many on every rank.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -86,7 +85,6 @@ class StrategyExtended(abc.ABC):
         self.first_replica_id = group.first_replica_id
         self.deterministic = group.deterministic
         self._fixed_threads = group.fixed_threads
-        self.piggybacks: list[Any] = []
 
     @property
     @abc.abstractmethod
@@ -164,7 +162,7 @@ class StrategyExtended(abc.ABC):
         Returns: seconds, by rank.
         """
         return self.communicator.all_gather_object(
-            self.communicator.seconds_waited(last), label="seconds_waited"
+            self.communicator.contract.seconds_waited(last), label="seconds_waited"
         )
 
     # Running

@@ -66,7 +66,11 @@ def compute_average_loss(
     else:
         _check_positive_integer(global_batch_size)
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
-        get_strategy().losses_are_averaged = True
+        extended = get_strategy().extended
+        # A replica's own mean is right with gradients="mean".
+        contradicts = replicas > 1 and global_batch_size != loss.shape[0]
+        warn = contradicts and extended.communicator.rank == 0
+        extended.modules.rule.ask_for("sum", "compute_average_loss", warn=warn)
     return loss.sum() / global_batch_size
 
 

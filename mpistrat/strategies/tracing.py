@@ -16,7 +16,7 @@ def trace_ranges(communicator: Communicator) -> None:
 
     Raises: TopologyError when that cannot be written to.
     """
-    timeline = communicator.timeline
+    timeline = communicator.contract.timeline
     if timeline is None:
         # One rank has nobody to agree with on a folder.
         folder = trace_folder() if communicator.size == 1 else None

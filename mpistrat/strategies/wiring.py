@@ -14,11 +14,12 @@ from mpistrat.options import CommunicationOptions, implementation_of
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.extended import Parts
+from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.replicas.replicas import ReplicasOfRank
-from mpistrat.replicas.torch_modules import TorchModules
+from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.strategies.threads import share_cores
@@ -116,14 +117,16 @@ def mirrored(
         ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
     """
     ops = ops_of(group, cross_device_ops, options)
+    replicas = ReplicasOfRank(strategy, group, ops)
+    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
     parts = Parts(
         group,
-        ReplicasOfRank(strategy, group, ops),
+        replicas,
         ops,
         CopyPerReplica(strategy, ops, group.worker_devices),
         CheckpointRole(),
         input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers),
-        mirrored_modules(strategy, group, gradients, shared_parameters),
+        mirrored_modules(used, shared_parameters),
     )
     return ReplicatedExtended(strategy, parts, between_graph=ranks_are_workers)
 
@@ -139,14 +142,16 @@ def central_storage(
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
     ops = ops_of(group, None, options)
+    replicas = ReplicasOfRank(strategy, group, ops)
+    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
     parts = Parts(
         group,
-        ReplicasOfRank(strategy, group, ops),
+        replicas,
         ops,
         CopyPerNode(strategy, ops, parameter_device),
         CheckpointRole(),
         input_plan(group, False, partial_steps=False, per_replica=True),
-        mirrored_modules(strategy, group, gradients, shared_parameters),
+        mirrored_modules(used, shared_parameters),
     )
     return ReplicatedExtended(strategy, parts, between_graph=True)
 
@@ -159,14 +164,15 @@ def one_replica(strategy: Any, device: str, context: ReplicaContext | None = Non
     """
     group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), (device,))
     ops = ops_of(group, None, None)
+    replicas = ReplicasOfRank(strategy, group, ops, None if context is None else [context])
     return Parts(
         group,
-        ReplicasOfRank(strategy, group, ops, None if context is None else [context]),
+        replicas,
         ops,
         PlainVariables(strategy, device),
         CheckpointRole(),
         input_plan(group, False, partial_steps=False),
-        mirrored_modules(strategy, group, None),
+        mirrored_modules(ModuleParts(strategy, group, replicas, ops, GradientRule())),
     )
 
 
@@ -210,23 +216,13 @@ def input_plan(
     return InputPlan(share, pipelines, group.worker_devices, partial_steps, per_replica)
 
 
-def mirrored_modules(
-    strategy: Any,
-    group: ReplicaGroup,
-    gradients: str | None,
-    shared_parameters: bool = False,
-    *,
-    are_placed: bool = False,
-) -> TorchModules:
-    """Parameters and buffers of torch modules are equal on all replicas.
+def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> TorchModules:
+    """Parameters and buffers of torch modules are equal on all replicas."""
 
-    Args:
-        are_placed: whether modules are put on a device, also of a single replica.
-    """
-
-    def make() -> Any:
+    def make(parts: ModuleParts) -> Any:
         from mpistrat.pytorch.modules.mirroring import Mirroring
 
-        return Mirroring(strategy, gradients, shared_parameters)
+        return Mirroring(parts, shared_parameters)
 
-    return TorchModules(make, needed=are_placed or group.num_replicas_in_sync > 1)
+    are_placed = parts.replicas.device_of_modules is not None
+    return TorchModules(parts, make, needed=are_placed or parts.group.num_replicas_in_sync > 1)

@@ -33,7 +33,7 @@ def variable_of_node(
     memory, why = None, ""
     nbytes = arrays.num_elements(value) * arrays.itemsize(value)
     if communicator.size > 1 and nbytes and not arrays.is_on_gpu(value):
-        memory, why = communicator.common_memory(-(-nbytes // PAGE) * PAGE)
+        memory, why = communicator.memory.common_memory(-(-nbytes // PAGE) * PAGE)
     if memory is None:
         if why and communicator.rank == 0:
             warnings.warn(

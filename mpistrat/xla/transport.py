@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transports.transport import Transport
+from mpistrat.communicators.transports.transport import Operands, Transport
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
@@ -31,49 +30,42 @@ class XlaTransport(Transport):
         self._host, self._runtime = host, runtime
         self.rank, self.size = host.rank, host.size
 
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Transport | None:
-        return self if is_on_xla(buffer) and tree is None else None
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        return self if is_on_xla(operands.buffer) and operands.tree is None else None
 
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> None:
-        target, scale = buffer if out is None else out, reduction.scale
+    def all_reduce(self, operands: Operands) -> None:
+        buffer, reduction, target = operands.buffer, operands.reduction, operands.target
         if reduction.compressor is not None:
             host = to_host(buffer)
             self._host.all_reduce(host, reduction)
             target.copy_(to_device_of(host, buffer))
             return
-        operand = buffer.float() if dtype_name(buffer) in ("bfloat16", "float16") else buffer
-        (total,) = self._runtime.all_reduce(reduction.op, [operand])
-        target.copy_(total if scale is None else total * scale)
+        short = dtype_name(buffer) in ("bfloat16", "float16")
+        total = self._sum(buffer.float() if short else buffer, reduction)
+        target.copy_(total if reduction.scale is None else total * reduction.scale)
 
-    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
-        (total,) = self._runtime.all_reduce(reduction.op, [buffer])
-        if self.rank == root:
-            buffer.copy_(total)
+    def reduce(self, operands: Operands) -> None:
+        total = self._sum(operands.buffer, operands.reduction)
+        if self.rank == operands.root:
+            operands.buffer.copy_(total)
 
-    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
-        (total,) = self._runtime.all_reduce(reduction.op, [buffer])
+    def reduce_scatter(self, operands: Operands) -> None:
+        total, out = self._sum(operands.buffer, operands.reduction), operands.target
         length = out.shape[0]
         out.copy_(total[self.rank * length : (self.rank + 1) * length])
 
-    def broadcast(self, buffer: Array, root: int) -> None:
-        host = to_host(buffer)
-        self._host.broadcast(host, root)
-        buffer.copy_(to_device_of(host, buffer))
+    def _sum(self, buffer: Array, reduction: Reduction) -> Array:
+        """A new tensor: what `reduction` makes of it, but for the scale."""
+        (total,) = self._runtime.all_reduce(reduction.op, [buffer])
+        return total
 
-    def all_gather(self, buffer: Array) -> list[Array]:
+    def broadcast(self, operands: Operands) -> None:
+        host = to_host(operands.buffer)
+        self._host.broadcast(host, operands.root)
+        operands.buffer.copy_(to_device_of(host, operands.buffer))
+
+    def all_gather(self, operands: Operands) -> list[Array]:
+        buffer = operands.buffer
         return [to_device_of(part, buffer) for part in self._host.all_gather(to_host(buffer))]
 
     def explain(self, rest: str) -> str:
@@ -91,7 +83,7 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
     assert isinstance(communicator, Router), "one rank alone moves nothing"
     wrong = wrong_sum(communicator, runtime)
     if not wrong:
-        communicator.move_by(XlaTransport(Router(communicator.transports), runtime))
+        communicator.move_by(XlaTransport(Router(communicator.ways), runtime))
     return wrong
 
 

@@ -9,11 +9,14 @@ from typing import Any
 from mpistrat.options import CommunicationOptions
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.extended import Parts
+from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.strategies import wiring
 from mpistrat.strategies.variables import CopyPerReplica
 from mpistrat.xla.extended import XlaExtended
+from mpistrat.xla.lazy_all_reduce import LazyAllReduce
 from mpistrat.xla.logical_devices import LogicalDevices
 from mpistrat.xla.recorded_steps import RecordedSteps
 from mpistrat.xla.replica_cores import ReplicaCores
@@ -56,6 +59,8 @@ def on_xla(
         steps = RecordedSteps(runtime, group, runtime.step)
         as_seen = ReplicasOfRank(strategy, group, ops)
         replicas = RecordedReplicas(as_seen, steps, group.worker_devices[0], why_through_the_host)
+    sums = LazyAllReduce(communicator, replicas.sum_of_rank)
+    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients), sums)
     parts = Parts(
         group,
         replicas,
@@ -63,7 +68,7 @@ def on_xla(
         VariablesOnDevice(CopyPerReplica(strategy, ops, group.worker_devices, num_copies=1)),
         CheckpointRole(),
         plan,
-        wiring.mirrored_modules(strategy, group, gradients, are_placed=True),
+        wiring.mirrored_modules(used),
     )
     logical_devices = LogicalDevices(runtime, cores_per_replica)
     return XlaExtended(strategy, parts, steps.compilations, logical_devices)

@@ -20,7 +20,7 @@ fault, victim, seconds = getattr(signal, sys.argv[1]), int(sys.argv[2]), float(s
 strategy = ms.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator
 ordinary = np.ones(1 << 21, np.float32)
-window = communicator.window_buffer(ordinary.nbytes).view(np.float32)
+window = communicator.memory.window_buffer(ordinary.nbytes).view(np.float32)
 
 def strike():
     Path("fault").write_text(str(time.time()))

@@ -22,7 +22,7 @@ from mpistrat.wire_formats import ShortFloats, TopK
 
 strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
 communicator = strategy.extended.communicator
-hierarchy, rank, size = communicator.transports[0], communicator.rank, communicator.size
+hierarchy, rank, size = communicator.ways.transports[0], communicator.rank, communicator.size
 assert isinstance(hierarchy, HierarchicalTransport)
 assert hierarchy.carriers == size // 2
 communicator.all_reduce(np.zeros(1 << 18))  # measures, once
@@ -50,7 +50,7 @@ for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.f
         out = torch.empty_like(mine)
         communicator.all_reduce(mine, "max", out=out)
         assert torch.equal(out, operands[-1])
-        memory = communicator.window_buffer(mine.nbytes)
+        memory = communicator.memory.window_buffer(mine.nbytes)
         buffer = torch.from_numpy(memory).view(dtype).copy_(mine)
         communicator.all_reduce(buffer, reducing(scale=0.5 if dtype.is_floating_point else None))
         assert torch.equal(buffer, total * 0.5 if dtype.is_floating_point else total)
@@ -103,7 +103,8 @@ assert len(set(MPI.COMM_WORLD.allgather(model.weight.grad.numpy().tobytes()))) =
 from support.frames import Frames, watching
 
 frames, hierarchy.all_reduce = Frames(), by_node
-hierarchy.node.blocks.combine_slice = watching(hierarchy.node.blocks.combine_slice, frames, itself=True)
+blocks = hierarchy.node.shared_blocks()
+blocks.combine_slice = watching(blocks.combine_slice, frames, itself=True)
 value = np.ones(1 << 20, np.float32)
 strategy.run(lambda: ms.get_replica_context().all_reduce("sum", value))
 calls = frames.since("all_reduce", "replicas/replica_context.py")

@@ -29,11 +29,11 @@ def sent():
         return int(next(line for line in devices if "wire:" in line).split()[9])
 
 communicator.all_reduce(np.zeros(1 << 18))  # measures, once
-hierarchy = communicator.transports[0]
+hierarchy = communicator.ways.transports[0]
 hierarchy.smallest = 0
 nbytes = 16 << 20
 ordinary, out = np.ones((2, nbytes // 4), np.float32)
-window = communicator.window_buffer(nbytes).view(np.float32)
+window = communicator.memory.window_buffer(nbytes).view(np.float32)
 wire = Wire(ShortFloats("bfloat16"))
 ways = (
     ("ordinary", ordinary, {"out": out}),

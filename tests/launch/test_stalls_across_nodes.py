@@ -23,7 +23,7 @@ processes.job_of = lambda pid: ""  # else the ranks of one launcher would have o
 os.chdir(sys.argv[2])
 strategy = ms.MultiWorkerMirroredStrategy()
 rank = strategy.extended.communicator.rank
-assert strategy.extended.communicator.watch.peers is None  # the ranks do not share a node
+assert strategy.extended.communicator.contract.watch.peers is None  # the ranks do not share a node
 for step in range(5):
     if step == 3 and rank in eval(sys.argv[3]):
         Path("fault").write_text(str(time.time()))

@@ -11,7 +11,7 @@ import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.contract.contract import Contract
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import StallError
 from mpistrat.liveness import waiting
@@ -28,7 +28,7 @@ one_node = WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == SIZE
 def by_message():
     """A communicator whose ranks do not share a node, as far as it knows."""
     mpi = MpiTransport(WORLD.Dup())
-    return Router([mpi], Contract(mpi, "tests"))
+    return Router(Ways(mpi), Contract(mpi, "tests"))
 
 
 @several
@@ -79,7 +79,7 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
     communicator = make()
     monkeypatch.setattr(waiting, "SPIN_SECONDS", 0)
     if RANK == 0:
-        record, board = communicator.watch.record, communicator.watch.board
+        record, board = communicator.contract.watch.record, communicator.contract.watch.board
         record.words[STALLED] = record.words[board + GROUP]
         record.words[ABORT] = RAISE
         with pytest.raises(StallError):
@@ -102,22 +102,22 @@ def test_an_error_inside_a_collective_ends_it():
     def fails(*_):
         raise TypeError("on all ranks")
 
-    communicator.mpi.barrier = fails
+    communicator.mpi.broadcast = fails
     try:
         with pytest.raises(TypeError, match="on all ranks"):
-            communicator.barrier()
+            communicator.broadcast(np.ones(1))
     finally:
-        del communicator.mpi.barrier
+        del communicator.mpi.broadcast
     assert communicator.contract.waiting_in is None
-    assert not any(board.since for board in communicator.watch.record.boards())
-    communicator.barrier()
+    assert not any(board.since for board in communicator.contract.watch.record.boards())
+    communicator.broadcast(np.ones(1))
 
 
 @several
 @pytest.mark.parametrize("slowest", [0, LAST])
 def test_the_slowest_rank_waits_least(slowest):
     strategy = ms.MultiWorkerMirroredStrategy()
-    watch = strategy.extended.communicator.watch
+    watch = strategy.extended.communicator.contract.watch
     for second in range(RING):  # earlier tests' waits: some would leave the last minute meanwhile
         watch.record.words[WAITED + second] = 0
     WORLD.Barrier()  # all have left the collectives of the constructor
@@ -150,7 +150,7 @@ def test_a_call_site_is_the_users_line():
         ).backward()
 
     strategy.run(step)
-    entries = strategy.extended.communicator.watch.record.last(4)
+    entries = strategy.extended.communicator.contract.watch.record.last(4)
     names = [entry.site.rpartition(" in ")[2] for entry in entries if "parameters" in entry.call]
     assert names[:2] == ["step", "step"]
     assert set(names[2:]) == {"test_a_call_site_is_the_users_line"}

@@ -352,7 +352,7 @@ def test_a_save_is_given_up_when_a_rank_is_lost(directory, monkeypatch):
     manager = manager_of(directory)
     lost = threading.Event()
     communicator = manager.checkpoint.strategy.extended.communicator
-    monkeypatch.setattr(communicator, "has_lost_a_rank", lost.is_set)
+    monkeypatch.setattr(communicator.contract, "has_lost_a_rank", lost.is_set)
     before = set(threading.enumerate())
     manager.save(1, wait=False)
     writers = set(threading.enumerate()) - before  # none where it has finished already

@@ -44,7 +44,7 @@ def test_a_small_sum(strategy, monkeypatch):
 def test_a_large_sum(strategy, monkeypatch):
     value = np.ones(1 << 20, np.float32)
     all_reduce(strategy, value)  # measures, once
-    strategy.extended.communicator.transports[0].smallest = 0
+    strategy.extended.communicator.ways.transports[0].smallest = 0
     frames = Frames()
     # Blocks are brought before the ranks meet.
     monkeypatch.setattr(Blocks, "tick", watching(Blocks.tick, frames, itself=False))
@@ -64,7 +64,7 @@ def test_a_gradient(strategy, monkeypatch):
     how, frames = arithmetic_of(torch.ones(1), "sum"), Frames()
     monkeypatch.setattr(how, "combine", watching(how.combine, frames, itself=True))
     strategy.run(step)
-    assert strategy.extended.communicator.window_capacity >= 500 * 501 * 4
+    assert strategy.extended.communicator.memory.window_capacity >= 500 * 501 * 4
     hook = torch.autograd.backward.__code__.co_name
     calls = frames.since(hook, "pytorch/gradients/reducer.py")
     assert len(calls) <= MOST_OF_A_GRADIENT, calls

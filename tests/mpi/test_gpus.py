@@ -193,9 +193,9 @@ def test_nccl_is_used(own_gpus, comm):
 
 @needs_ranks
 def test_a_second_strategy_uses_what_the_first_has_started(own_gpus, comm):
-    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.transports[0]
+    first = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.ways.transports[0]
     stand_in_cupy.CALLS.clear()
-    again = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.transports[0]
+    again = ms.MultiWorkerMirroredStrategy(comm=comm).extended.communicator.ways.transports[0]
     assert again is first
     assert stand_in_cupy.CALLS == []
 

@@ -10,7 +10,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.costs.measurement import Costs
 from mpistrat.communicators.node import shared_memory
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports import pipelined
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
@@ -39,14 +39,14 @@ SHAPES = [(0,), (), (1,), (2,), (7,), (3, 5), (100_003,)]
 def own_way(request):
     mpi = MpiTransport(WORLD.Dup())
     if request.param == "ring":
-        yield Router([RingTransport(mpi), mpi])
+        yield Router(Ways(mpi, [RingTransport(mpi)]))
         return
     in_pieces = PipelinedTransport(mpi, CommunicatorWatch())
     in_pieces.costs, in_pieces.smallest = Costs(), 0.0  # always, and in many pieces
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelined, "SMALLEST", 8)
         patch.setattr(pipelined, "TO_EACH", 1 << 14)
-        yield Router([in_pieces, mpi])
+        yield Router(Ways(mpi, [in_pieces]))
 
 
 def operands(library, dtype, shape):
@@ -133,7 +133,7 @@ def test_a_sum_in_pieces_that_was_left_is_the_last(monkeypatch):
     mpi = MpiTransport(WORLD.Dup())
     in_pieces = PipelinedTransport(mpi, CommunicatorWatch())
     in_pieces.costs, in_pieces.smallest = Costs(), 0.0
-    communicator = Router([in_pieces, mpi])
+    communicator = Router(Ways(mpi, [in_pieces]))
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -211,8 +211,8 @@ def test_what_is_not_used_is_not_allocated(way):
     strategy, _ = gradients(way, comm=comm)
     shared = strategy.extended.communicator
     assert shared_memory.own_bytes() == before
-    assert shared.window_capacity == 0
-    assert shared.window_buffer(1 << 20) is None
+    assert shared.memory.window_capacity == 0
+    assert shared.memory.window_buffer(1 << 20) is None
     told = strategy.extended.explain()
     assert f"implementation={way.name} was asked for" in told
     assert "shared memory" not in told

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import reducing
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.accelerator import cuda_aware, gpu_ways
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
@@ -39,17 +39,17 @@ def to_numpy(array):
 
 def staged():
     mpi = MpiTransport(WORLD.Dup())
-    return Router([StagedTransport(Router([mpi]), 0, CommunicatorWatch()), mpi])
+    return Router(Ways(mpi, [StagedTransport(Router(Ways(mpi)), 0, CommunicatorWatch())]))
 
 
 def nccl_of_one_rank(library):
     mpi = MpiTransport(MPI.COMM_SELF.Dup())
     nccl = NcclTransport(
-        Router([mpi]), 0, CommunicatorWatch(), "through NCCL", AbortChannel(mpi.comm)
+        Router(Ways(mpi)), 0, CommunicatorWatch(), "through NCCL", AbortChannel(mpi.comm)
     )
     why_not = nccl.start(TorchLibrary(0) if library == "torch" else CupyLibrary(0))
     assert why_not == ""
-    return Router([nccl, mpi])
+    return Router(Ways(mpi, [nccl]))
 
 
 def test_gpus_are_seen_by_name():

@@ -16,9 +16,11 @@ import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.node import shared_memory
-from mpistrat.communicators.node.blocks import Blocks, Window
+from mpistrat.communicators.node.blocks import Blocks
+from mpistrat.communicators.node.window import Window
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.communicators.transports.transport import Operands
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.liveness.record import RankRecord
 
@@ -38,7 +40,7 @@ LENGTHS = (40_000, 1_000_003)
 def window():
     """That of the world, which takes everything that is large."""
     checked = communicator_for(WORLD)
-    shared = checked.transports[0]
+    shared = checked.ways.transports[0]
     assert isinstance(shared, WindowTransport)
     checked.all_reduce(np.zeros(1 << 18))  # measures, once
     assert not shared.why_not
@@ -51,8 +53,8 @@ def window():
 def of_its_own(limit=math.inf):
     """Such a communicator, unchecked, whose ranks have nothing in common yet; and what it takes large buffers by."""
     mpi = MpiTransport(WORLD.Dup())
-    shared = WindowTransport(mpi, communicator_for(WORLD).watch, limit)
-    return Router(Ways([shared, mpi], shared)), shared
+    shared = WindowTransport(mpi, communicator_for(WORLD).contract.watch, limit)
+    return Router(Ways(mpi, [shared], shared)), shared
 
 
 def operands(library, dtype, length):
@@ -119,7 +121,7 @@ def test_every_collective(window, library, dtype, length):
 
 def in_window(window, array):
     """A copy of `array` in the window."""
-    memory = window.window_buffer(array.nbytes)
+    memory = window.memory.window_buffer(array.nbytes)
     assert memory is not None
     if isinstance(array, torch.Tensor):
         buffer = torch.from_numpy(memory).view(array.dtype)
@@ -162,15 +164,15 @@ def test_memory_is_used_again_once_nothing_refers_to_it(window):
     def address(buffer):
         return buffer.ctypes.data
 
-    first = window.window_buffer(1 << 20)
+    first = window.memory.window_buffer(1 << 20)
     mapped = mappings()
     tensor = torch.from_numpy(first).view(torch.float32)[5:10]
     where = address(first)
     del first
-    others = [window.window_buffer(1 << 20) for _ in range(3)]
+    others = [window.memory.window_buffer(1 << 20) for _ in range(3)]
     assert all(one is None or address(one) != where for one in others)
     del tensor
-    assert address(window.window_buffer(1 << 20)) == where
+    assert address(window.memory.window_buffer(1 << 20)) == where
     assert mappings() == mapped
 
 
@@ -179,9 +181,11 @@ def mappings():
 
 
 def test_a_smaller_window_is_given_back(window):
-    window.window_buffer(1 << 20)
+    window.memory.window_buffer(1 << 20)
     before = mappings(), len(os.listdir("/proc/self/fd"))
-    window.window_buffer(window.window_capacity + 1)  # all ranks map a larger one in its place
+    window.memory.window_buffer(
+        window.memory.window_capacity + 1
+    )  # all ranks map a larger one in its place
     assert (mappings(), len(os.listdir("/proc/self/fd"))) == before
 
 
@@ -220,13 +224,13 @@ def test_what_is_no_operand(window):
 
 def test_below_what_was_measured_mpi_is_used(window, monkeypatch):
     """Also once there is a window."""
-    window.window_buffer(1 << 20)
+    window.memory.window_buffer(1 << 20)
     taken = []
     through_mpi = window.mpi.all_reduce
     monkeypatch.setattr(
         window.mpi, "all_reduce", lambda *a, **k: (taken.append(1), through_mpi(*a, **k))
     )
-    monkeypatch.setattr(window.transports[0], "smallest", 1 << 22)
+    monkeypatch.setattr(window.ways.transports[0], "smallest", 1 << 22)
     buffer = np.full(100_000, RANK, np.float32)
     window.all_reduce(buffer)
     assert taken
@@ -259,7 +263,7 @@ def test_parts_of_a_communicator_share_memory(window):
     """Each part with its own ranks."""
     part = window.split(RANK % 2)
     if part.size > 1:
-        assert isinstance(part.transports[0], WindowTransport)
+        assert isinstance(part.ways.transports[0], WindowTransport)
     buffer = np.full(1 << 18, RANK)
     part.all_reduce(buffer)
     assert equal(buffer, sum(range(RANK % 2, SIZE, 2)))
@@ -298,7 +302,7 @@ def test_without_shared_memory_everything_goes_through_mpi(monkeypatch, what):
         warnings.simplefilter("always")
         buffer = np.full(1 << 17, RANK + 1.0)
         communicator.all_reduce(buffer)
-        assert communicator.window_buffer(1 << 20) is None
+        assert communicator.memory.window_buffer(1 << 20) is None
         communicator.broadcast(buffer)
     assert buffer[0] == SIZE * (SIZE + 1) / 2
     assert f"rank {SIZE - 1} could not" in shared.why_not
@@ -312,7 +316,7 @@ def test_a_python_without_memfd_create(monkeypatch):
     """conda's; the C library has it."""
     monkeypatch.delattr(os, "memfd_create")
     communicator, shared = of_its_own()
-    assert communicator.window_buffer(1 << 20) is not None
+    assert communicator.memory.window_buffer(1 << 20) is not None
     assert not shared.why_not
     shared.mpi.comm.Free()
 
@@ -322,15 +326,15 @@ def test_memory_can_be_bounded():
     gc.collect()  # what tests before have left may go at any time, and is counted until then
     limit = shared_memory.own_bytes() + (10e6 if RANK == SIZE - 1 else 1e9)
     communicator, shared = of_its_own(limit)
-    assert communicator.window_buffer(4 << 20) is None
-    buffer = communicator.window_buffer(1 << 20)
+    assert communicator.memory.window_buffer(4 << 20) is None
+    buffer = communicator.memory.window_buffer(1 << 20)
     assert buffer is not None
-    assert communicator.window_buffer(4 << 20) is None
+    assert communicator.memory.window_buffer(4 << 20) is None
     told = communicator.explain()
     assert "3.1 MB for blocks in flight" in told
     assert "window: up to 3.1 MB" in told
     another, second = of_its_own(limit)  # of what is left
-    assert another.window_buffer(1 << 20) is None
+    assert another.memory.window_buffer(1 << 20) is None
     none, third = of_its_own(0)
     buffer = np.full(1 << 17, RANK)
     none.all_reduce(buffer)
@@ -356,39 +360,39 @@ def bounded(limit):
 
 
 def test_a_larger_window_may_take_the_place_of_one_that_nobody_uses(bounded, limit):
-    first = bounded.window_buffer(1 << 20)
+    first = bounded.memory.window_buffer(1 << 20)
     if RANK < SIZE - 1:
         del first
-    assert bounded.window_buffer(2 << 20) is None  # the last rank uses the other one
-    assert bounded.window_capacity == 1 << 20
-    buffer = bounded.window_buffer(1 << 20).view(np.float32)
+    assert bounded.memory.window_buffer(2 << 20) is None  # the last rank uses the other one
+    assert bounded.memory.window_capacity == 1 << 20
+    buffer = bounded.memory.window_buffer(1 << 20).view(np.float32)
     buffer[:] = RANK
     bounded.all_reduce(buffer)
     assert equal(buffer, sum(range(SIZE)))
     first = buffer = None
-    assert bounded.window_buffer(2 << 20) is not None
+    assert bounded.memory.window_buffer(2 << 20) is not None
     assert shared_memory.own_bytes() <= limit
-    assert bounded.window_capacity == 2 << 20
+    assert bounded.memory.window_capacity == 2 << 20
 
 
 def test_a_larger_window_that_cannot_be_had_leaves_the_one_there_is(bounded, monkeypatch):
     def fails(*args):
         raise OSError(28, "No space left on device")
 
-    address = bounded.window_buffer(1 << 20).ctypes.data
+    address = bounded.memory.window_buffer(1 << 20).ctypes.data
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if RANK == SIZE - 1:
             patch.setattr(shared_memory.os, "memfd_create", fails)
-        assert bounded.window_buffer(2 << 20) is None
-    assert bounded.window_buffer(1 << 20).ctypes.data == address
+        assert bounded.memory.window_buffer(2 << 20) is None
+    assert bounded.memory.window_buffer(1 << 20).ctypes.data == address
 
 
 def test_memory_is_given_back():
     before = shared_memory.own_bytes()
     communicator, shared = of_its_own()
     comm = shared.mpi.comm
-    buffer = communicator.window_buffer(1 << 20)
+    buffer = communicator.memory.window_buffer(1 << 20)
     assert shared_memory.own_bytes() > before + (3 << 20)
     del communicator, shared
     assert shared_memory.own_bytes() > before  # the buffer's
@@ -399,7 +403,7 @@ def test_memory_is_given_back():
 
 def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     """They go through MPI, unobserved."""
-    record, new_board = communicator_for(WORLD).watch.record, RankRecord.new_board
+    record, new_board = communicator_for(WORLD).contract.watch.record, RankRecord.new_board
 
     def full(self, *args):
         return None if self is record else new_board(self, *args)
@@ -408,7 +412,7 @@ def test_more_communicators_than_a_record_has_room_for(monkeypatch):
     comm = WORLD.Dup()
     checked = communicator_for(comm)
     buffer = np.full(1 << 17, RANK)
-    assert [one for one in checked.transports if one.choose("all_reduce", buffer)] == [checked.mpi]
+    assert checked.ways.choose("all_reduce", Operands(buffer)) is checked.mpi
     checked.all_reduce(buffer)
     assert equal(buffer, sum(range(SIZE)))
 
@@ -462,7 +466,7 @@ def test_gradients_lie_in_the_window(monkeypatch, accumulate, clip):
     through_window, lay_there = trained(strategy, 6, accumulate, clip)
     assert lay_there
     monkeypatch.setattr(WindowTransport, "window_buffer", lambda self, nbytes: None)
-    monkeypatch.setattr(strategy.extended.communicator.transports[0], "smallest", 1 << 40)
+    monkeypatch.setattr(strategy.extended.communicator.ways.transports[0], "smallest", 1 << 40)
     through_mpi, lay_there = trained(strategy, 6, accumulate, clip)
     assert not lay_there
     for one, other in zip(through_window, through_mpi, strict=True):

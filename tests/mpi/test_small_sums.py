@@ -75,10 +75,13 @@ def test_a_way_that_was_asked_for_is_taken(communicator, through_mpi, way):
     value = np.ones(3)
     as_asked.all_reduce(value)
     assert value.tolist() == [SIZE] * 3
-    assert f"all_reduce(sum, float64, (3,), by {way})" in communicator.watch.record.last(1)[0].call
+    assert (
+        f"all_reduce(sum, float64, (3,), by {way})"
+        in communicator.contract.watch.record.last(1)[0].call
+    )
     assert len(through_mpi) == (1 if way == "MPI" else 0)
     if way != "NCCL":  # which is for GPUs, and as AUTO for all else
-        assert as_asked.window_buffer(1 << 16) is None
+        assert as_asked.memory.window_buffer(1 << 16) is None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2, 1, 7)])
@@ -245,7 +248,7 @@ def test_wrong_operands_are_errors_on_all_ranks(communicator):
 
 def test_it_is_recorded_as_any_other_call(communicator):
     communicator.all_reduce(np.ones(2, np.float32), reducing("max", "what it is"))
-    entry = communicator.watch.record.last(1)[0]
+    entry = communicator.contract.watch.record.last(1)[0]
     assert entry.call == "all_reduce(max, float32, (2,), what it is)"
     assert "test_small_sums.py:" in entry.site
     assert entry.number == communicator.contract.calls
@@ -271,7 +274,7 @@ def test_a_stall_is_raised_in_a_small_sum():
     """And the rank does not come back: its slot may be read by the others."""
     communicator = communicator_for(WORLD.Dup())
     if RANK == 0:
-        record, board = communicator.watch.record, communicator.watch.board
+        record, board = communicator.contract.watch.record, communicator.contract.watch.board
         record.words[STALLED] = record.words[board + GROUP]
         record.words[ABORT] = RAISE
         with pytest.raises(StallError):

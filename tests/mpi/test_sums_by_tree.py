@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators import reducing
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -85,7 +85,7 @@ def test_every_way_gives_the_bits_of_the_definition(
 def flat_communicator() -> Router:
     global _flat
     if _flat is None:
-        _flat = Router([MpiTransport(MPI.COMM_WORLD.Dup())])
+        _flat = Router(Ways(MpiTransport(MPI.COMM_WORLD.Dup())))
     return _flat
 
 
@@ -97,7 +97,7 @@ _flat: Router | None = None
 def test_where_they_lie_in_the_window(each: int, dtype: str) -> None:
     length = 300_001
     sums = held_by(RANK, each, length, dtype)
-    memory = communicator_for(MPI.COMM_WORLD).window_buffer(sums.nbytes)
+    memory = communicator_for(MPI.COMM_WORLD).memory.window_buffer(sums.nbytes)
     if memory is None:
         assert SIZE == 1
         return

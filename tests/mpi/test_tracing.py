@@ -13,7 +13,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, TopologyError
 from mpistrat.trace import merging, of_job
@@ -39,7 +39,7 @@ class Traced:
         self.timeline = Timeline(str(self.folder), RANK, SIZE, "node", clock)
         mpi = MpiTransport(self.comm)
         contract = Contract(mpi, "tests", check=check, timeline=self.timeline)
-        self.communicator = Router([mpi], contract)
+        self.communicator = Router(Ways(mpi), contract)
         of_job.compare_clocks(self.comm, self.timeline)
 
     def events(self) -> list[dict]:
@@ -121,7 +121,7 @@ def test_every_collective_is_traced(tmp_path: Path) -> None:
     traced = Traced(tmp_path, clock="of all")
     use_all(traced.communicator)
     part = traced.communicator.split(RANK % 2)
-    assert part.timeline is traced.timeline
+    assert part.contract.timeline is traced.timeline
     part.barrier(label="of a part")
     events = traced.events()
     names = {e["name"] for e in events if e.get("cat") == "collective"}
@@ -189,6 +189,6 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(
 
 def test_nothing_is_traced_without_the_setting() -> None:
     strategy = ms.MultiWorkerMirroredStrategy()
-    assert communicator_for(WORLD).timeline is None
-    assert strategy.extended.communicator.timeline is None
+    assert communicator_for(WORLD).contract.timeline is None
+    assert strategy.extended.communicator.contract.timeline is None
     assert not hasattr(ms.Strategy.run, "__wrapped__")

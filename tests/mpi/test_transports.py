@@ -16,9 +16,9 @@ from mpistrat.communicators import SUM, Communicator, router
 from mpistrat.communicators.construction import communicator_for
 from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Mover, Transport
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -58,21 +58,21 @@ def test_transports_have_one_signature(movers):
 
 def test_a_transport_refuses_what_it_does_not_take(movers):
     class Nothing(Transport):
-        def choose(self, call, buffer, reduction=SUM, out=None, tree=None):
+        def choose(self, call, operands):
             return None
 
         def explain(self, rest):
             return rest
 
-    for call, operands, by in (
-        ("all_reduce", (np.ones(1), SUM), "all_reduce"),
-        ("reduce", (np.ones(1), 0, SUM), "all_reduce"),
-        ("reduce_scatter", (np.ones(1), np.ones(1), SUM), "all_reduce"),
-        ("broadcast", (np.ones(1), 0), "broadcast"),
-        ("all_gather", (np.ones(1),), "all_gather"),
+    for call, by in (
+        ("all_reduce", "all_reduce"),
+        ("reduce", "all_reduce"),
+        ("reduce_scatter", "all_reduce"),
+        ("broadcast", "broadcast"),
+        ("all_gather", "all_gather"),
     ):
         with pytest.raises(TypeError, match=f"Nothing does not take {by}"):
-            getattr(Nothing(), call)(*operands)
+            getattr(Nothing(), call)(Operands(np.ones(1), SUM, np.ones(1)))
 
 
 def imports_of(module):
@@ -107,19 +107,19 @@ def test_the_first_transport_that_takes_a_call_moves_its_bytes():
     class First(Transport):
         """Takes sums of float64."""
 
-        def choose(self, call, buffer, reduction=SUM, out=None, tree=None):
-            taken = call == "all_reduce" and reduction.op == "sum" and buffer.dtype == np.float64
-            return self if taken else None
+        def choose(self, call, operands):
+            is_sum = call == "all_reduce" and operands.reduction.op == "sum"
+            return self if is_sum and operands.buffer.dtype == np.float64 else None
 
-        def all_reduce(self, buffer, reduction, out=None, tree=None):
-            moved.append(reduction)
-            MpiTransport.all_reduce(communicator.mpi, buffer, reduction, out, tree)
+        def all_reduce(self, operands):
+            moved.append(operands.reduction)
+            MpiTransport.all_reduce(communicator.mpi, operands)
 
         def explain(self, rest):
             return f"float64 by itself\n{rest}"
 
     mpi = MpiTransport(WORLD.Dup())
-    communicator = Router([First(), mpi], Contract(mpi, "tests"))
+    communicator = Router(Ways(mpi, [First()]), Contract(mpi, "tests"))
     sums = communicators.reducing("sum", "of the first", 0.5)
     value = np.full(3, 4.0)
     communicator.all_reduce(value, sums)
@@ -138,7 +138,7 @@ def test_a_call_is_checked_and_recorded_once(monkeypatch):
     communicator = communicator_for(WORLD.Dup())
     communicator.all_reduce(np.ones(1 << 18))  # measures, once
     before = communicator.contract.calls
-    record, entered = communicator.watch.record, []
+    record, entered = communicator.contract.watch.record, []
     monkeypatch.setattr(record, "enter", lambda *args: entered.append(args))
     communicator.all_reduce(np.ones(1 << 18))
     communicator.all_reduce(np.ones(2))

@@ -34,7 +34,7 @@ def flat():
 
 def between_nodes(mpi: MpiTransport) -> Ways:
     """Of ranks each of which is on a node of its own, as far as messages go."""
-    return Ways([CompressedTransport(Router([mpi])), mpi])
+    return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
 
 
 def values_of(rank: int) -> torch.Tensor:

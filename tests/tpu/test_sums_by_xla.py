@@ -93,7 +93,7 @@ def test_memory_that_ranks_share_goes_on_being_shared(
     """The communicator is that of other strategies, too."""
     ordinary = ms.MultiWorkerMirroredStrategy(gradients="sum").extended.communicator
     kinds = {
-        type(communicator.common_memory(PAGE)[0])
+        type(communicator.memory.common_memory(PAGE)[0])
         for communicator in (connected.extended.communicator, ordinary)
     }
     assert len(kinds) == 1

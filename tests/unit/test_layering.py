@@ -61,7 +61,6 @@ NATURAL = {(f"{PACKAGE}.context", f"{PACKAGE}.strategies.default")}
 # Modules whose imports still go round, for type checkers. The list may only become shorter.
 IN_CIRCLES = {
     *("communicators.router", "liveness.job_end"),
-    *("input.distributed_dataset", "input.distributed_iterator"),
 }
 
 LONGEST_CHAIN = 20

@@ -16,9 +16,8 @@ from mpistrat.liveness.watch import CommunicatorWatch
 if TYPE_CHECKING:
     from mpistrat.communicators.transports.mpi import MpiTransport
 
-DIGEST_BITS = 56
-# How often a rank looks at another's word before it begins to wait: for 4 us, in which ranks that keep step come.
-_LOOKS = 100
+# How often a rank reads another's word before it begins to wait: for 4 us, in which ranks that keep step come.
+_READS_BEFORE_WAITING = 100
 
 
 class Agreement(abc.ABC):
@@ -41,12 +40,11 @@ class BoardAgreement(Agreement):
     """
 
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
-        assert watch.peers is not None
         self._watch, self._fence = watch, fence
         self._words = watch.record.words
         self._mine = watch.board + WORD
-        self._peers = [(words, board + WORD) for words, board in watch.peers]
-        self._looks = range(1 if watch.crowded else _LOOKS)
+        self._peers = [(words, board + WORD) for words, board in watch.peers or ()]
+        self._reads = range(1 if watch.crowded else _READS_BEFORE_WAITING)
 
     def agree(self, calls: int, digest: int) -> bool:
         number = calls & 0xFF
@@ -56,7 +54,7 @@ class BoardAgreement(Agreement):
         self._words[self._mine] = word
         equal = True
         for words, theirs in self._peers:
-            for _ in self._looks:
+            for _ in self._reads:
                 if words[theirs] == word:
                     break
             else:

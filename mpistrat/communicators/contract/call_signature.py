@@ -1,13 +1,14 @@
-"""What a collective is called with: its operation and what all ranks must give alike, as a tuple of few words."""
+"""What a collective is called with: its operation and what must be equal on all ranks, as a tuple of few words."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from mpistrat.communicators.contract.agreement import DIGEST_BITS
 from mpistrat.liveness.record import text_of
 
+# The rest of a word of 64 bits is the call's number.
+DIGEST_BITS = 56
 # Of one signature; a program that calls a collective at more places has their texts made again.
 _MOST_SITES = 256
 

@@ -10,14 +10,16 @@ import weakref
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpistrat.communicators.communicator import mark_raised_by_all
-from mpistrat.communicators.contract.agreement import Agreement, BoardAgreement, MessageAgreement
+from mpistrat.communicators.contract.agreement import BoardAgreement, MessageAgreement
 from mpistrat.communicators.contract.call_signature import (
     CallSignature,
     explain_difference,
     signature_of,
 )
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
+from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import job_end
 from mpistrat.liveness.call_site import call_site, outside
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
@@ -28,42 +30,6 @@ if TYPE_CHECKING:
     from mpistrat.communicators.node.slots import Slot
     from mpistrat.communicators.transports.mpi import MpiTransport
     from mpistrat.trace.timeline import Timeline
-
-
-class Unchecked:
-    """No contract: of a group inside another one, whose calls are checked and recorded there."""
-
-    name = ""
-    check = "never"
-    watch: CommunicatorWatch | None = None
-    timeline: Timeline | None = None
-    agreement: Agreement | None = None
-    calls = 0
-    waiting_in: CallSignature | None = None
-    called_at = "an unknown place"
-
-    def enter(
-        self,
-        signature: CallSignature,
-        cause: Exception | None = None,
-        slot: Slot | None = None,
-        payload: Any = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        return _NOTHING
-
-    def raise_together(self, error: Exception) -> NoReturn:
-        raise error
-
-    def of_part(self, mpi: MpiTransport, name: str) -> tuple[Any, Unchecked]:
-        """By which ways the bytes of some of the ranks move, None for MPI alone, and their contract.
-
-        Collective over them. Args: name: tells the part from others.
-        """
-        return None, self
-
-
-_NOTHING = contextlib.nullcontext()
-UNCHECKED = Unchecked()
 
 
 class Contract(Unchecked):
@@ -79,12 +45,6 @@ class Contract(Unchecked):
         watch: where the calls are recorded; None is memory that nobody else sees.
         check: "always", or "never": then ranks that differ are not noticed before the bytes move.
         timeline: where the calls are shown; None where they are not.
-
-    Attributes:
-        agreement: how the ranks compare their calls; None with check="never".
-        calls: how many collectives this rank has entered.
-        waiting_in: the signature of the collective this rank is inside of, else None. Read by the
-            watcher of `job_end` on another thread, as is `called_at`: it must not look at frames that run on.
     """
 
     watch: CommunicatorWatch
@@ -102,18 +62,13 @@ class Contract(Unchecked):
         self.watch = watch or CommunicatorWatch()
         self.check = check
         self.timeline = timeline
-        self.calls = 0
-        self.waiting_in: CallSignature | None = None
         self._mpi = mpi
         self._record = self.watch.record
         self._board = self.watch.board
-        self.agreement: Agreement | None = None
-        if check == "always":
-            self.agreement = (
-                MessageAgreement(mpi, self.watch)
-                if self.watch.peers is None
-                else BoardAgreement(self.watch)
-            )
+        if check == "always" and self.watch.peers is None:
+            self.agreement = MessageAgreement(mpi, self.watch)
+        elif check == "always":
+            self.agreement = BoardAgreement(self.watch)
         self._spans: CollectiveSpans | None = None
         if timeline is not None:
             from mpistrat.communicators.contract.collective_spans import CollectiveSpans
@@ -128,27 +83,21 @@ class Contract(Unchecked):
 
     @property
     def called_at(self) -> str:  # type: ignore[override]
-        """Where the program called the last collective: "train.py:33 in main"."""
         if self._called_at is None:
-            return "an unknown place"
+            return Unchecked.called_at
         code, line = self._called_at
         return f"{code.co_filename}:{line} in {code.co_name}"
 
     def raise_together(self, error: Exception) -> NoReturn:
-        """Raise `error` here; the ranks that wait in a collective get CollectiveMismatchError.
-
-        If all ranks come here with errors of the same class, each raises its own.
-        """
         with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
             mark_raised_by_all(error)
             raise error
 
-    def of_part(self, mpi: MpiTransport, name: str) -> tuple[Any, Contract]:
-        name = f"{self.name}/{name}"
-        ways, watch = None, None
-        if self.watch.of_part is not None:
-            ways, watch = self.watch.of_part(mpi, name)
-        return ways, Contract(mpi, name, watch, self.check, self.timeline)
+    def abort(self, code: int) -> NoReturn:
+        job_end.abort(code)
+
+    def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
+        return Contract(mpi, f"{self.name}/{name}", watch, self.check, self.timeline)
 
     def enter(
         self,
@@ -157,12 +106,6 @@ class Contract(Unchecked):
         slot: Slot | None = None,
         payload: Any = None,
     ) -> _Inside:
-        """Return once all ranks have entered the same call; it lasts until the result's block ends.
-
-        Args:
-            cause: what has kept this rank from what the others do; they are told, if they do something else.
-            slot: where `payload` is put for the other ranks, who may read it when this returns.
-        """
         if self._forked:
             raise RuntimeError(
                 f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "
@@ -206,7 +149,7 @@ class Contract(Unchecked):
                     spans.together()
             if not agreed:
                 words = signature.words if cause is None else (*signature.words, str(cause))
-                everyone = self._mpi.all_gather_object((words, call_site(frame)))
+                everyone = self._mpi.comm.allgather((words, call_site(frame)))
                 raise CollectiveMismatchError(explain_difference(everyone, self.rank)) from cause
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):

@@ -62,20 +62,26 @@ class Costs:
         """
         if not self.ways:
             return max(floor, UNMEASURED)
-        one, another = self.ways[way], self.ways[other]
-        dearer = one.seconds(LARGEST) > clearly * another.seconds(LARGEST)
+        this, that = self.ways[way], self.ways[other]
+        dearer = this.seconds(LARGEST) > clearly * that.seconds(LARGEST)
         if dearer and not self.disturbed:
             return math.inf
-        return max(floor, math.ceil(min(LARGEST, one.cheaper_from(another))))
+        return max(floor, math.ceil(min(LARGEST, this.cheaper_from(that))))
 
     def explain(self) -> str:
         """A line for each way, and where they come from."""
         lines = [f"    {way}: {cost}" for way, cost in self.ways.items()]
         return "\n".join([*lines, f"    {self.origin}"])
 
+    def explain_from(self, smallest: float) -> str:
+        """From how many bytes on a way is taken, by these costs, and what they are."""
+        if self is NOT_MEASURED:
+            return "once something large has been combined"
+        sizes = "never" if math.isinf(smallest) else f"from {smallest:.0f} bytes on"
+        return f"{sizes}; of S bytes an all-reduce takes\n{self.explain()}"
 
-def from_bytes(smallest: float) -> str:
-    return "never" if math.isinf(smallest) else f"from {smallest:.0f} bytes on"
+
+NOT_MEASURED = Costs()
 
 
 def costs_of(
@@ -91,7 +97,7 @@ def costs_of(
     """What each of `ways` to all-reduce costs. Collective over `communicator`; it takes less than half a second.
 
     Args:
-        ways: given zeros of float32, combine them in place with those of all ranks.
+        ways: each combines an array of zeros, float32, in place with those of all ranks.
         mpi: the library's name and version.
         ranks_of_nodes: how many ranks each node has, the same on all ranks.
         abreast: how many communicators such as this one, over the same nodes, measure at the same time.
@@ -109,17 +115,16 @@ def costs_of(
         "nodes": sorted([*node, ranks] for node, ranks in collections.Counter(everyone).items()),
     }
     folder = cache_folder()
-    known = _known(folder, key, ways) if communicator.rank == 0 else None
-    known = communicator.broadcast_object(known)
-    if known is None:
-        measured = measure(ways, SIZES, communicator, seconds, asleep)
-        if communicator.rank == 0:
-            known = costs_of_this_job[repr(key)] = _fitted(ways, measured, seconds)
-            if folder is not None and known.ways and not known.disturbed:
-                cache.write(folder, key, dict(known.ways))
-        known = communicator.broadcast_object(known)
-    assert isinstance(known, Costs)
-    return known
+    costs = _known(folder, key, ways) if communicator.rank == 0 else None
+    known: Costs | None = communicator.broadcast_object(costs)
+    if known is not None:
+        return known
+    measured = measure(ways, SIZES, communicator, seconds, asleep)
+    if communicator.rank == 0:
+        costs = costs_of_this_job[repr(key)] = _fitted(ways, measured, seconds)
+        if folder is not None and costs.ways and not costs.disturbed:
+            cache.write(folder, key, dict(costs.ways))
+    return communicator.broadcast_object(costs)
 
 
 def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> Costs | None:
@@ -132,8 +137,8 @@ def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> 
     costs = {way: found[0][way] for way in ways}
     path = cache.path_of(folder, key)
     home = os.path.expanduser("~")
-    told = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
-    return Costs(costs, f"measured {_date(found[1])}, read from {told}")
+    shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
+    return Costs(costs, f"measured {_date(found[1])}, read from {shown}")
 
 
 @dataclass(frozen=True)

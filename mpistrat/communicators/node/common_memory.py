@@ -14,13 +14,14 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.arithmetic import arithmetic_of, scale
+from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.shared_memory import anonymous_file, forget_written, mapped, share
 
 PAGE = mmap.PAGESIZE
@@ -107,11 +108,14 @@ class CommonMemory:
         nbytes: int,
         bounds: tuple[int, int],
         contributions: Sequence[np.ndarray],
-        rank: int,
+        blocks: Blocks,
+        across: Callable[[Array], None] | None,
     ) -> None:
+        rank = blocks.rank
         self.first, self.end = bounds
         self.shared = mapped(descriptor, nbytes, own=self.end - self.first)
         self.contributions = contributions
+        self._blocks, self._across = blocks, across
         self.contribution = contributions[rank] if contributions else None
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
@@ -120,12 +124,21 @@ class CommonMemory:
     def make(
         nbytes: int,
         bounds: tuple[int, int],
-        rank: int,
+        blocks: Blocks,
         all_gather_object: Callable[[Any], list[Any]],
         *,
         summed: bool,
+        across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """The same on all ranks: the memory, or None and why there is none. Collective over ranks of one node."""
+        """The same on all ranks: the memory, or None and why there is none. Collective over ranks of one node.
+
+        Args:
+            bounds: of this rank's slice.
+            blocks: where the ranks meet.
+            summed: with memory for contributions.
+            across: combines, in place, this rank's slice with those of other nodes; None where there are none.
+        """
+        rank = blocks.rank
         contributions: list[np.ndarray] = []
         if summed:
             segments, why = share(nbytes, rank, all_gather_object, populate=False)
@@ -145,7 +158,7 @@ class CommonMemory:
             if not failed:
                 if rank != 0:
                     descriptor = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
-                memory = CommonMemory(descriptor, nbytes, bounds, contributions, rank)
+                memory = CommonMemory(descriptor, nbytes, bounds, contributions, blocks, across)
                 why = memory._try()
         except (OSError, ValueError) as error:
             why = (
@@ -184,51 +197,43 @@ class CommonMemory:
             if first < end:
                 self.shared[first:end] = view.memory[first:end]
 
-    def sum_slice(
-        self,
-        parts: Sequence[Part],
-        view: View,
-        scale: float | None,
-        across: Callable[[Array], None] | None,
-    ) -> None:
-        """Sum all contributions to `parts`, as far as they are in this rank's slice. Ranks meet before and after.
+    def sum(self, parts: Sequence[Part], view: View, factor: float | None) -> None:
+        """Sum all contributions to `parts`, times `factor`, into the copy. Collective; each rank sums in its slice.
 
-        Args:
-            across: combines, in place, what is summed with what other nodes have there; None where there are none.
+        `view` shows it once it is renewed.
         """
-        for part in parts:
-            first, end = max(part.first, self.first), min(part.end, self.end)
-            if first >= end:
-                continue
-            how = arithmetic_of(part.like, "sum")
-            assert how is not None
-            pieces = [how.view(memory[first:end]) for memory in self.contributions]
-            out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])
-            chunks = list(_chunks(len(out), _CHUNK // how.itemsize))
-            if across is None:
-                # What is added to may lie where the sum goes: the view shows what nobody wrote there.
-                sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
-                for here in chunks:
-                    sum_ = sums[: len(out[here])] if part.added else out[here]
-                    how.combine([piece[here] for piece in pieces], sum_, scale)
-                    if part.added:
-                        how.combine([before[here], sum_], out[here], None)
-                continue
-            totals = how.totals(len(out))
+        with self._blocks.unbroken:
+            self._blocks.tick()  # all contributions are there, and nobody reads the last sum
+            for part in parts:
+                first, end = max(part.first, self.first), min(part.end, self.end)
+                if first < end:
+                    self._sum(part, first, end, view, factor)
+            self._blocks.tick()  # all slices are there, and nobody reads contributions
+
+    def _sum(self, part: Part, first: int, end: int, view: View, factor: float | None) -> None:
+        how = arithmetic_of(part.like, "sum")
+        pieces = [how.view(memory[first:end]) for memory in self.contributions]
+        out, before = how.view(self.shared[first:end]), how.view(view.memory[first:end])
+        chunk = _CHUNK // how.itemsize
+        chunks = [slice(start, start + chunk) for start in range(0, len(out), chunk)]
+        if self._across is None:
+            # What is added to may lie where the sum goes: the view shows what nobody wrote there.
+            sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
             for here in chunks:
-                how.combine([piece[here] for piece in pieces], totals[here], None)
-            across(totals)
-            if scale is not None:
-                with np.errstate(all="ignore"):
-                    totals *= scale
-            if part.added:
-                with np.errstate(all="ignore"):
-                    totals += before
-            out[:] = totals
-
-
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, start + chunk) for start in range(0, length, chunk))
+                total = sums[: len(out[here])] if part.added else out[here]
+                how.combine([piece[here] for piece in pieces], total, factor)
+                if part.added:
+                    how.combine([before[here], total], out[here], None)
+            return
+        totals = how.totals(len(out))
+        for here in chunks:
+            how.combine([piece[here] for piece in pieces], totals[here], None)
+        self._across(totals)
+        scale(totals, factor)
+        if part.added:
+            with np.errstate(all="ignore"):
+                totals += before
+        out[:] = totals
 
 
 def _runs(pages: np.ndarray) -> list[tuple[int, int]]:

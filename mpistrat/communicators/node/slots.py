@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
+from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
 from mpistrat.communicators.reduction import Reduction
 
 # Of a buffer, in bytes: above, each rank would read more than a message brings.
@@ -50,11 +50,10 @@ class SharedSlots:
 
     def slot_for(self, buffer: Array, reduction: Reduction) -> Slot | None:
         """None: `buffer` is too large, or nothing here combines its dtype. The same on all ranks."""
-        nbytes = int(buffer.nbytes)
-        how = arithmetic_of(buffer, reduction.op) if nbytes <= LARGEST else None
-        if how is None:
+        nbytes, shape = int(buffer.nbytes), tuple(buffer.shape)
+        if nbytes > LARGEST or not can_combine(buffer, reduction.op):
             return None
-        shape = tuple(buffer.shape)
+        how = arithmetic_of(buffer, reduction.op)
 
         def pieces(start: int) -> list[Any]:
             memories = [segment[start : start + nbytes] for segment in self._segments]

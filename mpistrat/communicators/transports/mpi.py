@@ -6,8 +6,8 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -17,16 +17,16 @@ from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators.arithmetic import (
     KNOWN_TO_MPI,
     SUMMED_AS_FLOAT32,
+    Arithmetic,
     arithmetic_of,
+    scale,
+    share_of,
 )
 from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.node.blocks import share_of
-from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.transports.transport import Transport
-from mpistrat.communicators.tree_sum import tree_sum_of
+from mpistrat.communicators.reduction_tree import ReductionTree, tree_sum_of
+from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 # Bytes of short floats from which on two exchanges of them are cheaper than one reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
 # Of the sums that all ranks hold: up to here, a second message costs more than what it saves.
@@ -46,83 +46,75 @@ class MpiTransport(Transport):
         self.size = comm.Get_size()
         self.thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Transport:
+    def choose(self, call: str, operands: Operands) -> Transport:
         return self
 
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> None:
+    def all_reduce(self, operands: Operands) -> None:
+        buffer, reduction, out, tree, _ = operands
         if tree is not None:
             self._all_reduce_by_tree(buffer, tree, reduction.scale)
             return
-        op, scale = _OPS[reduction.op], reduction.scale
-        target = buffer if out is None else out
-        name = dtype_name(buffer)
+        op, name = OPS[reduction.op], dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):
-            if buffer.nbytes >= _SMALLEST_IN_SLICES:
-                self._all_reduce_in_slices(buffer, reduction, target)
+            if buffer.nbytes < _SMALLEST_IN_SLICES:
+                reduce_in_place(
+                    operands, lambda wide: self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op)
+                )
                 return
-            wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
-            self.comm.Allreduce(MPI.IN_PLACE, view_of(wide), op)
-            target[...] = wide if scale is None else wide * scale  # rounded once
+            how, own, total = (
+                arithmetic_of(buffer, reduction.op),
+                bytes_of(buffer),
+                bytes_of(operands.target),
+            )
+            self._all_reduce_in_slices(how, [own], [1] * self.size, total, reduction.scale)
             return
         if is_torch(buffer) and name not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
         if out is None:
             self.comm.Allreduce(MPI.IN_PLACE, view_of(buffer), op)
+            scale(buffer, reduction.scale)
         else:
             self.comm.Allreduce(view_of(buffer), view_of(out), op)
-        if scale is not None:
-            target *= scale
+            scale(out, reduction.scale)
 
-    def _all_reduce_in_slices(self, buffer: Array, reduction: Reduction, out: Array) -> None:
-        """Every rank gets its slice of all buffers, combines it in float32, and hands it round: short floats travel."""
-        how = arithmetic_of(buffer, reduction.op)
-        assert how is not None
-        memory, total = bytes_of(buffer), bytes_of(out)
-        bounds = share_of(len(memory), how.itemsize, self.size)
-        first, end = bounds[self.rank]
-        lengths = [(stop - start) // how.itemsize for start, stop in bounds]
-        pieces = np.empty((self.size, end - first), np.uint8)
-        with _elements_of(how.itemsize) as element:
-            mine = lengths[self.rank]
-            self.comm.Alltoallv([memory, lengths, element], [pieces, mine, element])
-            slice_ = how.view(total[first:end])
-            how.combine([how.view(piece) for piece in pieces], slice_, reduction.scale)
-            self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, element])
-
-    def _all_reduce_by_tree(self, sums: Array, tree: ReductionTree, scale: float | None) -> None:
-        """Every rank adds up one slice of all sums, and the slices are handed round; small sums each adds up whole."""
+    def _all_reduce_by_tree(self, sums: Array, tree: ReductionTree, factor: float | None) -> None:
+        """By slices; small sums each rank adds up whole."""
         how = tree_sum_of(sums, tree)
-        mine = bytes_of(sums).reshape(len(tree.held[self.rank]), -1)
-        nbytes = mine.shape[1]
         held = [len(parts) for parts in tree.held]
+        mine = bytes_of(sums).reshape(held[self.rank], -1)
+        nbytes = mine.shape[1]
         if not nbytes:
             return
-        if nbytes * self.size <= _WHOLE:
-            gathered = np.empty((sum(held), nbytes), np.uint8)
-            if tree.one_each:
-                self.comm.Allgather(mine, gathered)
-            else:
-                self.comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
-            how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), scale)
+        if nbytes * self.size > _WHOLE:
+            self._all_reduce_in_slices(how, list(mine), held, mine[0], factor)
             return
-        bounds = share_of(nbytes, how.itemsize, self.size)
+        gathered = np.empty((sum(held), nbytes), np.uint8)
+        if tree.one_each:
+            self.comm.Allgather(mine, gathered)
+        else:
+            self.comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
+        how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), factor)
+
+    def _all_reduce_in_slices(
+        self,
+        how: Arithmetic,
+        mine: Sequence[np.ndarray],
+        held: Sequence[int],
+        total: np.ndarray,
+        factor: float | None,
+    ) -> None:
+        """Every rank gets its slice of all sums, combines it, and the slices are handed round.
+
+        Args:
+            mine: the bytes of each of this rank's sums, all of the same length.
+            held: by rank, how many sums it has.
+            total: bytes; it may be one of `mine`.
+        """
+        bounds = share_of(len(total), how.itemsize, self.size)
         first, end = bounds[self.rank]
         starts = [start // how.itemsize for start, _ in bounds]
         lengths = [(stop - start) // how.itemsize for start, stop in bounds]
-        pieces: dict[tuple[int, int], Any] = {}  # by rank and number of its sum
+        pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank and number of its sum
         with _elements_of(how.itemsize) as element:
             for row in range(max(held)):
                 theirs = [rank for rank in range(self.size) if row < held[rank]]
@@ -133,34 +125,33 @@ class MpiTransport(Transport):
                     [mine[min(row, len(mine) - 1)], here, starts, element],
                     [received, there, element],
                 )
-                pieces |= {
-                    (rank, row): how.view(r) for rank, r in zip(theirs, received, strict=True)
-                }
-            in_order = [pieces[key] for key in sorted(pieces)]
-            how.combine(in_order, how.view(mine[0][first:end]), scale)
-            self.comm.Allgatherv(MPI.IN_PLACE, [mine[0], lengths, starts, element])
+                pieces |= {(rank, row): r for rank, r in zip(theirs, received, strict=True)}
+            in_order = [how.view(pieces[key]) for key in sorted(pieces)]
+            how.combine(in_order, how.view(total[first:end]), factor)
+            self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, starts, element])
 
-    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
-        op = _OPS[reduction.op]
+    def reduce(self, operands: Operands) -> None:
+        buffer, root, op = operands.buffer, operands.root, OPS[operands.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            super().reduce(buffer, root, reduction)
+            super().reduce(operands)
         elif self.rank == root:
             self.comm.Reduce(MPI.IN_PLACE, view_of(buffer), op, root)
         else:
             self.comm.Reduce(view_of(buffer), None, op, root)
 
-    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
+    def reduce_scatter(self, operands: Operands) -> None:
+        buffer, op = operands.buffer, OPS[operands.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
-            super().reduce_scatter(buffer, out, reduction)
+            super().reduce_scatter(operands)
         else:
-            self.comm.Reduce_scatter_block(view_of(buffer), view_of(out), _OPS[reduction.op])
+            self.comm.Reduce_scatter_block(view_of(buffer), view_of(operands.target), op)
 
     def start_all_reduce(self, buffer: np.ndarray, op: str = "sum") -> Callable[[], bool]:
         """Begin to combine `buffer` in place; what is returned says, and must be asked, whether it is done."""
-        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, _OPS[op]).Test
+        return self.comm.Iallreduce(MPI.IN_PLACE, buffer, OPS[op]).Test
 
-    def broadcast(self, buffer: Array, root: int) -> None:
-        self.comm.Bcast([view_of(buffer), MPI.BYTE], root)
+    def broadcast(self, operands: Operands) -> None:
+        self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)
 
     def shapes_of(self, buffer: Array) -> np.ndarray:
         """Every rank's, a row each; that of a scalar is (1,)."""
@@ -168,8 +159,9 @@ class MpiTransport(Transport):
         self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
         return shapes
 
-    def all_gather(self, buffer: Array, shapes: np.ndarray | None = None) -> list[Array]:
+    def all_gather(self, operands: Operands, shapes: np.ndarray | None = None) -> list[Array]:
         """`shapes`: as of `shapes_of`, where they are known."""
+        buffer = operands.buffer
         if shapes is None:
             shapes = self.shapes_of(buffer)
         view = view_of(buffer)
@@ -190,15 +182,6 @@ class MpiTransport(Transport):
 
     def explain(self, rest: str = "") -> str:
         return f"{self.size} ranks, through MPI: {self.library}"
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.comm.bcast(value, root)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.comm.allgather(value)
-
-    def barrier(self) -> None:
-        self.comm.Barrier()
 
     def split(self, color: int, key: int = 0) -> MpiTransport:
         return MpiTransport(cast("MPI.Intracomm", self.comm.Split(color, key)))

@@ -15,21 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of
-from mpistrat.communicators.costs.measurement import (
-    SECONDS_BETWEEN_NODES,
-    Costs,
-    costs_of,
-    from_bytes,
-)
+from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine, share_of
+from mpistrat.communicators.costs.measurement import NOT_MEASURED, SECONDS_BETWEEN_NODES, costs_of
 from mpistrat.communicators.host_views import bytes_of
-from mpistrat.communicators.node.blocks import share_of
-from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Transport
+from mpistrat.communicators.transports.transport import Operands, Transport, Unbroken
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -61,40 +52,22 @@ class PipelinedTransport(Transport):
     """
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
-        self._mpi = mpi
+        self._mpi, self._watch = mpi, watch
         self.rank, self.size = mpi.rank, mpi.size
-        self._watch = watch
-        self._torn: BaseException | None = None  # what this rank left a sum for
+        # What is left of a sum that a rank leaves in its middle would be taken for the next one's.
+        self._unbroken = Unbroken("combine large values with other nodes", "a sum")
         self.left: list[MPI.Request] = []
-        self.costs: Costs | None = None
+        self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
 
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Transport | None:
-        if call != "all_reduce" or tree is not None or buffer.nbytes < SMALLEST:
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        buffer = operands.buffer
+        if call != "all_reduce" or operands.tree is not None or buffer.nbytes < SMALLEST:
             return None
-        if arithmetic_of(buffer, reduction.op) is None:
+        if not can_combine(buffer, operands.reduction.op):
             return None
         self.settle()
         return self if buffer.nbytes >= self.smallest else None
-
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> None:
-        how = arithmetic_of(buffer, reduction.op)
-        assert how is not None
-        target = bytes_of(buffer if out is None else out)
-        self._all_reduce(how, bytes_of(buffer), target, reduction.scale)
 
     def settle(self, abreast: int = 1) -> None:
         """Measure which way is the cheaper, unless that is known. Collective.
@@ -102,72 +75,61 @@ class PipelinedTransport(Transport):
         Args:
             abreast: how many communicators such as this one, over the same nodes, do so at the same time.
         """
-        if self.costs is None:
-            how = arithmetic_of(np.empty(0, np.float32), "sum")
-            assert how is not None
+        if self.costs is not NOT_MEASURED:
+            return
+        self.all_reduce(
+            Operands(np.zeros(SMALLEST // 4, np.float32))
+        )  # else it alone pays for connections
+        self.costs = costs_of(
+            {
+                IN_PIECES: lambda zeros: self.all_reduce(Operands(zeros)),
+                MPI_ALONE: lambda zeros: self._mpi.all_reduce(Operands(zeros)),
+            },
+            Router(Ways(self._mpi)),
+            self._mpi.library,
+            [1] * self.size,
+            abreast=abreast,
+            asleep=[IN_PIECES],
+            seconds=SECONDS_BETWEEN_NODES,
+        )
+        self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 
-            def in_pieces(buffer: np.ndarray) -> None:
-                memory = bytes_of(buffer)
-                self._all_reduce(how, memory, memory, None)
-
-            in_pieces(np.zeros(SMALLEST // 4, np.float32))  # else it alone pays for connections
-            self.costs = costs_of(
-                {IN_PIECES: in_pieces, MPI_ALONE: lambda zeros: self._mpi.all_reduce(zeros, SUM)},
-                Router([self._mpi]),
-                self._mpi.library,
-                [1] * self.size,
-                abreast=abreast,
-                asleep=[IN_PIECES],
-                seconds=SECONDS_BETWEEN_NODES,
-            )
-            self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
-
-    def _all_reduce(
-        self, how: Arithmetic, source: np.ndarray, target: np.ndarray, scale: float | None
-    ) -> None:
+    def all_reduce(self, operands: Operands) -> None:
         """Of each piece, every rank gets its part of all buffers, combines it, and sends it to all.
 
-        All ranks send and receive in the same order, so that messages need no numbers. What is left of a sum that a
-        rank leaves in its middle would be taken for the next one's.
-        Raises: RuntimeError after such a one.
+        All ranks send and receive in the same order, so that messages need no numbers.
         """
-        if self._torn is not None:
-            raise RuntimeError(
-                "this rank cannot combine large values with other nodes any more: it left a sum in its middle, for "
-                f"{type(self._torn).__name__}, and others may wait for its part. Save what you need and end the program"
-            ) from self._torn
+        how = arithmetic_of(operands.buffer, operands.reduction.op)
+        source, target = bytes_of(operands.buffer), bytes_of(operands.target)
         length = TO_EACH * min(self.size, _MOST_RANKS)
-        pieces = [
-            slice(first, min(first + length, len(source)))
-            for first in range(0, len(source), length)
-        ]
+        firsts = range(0, len(source), length)
+        pieces = (slice(first, min(first + length, len(source))) for first in firsts)
         arriving: collections.deque[tuple[_Requests, list[np.ndarray], slice]] = collections.deque()
         leaving: collections.deque[_Requests] = collections.deque()
-        following = iter(pieces)
-        try:
-            for piece in itertools.islice(following, _ON_THEIR_WAY):
-                arriving.append((*self._scatter(how, source[piece]), piece))
-            while arriving:
-                requests, parts, piece = arriving[0]
-                self._wait(requests)
-                arriving.popleft()
-                total = target[piece]
-                bounds = share_of(len(total), how.itemsize, self.size)
-                mine = total[slice(*bounds[self.rank])]
-                how.combine([how.view(part) for part in parts], how.view(mine), scale)
-                leaving.append(self._gather(total, bounds))
-                if len(leaving) > _ON_THEIR_WAY:
-                    self._wait(leaving[0])
-                    leaving.popleft()
-                for piece in itertools.islice(following, 1):
+        with self._unbroken:
+            try:
+                for piece in itertools.islice(pieces, _ON_THEIR_WAY):
                     arriving.append((*self._scatter(how, source[piece]), piece))
-            for requests in leaving:
-                self._wait(requests)
-        except BaseException as error:
-            self._torn = error
-            for requests in itertools.chain((one[0] for one in arriving), leaving):
-                self.left += requests
-            raise
+                while arriving:
+                    requests, parts, piece = arriving[0]
+                    self._wait(requests)
+                    arriving.popleft()
+                    total = target[piece]
+                    bounds = share_of(len(total), how.itemsize, self.size)
+                    mine = how.view(total[slice(*bounds[self.rank])])
+                    how.combine(list(map(how.view, parts)), mine, operands.reduction.scale)
+                    leaving.append(self._gather(total, bounds))
+                    if len(leaving) > _ON_THEIR_WAY:
+                        self._wait(leaving[0])
+                        leaving.popleft()
+                    for piece in itertools.islice(pieces, 1):
+                        arriving.append((*self._scatter(how, source[piece]), piece))
+                for requests in leaving:
+                    self._wait(requests)
+            except BaseException:
+                for requests in (*(arrival[0] for arrival in arriving), *leaving):
+                    self.left += requests
+                raise
 
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
         """Begin to send every rank its part of `source`; and this rank's part of everyone's, once it is there."""
@@ -192,9 +154,5 @@ class PipelinedTransport(Transport):
         wait_until(functools.partial(MPI.Request.Testall, requests), self._watch, yields=False)
 
     def explain(self, rest: str) -> str:
-        told = f"{self.size} ranks on as many nodes, sums {IN_PIECES}, "
-        if self.costs is None:
-            told += "once something large has been combined"
-        else:
-            told += f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}"
-        return f"{told}\n{rest}"
+        sums = f"{self.size} ranks on as many nodes, sums {IN_PIECES}"
+        return f"{sums}, {self.costs.explain_from(self.smallest)}\n{rest}"

@@ -13,20 +13,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.arrays import Array, dtype_name, is_torch
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of
-from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of, can_combine
+from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Transport
+from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 _TAG = 1
 
 
-# What goes round; broadcasts, and reductions to one rank, are MPI's.
-_CALLS = frozenset(["all_reduce", "reduce_scatter", "all_gather"])
+# A reduction to one rank is MPI's, as broadcasts are.
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class RingTransport(Transport):
@@ -40,44 +37,23 @@ class RingTransport(Transport):
         self._mpi = mpi
         self.rank, self.size = mpi.rank, mpi.size
 
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Transport | None:
-        if call not in _CALLS or tree is not None:
-            return None
-        return self if call == "all_gather" or arithmetic_of(buffer, reduction.op) else None
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        if call == "all_gather":
+            return self
+        goes_round = call in _REDUCTIONS and operands.tree is None
+        known = goes_round and can_combine(operands.buffer, operands.reduction.op)
+        return self if known else None
 
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> None:
-        target = buffer if out is None else out
-        bytes_of(target)  # is contiguous
-        scale = reduction.scale
-        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
-            wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
-            self._around(view_of(wide), reduction.op)
-            target[...] = wide if scale is None else wide * scale  # rounded once
-            return
-        if out is not None:
-            out[...] = buffer
-        self._around(view_of(target), reduction.op)
-        if scale is not None:
-            target *= scale
+    def all_reduce(self, operands: Operands) -> None:
+        bytes_of(operands.target)  # is contiguous
+        op = operands.reduction.op
 
-    def _around(self, array: np.ndarray, op: str) -> None:
-        flat = array.reshape(-1)
-        parts = self._parts(flat)
-        self._combine(parts, op)
-        self._hand_round(parts)
+        def around(values: Array) -> None:
+            parts = self._parts(view_of(values).reshape(-1))
+            self._combine(parts, op)
+            self._hand_round(parts)
+
+        reduce_in_place(operands, around)
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
         """A view for each rank, as equal as they can be; of few elements, some have none."""
@@ -88,12 +64,12 @@ class RingTransport(Transport):
         """Rank r's part r is combined; the others are somewhere on their way."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
-        with np.errstate(all="ignore"):
-            for step in range(1, self.size):
-                sent, mine = parts[(self.rank - step) % self.size], parts[before - step]
-                received = arrived[: len(mine)]
-                self._exchange(sent, after, received, before)
-                _COMBINE[op](mine, received, out=mine)
+        how = arithmetic_of(arrived, op)
+        for step in range(1, self.size):
+            sent, mine = parts[(self.rank - step) % self.size], parts[before - step]
+            received = arrived[: len(mine)]
+            self._exchange(sent, after, received, before)
+            how.combine((mine, received), mine, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
         """Every rank gets every part from the one before, once rank r has part r."""
@@ -106,19 +82,18 @@ class RingTransport(Transport):
         """Both at once: that all ranks send first cannot keep them from receiving."""
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
-    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
-        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
-            super().reduce_scatter(buffer, out, reduction)
+    def reduce_scatter(self, operands: Operands) -> None:
+        if dtype_name(operands.buffer).startswith(SUMMED_AS_FLOAT32):
+            super().reduce_scatter(operands)
         else:
-            parts = self._parts(view_of(buffer).reshape(-1).copy())
-            self._combine(parts, reduction.op)
-            bytes_of(out)[:] = parts[self.rank].view(np.uint8)
+            parts = self._parts(view_of(operands.buffer).reshape(-1).copy())
+            self._combine(parts, operands.reduction.op)
+            bytes_of(operands.target)[:] = parts[self.rank].view(np.uint8)
 
-    def all_gather(self, buffer: Array) -> list[Array]:
-        shapes = self._mpi.shapes_of(buffer)
-        view = view_of(buffer)
-        parts = [np.empty(tuple(shape) if buffer.ndim else (), view.dtype) for shape in shapes]
-        parts[self.rank][...] = view
+    def all_gather(self, operands: Operands) -> list[Array]:
+        buffer = operands.buffer
+        parts = room_for(buffer, self._mpi.shapes_of(buffer))
+        parts[self.rank][...] = view_of(buffer)
         self._hand_round([bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
 

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, NoReturn
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
-from mpistrat.arrays import Array, copy
+import numpy as np
+
+from mpistrat.arrays import Array, copy, dtype_name, is_torch
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction_tree import ReductionTree
 
-if TYPE_CHECKING:
-    from mpistrat.communicators.reduction_tree import ReductionTree
+
+class Operands(NamedTuple):
+    """What a transport is called with. Each call reads those that it knows.
+
+    Attributes:
+        buffer: what is combined, handed out or collected.
+        reduction: of `all_reduce`, `reduce` and `reduce_scatter`.
+        out: where `all_reduce` and `reduce_scatter` put the result; None: into `buffer`.
+        tree: `all_reduce` adds up in its order, as `Communicator.all_reduce_by_tree` does; None: in any order.
+        root: of `reduce` and `broadcast`.
+    """
+
+    buffer: Array
+    reduction: Reduction = SUM
+    out: Array | None = None
+    tree: ReductionTree | None = None
+    root: int = 0
+
+    @property
+    def target(self) -> Array:
+        """Where the result goes."""
+        return self.buffer if self.out is None else self.out
 
 
 class Mover:
-    """Moves the bytes of the calls that it takes, under the names and with the operands of `Communicator`'s.
+    """Moves the bytes of the calls that it takes. They have the names of `Communicator`'s.
 
     Every method is collective: all ranks of the group call it, in the same order.
 
@@ -23,35 +49,31 @@ class Mover:
 
     rank: int
 
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> None:
-        """With a `tree`, what `Communicator.all_reduce_by_tree` does."""
+    def all_reduce(self, operands: Operands) -> None:
         self._refuse("all_reduce")
 
-    def reduce(self, buffer: Array, root: int, reduction: Reduction) -> None:
+    def reduce(self, operands: Operands) -> None:
         """By an all-reduce, where there is no better way."""
-        total = copy(buffer)
-        self.all_reduce(total, reduction)
-        if self.rank == root:
-            buffer[...] = total
+        total = self._total(operands)
+        if self.rank == operands.root:
+            operands.buffer[...] = total
 
-    def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction) -> None:
+    def reduce_scatter(self, operands: Operands) -> None:
         """By an all-reduce, where there is no better way."""
-        total = copy(buffer)
-        self.all_reduce(total, reduction)
+        total, out = self._total(operands), operands.target
         length = out.shape[0]
         out[...] = total[self.rank * length : (self.rank + 1) * length]
 
-    def broadcast(self, buffer: Array, root: int) -> None:
+    def broadcast(self, operands: Operands) -> None:
         self._refuse("broadcast")
 
-    def all_gather(self, buffer: Array) -> list[Array]:
+    def all_gather(self, operands: Operands) -> list[Array]:
         self._refuse("all_gather")
+
+    def _total(self, operands: Operands) -> Array:
+        total = copy(operands.buffer)
+        self.all_reduce(Operands(total, operands.reduction))
+        return total
 
     def _refuse(self, call: str) -> NoReturn:
         raise TypeError(f"{type(self).__name__} does not take {call}: ask choose() first")
@@ -67,23 +89,56 @@ class Transport(Mover, abc.ABC):
     takes_device_buffers = False
 
     @abc.abstractmethod
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Mover | None:
+    def choose(self, call: str, operands: Operands) -> Mover | None:
         """What moves the bytes of a call: this transport, or a part of it; None leaves the call to the next transport.
 
         Collective; the answer is the same on all ranks.
         Args:
             call: the name of the method.
-            out: of an all-reduce, where it puts its result; None: into `buffer`.
-            tree: an all-reduce adds up in its order; None: in any order.
         """
 
     @abc.abstractmethod
     def explain(self, rest: str) -> str:
         """For people: which way this is, then `rest`, what the transports after this one say."""
+
+
+class Unbroken(contextlib.AbstractContextManager[None]):
+    """Around a collective that a rank must not leave in its middle: the others wait for its part.
+
+    Raises: RuntimeError on entering, after a collective that was left by an error.
+    Args:
+        purpose, call: for the error: "share memory with others", "a collective".
+    """
+
+    def __init__(self, purpose: str, call: str = "a collective") -> None:
+        self._purpose, self._call = purpose, call
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                f"this rank cannot {self._purpose} any more: it left {self._call} in its middle, for "
+                f"{type(self._error).__name__}, and others may wait for its part. Save what you need "
+                "and end the program"
+            ) from self._error
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._error = error
+
+
+def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> None:
+    """An all-reduce by `combine`, which reduces a buffer in place. The scale is multiplied here.
+
+    Floats of 16 and 8 bits are combined as float32 and rounded once.
+    """
+    buffer, target, factor = operands.buffer, operands.target, operands.reduction.scale
+    if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):
+        wide = buffer.float() if is_torch(buffer) else buffer.astype(np.float32)
+        combine(wide)
+        scale(wide, factor)
+        target[...] = wide
+        return
+    if operands.out is not None:
+        target[...] = buffer
+    combine(target)
+    scale(target, factor)

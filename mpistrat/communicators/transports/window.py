@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.costs.measurement import Costs, Way, costs_of, from_bytes
-from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
-from mpistrat.communicators.node.blocks import Blocks, Window, share_of
-from mpistrat.communicators.node.common_memory import PAGE, CommonMemory, Part, View
+from mpistrat.communicators.arithmetic import can_combine, share_of
+from mpistrat.communicators.costs.measurement import NOT_MEASURED, costs_of
+from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
+from mpistrat.communicators.node.blocks import Blocks
+from mpistrat.communicators.node.common_memory import PAGE, CommonMemory
+from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.communicators.node.shared_memory import own_bytes, share
 from mpistrat.communicators.node.slots import SharedSlots
-from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
-from mpistrat.communicators.router import Router
+from mpistrat.communicators.node.window import Window
+from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.communicators.transports.transport import Mover, Transport
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.settings import shared_bytes
 
@@ -33,7 +33,7 @@ SMALLEST = 1 << 15
 MEMORY, MPI = "memory", "MPI"  # the ways that are compared
 
 
-class WindowTransport(Transport):
+class WindowTransport(Transport, NodeMemory):
     """Large buffers of ranks of one node.
 
     Args:
@@ -45,8 +45,7 @@ class WindowTransport(Transport):
         why_not: why there is no shared memory, where there is none: then this takes nothing.
         costs: of its ways; known once there is memory, at the first large buffer.
         smallest: bytes from which on a buffer outside the window is combined through blocks, by these costs.
-        blocks: for what does not lie in the window; None until the ranks share memory.
-        window: for what lies in it; None until something has asked for a place there.
+        window: for buffers that lie in it; None until something has asked for a place there.
     """
 
     def __init__(
@@ -56,25 +55,20 @@ class WindowTransport(Transport):
         self.rank, self.size = mpi.rank, mpi.size
         self._watch, self._limit = watch, limit
         self.why_not = ""
-        self.costs = Costs()
+        self.costs = NOT_MEASURED
         self.smallest = 0.0
-        self.blocks: Blocks | None = None
+        self._blocks: Blocks | None = None
         self.window: Window | None = None
-
-    @property
-    def window_capacity(self) -> int:
-        """Up to so many bytes, `window_buffer` is not collective."""
-        return 0 if self.window is None else self.window.capacity
 
     # Memory
 
-    def window_buffer(self, nbytes: int) -> np.ndarray | None:
-        """`nbytes` of the window, uninitialized, to be combined where they are; None where there is no room.
+    @property
+    def window_capacity(self) -> int:
+        return 0 if self.window is None else self.window.capacity
 
-        Collective, with equal `nbytes`; but each rank may or may not get one. The memory is used again once nothing
-        refers to it.
-        """
-        if nbytes < SMALLEST or not self.is_shared():
+    def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        blocks = self.shared_blocks() if nbytes >= SMALLEST else None
+        if blocks is None:
             return None
         if self.window is None or self.window.capacity < nbytes:
             # The one in its place holds no memory until it is written, and then this one is gone.
@@ -85,24 +79,21 @@ class WindowTransport(Transport):
                     self._warn(f"gradients are copied into some: {nbytes} bytes cannot be had", why)
                     self._limit = 0  # asked for no more
                 return None
-            assert self.blocks is not None
-            self.window = Window(segments, self.rank, self.blocks)
+            self.window = Window(segments, self.rank, blocks)
         return self.window.take(nbytes)
 
-    def is_shared(self) -> bool:
-        """Whether the ranks can share memory, which is tried at the first call. Collective."""
-        if self.blocks is None and not self.why_not:
+    def shared_blocks(self) -> Blocks | None:
+        """Where the ranks meet, tried at the first call; None if they cannot share memory. Collective."""
+        if self._blocks is None and not self.why_not:
             segments, why = self._share(Blocks.NBYTES, populate=True)
-            if segments is None:
-                self.why_not = (
-                    why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
-                )
-                if why:
-                    self._warn("all messages go through MPI, which is slower", why)
-            else:
-                self.blocks = Blocks(segments, self.rank, self._watch)
-                self._measure(self.blocks)
-        return self.blocks is not None
+            if segments is not None:
+                self._blocks = Blocks(segments, self.rank, self._watch)
+                self._measure(self._blocks)
+                return self._blocks
+            self.why_not = why or f"{shared_bytes.name} allows no {Blocks.NBYTES / 1e6:.1f} MB more"
+            if why:
+                self._warn("all messages go through MPI, which is slower", why)
+        return self._blocks
 
     def shared_slots(self) -> SharedSlots | None:
         """For small sums; None where the ranks cannot share memory. Collective."""
@@ -110,23 +101,34 @@ class WindowTransport(Transport):
         return None if segments is None else SharedSlots(segments, self.rank)
 
     def common_memory(
-        self, nbytes: int, *, summed: bool = False, carriers: int | None = None
+        self,
+        nbytes: int,
+        *,
+        summed: bool = False,
+        carriers: int | None = None,
+        across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """As of any communicator. `carriers`: how many ranks, from the first, have a slice; None is all."""
-        if not self.is_shared():
+        """As of any communicator.
+
+        Args:
+            carriers: how many ranks, from the first, have a slice; None: all.
+            across: as of `CommonMemory.make`.
+        """
+        blocks = self.shared_blocks()
+        if blocks is None:
             return None, self.why_not
-        gather = self.mpi.all_gather_object
+        gather = self.mpi.comm.allgather
         bounds = share_of(nbytes, PAGE, self.size, carriers)[self.rank]
         own = bounds[1] - bounds[0] + (nbytes if summed else 0)
         if min(gather(self._limit - own_bytes() - own)) < 0:
             return None, f"{shared_bytes.name} does not allow a rank {own / 1e6:.1f} MB more"
-        return CommonMemory.make(nbytes, bounds, self.rank, gather, summed=summed)
+        return CommonMemory.make(nbytes, bounds, blocks, gather, summed=summed, across=across)
 
     def _share(
         self, nbytes: int, instead_of: int = 0, *, populate: bool
     ) -> tuple[list[np.ndarray] | None, str]:
         """As `share`; None without a reason where a rank may not share as much `instead_of` bytes that it has."""
-        gather = self.mpi.all_gather_object
+        gather = self.mpi.comm.allgather
         if min(gather(self._limit - own_bytes() + instead_of)) < nbytes:
             return None, ""
         return share(nbytes, self.rank, gather, populate=populate)
@@ -139,73 +141,59 @@ class WindowTransport(Transport):
 
     def _measure(self, blocks: Blocks) -> None:
         """From which size on memory is faster than MPI."""
-        ways: dict[str, Way] = {
-            MEMORY: lambda zeros: blocks.all_reduce(zeros, SUM),
-            MPI: lambda zeros: self.mpi.all_reduce(zeros, SUM),
+        ways = {
+            MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros)),
+            MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros)),
         }
-        self.costs = costs_of(ways, Router([self.mpi]), self.mpi.library, [self.size])
+        self.costs = costs_of(ways, Router(Ways(self.mpi)), self.mpi.library, [self.size])
         self.smallest = self.costs.cheaper_from(MEMORY, MPI, SMALLEST)
 
     # Collectives
 
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Mover | None:
-        """Several sums of a rank are MPI's: a tree has them only where ranks have 3, 5, 6, 7, … replicas."""
+    def choose(self, call: str, operands: Operands) -> Mover | None:
         if call == "all_gather":
             return self  # which of all parts is the largest must be asked first
-        if buffer.nbytes < SMALLEST or not (tree is None or tree.one_each):
+        blocks = self.shared_blocks() if is_combined_in_slices(call, operands, SMALLEST) else None
+        if blocks is None:
             return None
-        if call != "broadcast" and arithmetic_of(buffer, reduction.op) is None:
-            return None
-        if not self.is_shared():
-            return None
-        if call == "all_reduce" and self.window is not None and self.window.find(buffer, out):
-            return self.window
-        return self.blocks if buffer.nbytes >= self.smallest else None
+        window = self.window if call == "all_reduce" else None
+        if window is not None and window.find(operands.buffer, operands.out):
+            return window
+        return blocks if operands.buffer.nbytes >= self.smallest else None
 
-    def all_gather(self, buffer: Array) -> list[Array]:
+    def all_gather(self, operands: Operands) -> list[Array]:
+        buffer = operands.buffer
         shapes = self.mpi.shapes_of(buffer)
-        view = view_of(buffer)
-        largest = int(shapes.prod(axis=1).max()) * view.itemsize
-        large = largest >= SMALLEST and self.is_shared() and largest >= self.smallest
-        if self.blocks is None or not large:
-            return self.mpi.all_gather(buffer, shapes)
-        parts = [np.empty(tuple(shape) if buffer.ndim else (), view.dtype) for shape in shapes]
-        self.blocks.gather(bytes_of(buffer), [bytes_of(part) for part in parts])
+        largest = int(shapes.prod(axis=1).max()) * view_of(buffer).itemsize
+        blocks = self.shared_blocks() if largest >= SMALLEST else None
+        if blocks is None or largest < self.smallest:
+            return self.mpi.all_gather(operands, shapes)
+        parts = room_for(buffer, shapes)
+        blocks.gather(bytes_of(buffer), [bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
-
-    def sum_into(
-        self,
-        memory: CommonMemory,
-        parts: Sequence[Part],
-        view: View,
-        scale: float | None,
-        across: Callable[[Array], None] | None = None,
-    ) -> None:
-        """As of any communicator. `across`: combines a slice in place with those of other nodes."""
-        assert self.blocks is not None
-        with self.blocks:
-            self.blocks.tick()  # all contributions are there, and nobody reads the last sum
-            memory.sum_slice(parts, view, scale, across)
-            self.blocks.tick()  # all slices are there, and nobody reads contributions
 
     def explain(self, rest: str) -> str:
         if self.why_not:
             return f"{self.size} ranks of a node, without shared memory: {self.why_not}\n{rest}"
-        if self.blocks is None:
+        if self._blocks is None:
             return f"{self.size} ranks of a node, which have combined nothing large yet\n{rest}"
         window = "none"
         if self.window is not None:
             window = f"up to {self.window.nbytes_for(self.window.capacity) / 1e6:.1f} MB, as far as it is used"
         return (
             f"{self.size} ranks of a node, through shared memory: what lies in its window, and all else "
-            f"{from_bytes(self.smallest)}; of S bytes an all-reduce takes\n{self.costs.explain()}\n"
+            f"{self.costs.explain_from(self.smallest)}\n"
             f"    of each rank: {Blocks.NBYTES / 1e6:.1f} MB for blocks in flight; window: {window}\n"
             f"{rest}"
         )
+
+
+def is_combined_in_slices(call: str, operands: Operands, smallest: int) -> bool:
+    """Whether ranks that each combine a slice of a buffer can take a call: from `smallest` bytes on.
+
+    A rank may hold several sums of a tree only where ranks have 3, 5, 6, 7, … replicas: MPI combines those.
+    """
+    buffer, tree = operands.buffer, operands.tree
+    if buffer.nbytes < smallest or not (tree is None or tree.one_each):
+        return False
+    return call == "broadcast" or can_combine(buffer, operands.reduction.op)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.context import AnyStrategy, get_replica_context, has_strategy
+from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.parameter_server.client import Address, Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remote_parameters
@@ -21,6 +21,7 @@ from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.pytorch.modules.mirroring import Mirroring, NewTensors
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
+from mpistrat.replicas.torch_modules import ModuleParts
 
 _modules_of: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
@@ -43,23 +44,22 @@ class RemoteModules(StrategyModules):
 
     def __init__(
         self,
-        strategy: AnyStrategy,
-        gradients: str | None,
+        parts: ModuleParts,
         client: Client,
         place: Callable[[str, torch.Tensor], Sequence[Address]],
         owns: bool,
         clock: WorkerClock | None,
     ) -> None:
-        self._mirroring = Mirroring(strategy, gradients)
-        super().__init__(strategy.extended, self._mirroring.registry, self._mirroring.reducer)
+        self._mirroring = Mirroring(parts)
+        super().__init__(parts, self._mirroring.registry, self._mirroring.reducer)
         self._place = place
         self.recorder = self._mirroring.recorder
         self.tensors = RemoteTensors(client, owns)
         self.steps = RemoteSteps(self.tensors, clock, self._rule)
 
     def _rule(self) -> str:
-        workers = self.strategy.workers_combined
-        return "sum" if workers == 1 else self.reducer.rule_of(f"step() over {workers} workers")
+        workers = self.parts.strategy.workers_combined
+        return "sum" if workers == 1 else self.parts.rule.decided(f"step() over {workers} workers")
 
     def before_run(self) -> None:
         """Give servers what is new, send what this rank has written if it owns that, and pull everything."""
@@ -106,7 +106,7 @@ class RemoteModules(StrategyModules):
                 self.steps.add(parameter, remote)
                 if self._is_looked_up(parameter, remote.split):
                     leave_on_servers(parameter, remote)
-        for name, buffer in new.buffer_tensors():
+        for name, _, _, buffer in new.buffers:
             if buffer not in tensors:
                 tensors.add(buffer, self._place(name, buffer.detach()))
         for root in self.recorder.roots():
@@ -125,7 +125,7 @@ class RemoteModules(StrategyModules):
         ]
         return (
             bool(users)
-            and self._extended.num_local_replicas == 1
+            and self.parts.group.num_local_replicas == 1
             and all(looks_up(user) for user in users)
             and (split or any(user.sparse for user in users))
         )

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.communicators.host_views import as_buffer_of, view_of
@@ -31,19 +30,9 @@ from mpistrat.parameter_server.server_optimizers import (
     split_state,
 )
 from mpistrat.parameter_server.staleness import WorkerClock
-from mpistrat.pytorch import optimizers
+from mpistrat.pytorch import hooks, optimizers
 
-_installed = False
 _remote: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (RemoteTensor, RemoteSteps)
-
-
-def _install() -> None:
-    """Register the hook, once per process."""
-    global _installed
-    if not _installed:
-        _installed = True
-        optimizers.install()  # whose hook comes first: it hides the gradients of all replicas but the first
-        register_optimizer_step_pre_hook(_before_step)
 
 
 def has_remote_parameters(optimizer: Optimizer) -> bool:
@@ -110,7 +99,8 @@ class RemoteSteps:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = (
             weakref.WeakKeyDictionary()
         )
-        _install()
+        optimizers.install()  # whose hook comes first: it hides the gradients of all replicas but the first
+        hooks.watch_steps(_before_step)
 
     def add(self, parameter: torch.Tensor, remote: RemoteTensor) -> None:
         """From now on the servers step `parameter`."""

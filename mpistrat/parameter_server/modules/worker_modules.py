@@ -28,6 +28,7 @@ from mpistrat.parameter_server.modules.tensor_references import (
 from mpistrat.pytorch.gradients.reducer import GradientReducer
 from mpistrat.pytorch.modules.registry import Registry, version
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
+from mpistrat.replicas.torch_modules import ModuleParts
 
 SCHEDULER = "scheduler"  # the key of each learning-rate scheduler
 
@@ -38,9 +39,9 @@ class WorkerModules(StrategyModules):
     It also resolves the keys of tensors: see `coordinator.pickling.References`.
     """
 
-    def __init__(self, strategy: AnyStrategy, client: Client) -> None:
+    def __init__(self, parts: ModuleParts, client: Client) -> None:
         registry = Registry()
-        super().__init__(strategy.extended, registry, GradientReducer(strategy, registry, None))
+        super().__init__(parts, registry, GradientReducer(parts, registry))
         self._tensors = RemoteTensors(client, owns=False)
         self._steps = RemoteSteps(self._tensors, None, next_number=_refuse_new_optimizer)
         self._references = TensorReferences(self._tensors)
@@ -118,7 +119,7 @@ class WorkerModules(StrategyModules):
         self._tensors.end_run()
 
     def mirror(self, module: Any) -> None:
-        require_cross_replica(self.strategy, "mirror")
+        require_cross_replica(self.parts.strategy, "mirror")
         self.before_run()
 
     def stop_recording(self, failed: bool) -> None:

@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.pytorch.gradients.buckets import Buckets
 from mpistrat.pytorch.gradients.wires import Wires
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
+from mpistrat.replicas.torch_modules import ModuleParts
 
 # Below, in bytes of all gradients, there is nothing to hide.
 SMALLEST = 1 << 20
@@ -51,11 +49,13 @@ class Overlap:
     """Decides for each backward, the same on all ranks.
 
     Called by: one replica per rank, equally often on all.
+    Args:
+        shares: whether the ranks of a node share parameters.
     """
 
-    def __init__(self, extended: StrategyExtended, packer: Packer, wires: Wires) -> None:
-        self._extended, self._packer, self._wires = extended, packer, wires
-        options = extended.cross_replica_ops.options
+    def __init__(self, parts: ModuleParts, packer: Packer, wires: Wires, *, shares: bool) -> None:
+        self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
+        options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
         self._thread: CommunicationThread | None = None
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
@@ -66,13 +66,9 @@ class Overlap:
         self._overlaps: bool | None = None
         self._why = "not measured yet"
         self._has_wire = options.wire_dtype is not None or options.wire_format is not None
-        if extended.replicas.count > 1:
-            self.decline("several replicas of a rank take turns")
-        elif extended.deterministic:
-            # What is accumulated once more after its bucket has left would be added in another order.
-            self.decline("deterministic=True")
-        elif extended.cross_replica_ops.has_custom_ops:
-            self.decline("a cross_device_ops of the program's own sees all gradients first")
+        why_not = _why_never(parts, shares)
+        if why_not:
+            self._decline(why_not)
 
     def forget(self) -> None:
         """Slots have got other numbers. Called by: all ranks."""
@@ -129,8 +125,8 @@ class Overlap:
                 s: p.detach().to("meta") for s in last if (p := parameters[s]) is not None
             }
             on_cpu = all(p.device.type == "cpu" for s in last if (p := parameters[s]) is not None)
-            if self._thread is not None or self._can_overlap(on_cpu):
-                assert self._thread is not None
+            self._thread = self._thread or self._new_thread(on_cpu)
+            if self._thread is not None:
                 # Has the ranks share the window, which is collective, now that all of them are here.
                 like = [self._like.get(s) for s in range(len(parameters))]
                 for _ in self._packer.packs(like, last, self._thread.communicator):
@@ -154,9 +150,9 @@ class Overlap:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
         return f"gradients are reduced {how}: {self._why}"
 
-    def _can_overlap(self, on_cpu: bool) -> bool:
-        """Decided once, before the first. Collective."""
-        communicator = self._extended.communicator
+    def _new_thread(self, on_cpu: bool) -> CommunicationThread | None:
+        """What carries buckets; None, for ever, if gradients are to be reduced afterwards. Collective."""
+        communicator = self._communicator
         facts = _Facts(
             self._asked,
             communicator.thread_multiple,
@@ -169,21 +165,20 @@ class Overlap:
             facts, label="overlap of gradients with backward()"
         )
         why_not = _why_not(everyone, communicator.on_one_node)
-        if not why_not:
-            self._thread = CommunicationThread.beside(communicator)
-            if self._asked:
-                self._overlaps, self._why = True, "as asked for"
-            elif self._has_wire:
-                # A trial would lose what is held back of the buffers that are given up.
-                self._overlaps, self._why = True, "as wire formats are better off"
-            return True
-        self.decline(why_not)
-        return False
+        if why_not:
+            self._decline(why_not)
+            return None
+        if self._asked:
+            self._overlaps, self._why = True, "as asked for"
+        elif self._has_wire:
+            # A trial would lose what is held back of the buffers that are given up.
+            self._overlaps, self._why = True, "as wire formats are better off"
+        return CommunicationThread.beside(communicator)
 
-    def decline(self, why: str) -> None:
+    def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
         self._overlaps, self._why = False, why
-        if self._asked and self._extended.communicator.rank == 0:
+        if self._asked and self._communicator.rank == 0:
             warnings.warn(
                 f"overlap=True, but gradients are reduced when backward() has ended: {why}",
                 RuntimeWarning,
@@ -195,11 +190,27 @@ class Overlap:
         if len(overlapped) < _UNTIMED + _TIMED:
             return
         medians = np.array([statistics.median(way[_UNTIMED:]) for way in (sequential, overlapped)])
-        self._extended.communicator.all_reduce(medians, reducing("max", "times of backward()"))
+        self._communicator.all_reduce(medians, reducing("max", "times of backward()"))
         self._overlaps = bool(medians[1] < _GAIN * medians[0])
         self._why = (
             f"measured {medians[1] * 1e3:.3g} ms with overlap, {medians[0] * 1e3:.3g} ms without"
         )
+
+
+def _why_never(parts: ModuleParts, shares: bool) -> str:
+    """Why gradients of this strategy cannot leave while backward runs; empty if they may."""
+    if shares:
+        return "parameters are shared"
+    if parts.replicas.records_steps:
+        return "a step is recorded first, and then computed"
+    if parts.replicas.count > 1:
+        return "several replicas of a rank take turns"
+    if parts.group.deterministic:
+        # What is accumulated once more after its bucket has left would be added in another order.
+        return "deterministic=True"
+    if parts.ops.has_custom_ops:
+        return "a cross_device_ops of the program's own sees all gradients first"
+    return ""
 
 
 def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:

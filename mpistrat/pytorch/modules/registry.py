@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -75,10 +76,10 @@ class Registry:
         slot = self._buffer_of.get((id(module), key))
         return slot if slot is not None and slot.module() is module else None
 
-    def add_buffer(self, name: str, module: torch.nn.Module, key: str) -> None:
-        slot = BufferSlot(name, weakref.ref(module), key)
-        self._buffer_of[id(module), key] = slot
+    def add_buffer(self, name: str, module: torch.nn.Module, key: str) -> BufferSlot:
+        slot = self._buffer_of[id(module), key] = BufferSlot(name, weakref.ref(module), key)
         self.buffers.append(slot)
+        return slot
 
     def clear(self) -> None:
         """Forget all."""
@@ -96,11 +97,8 @@ class Registry:
 
     def keep(self, alive_somewhere: Sequence[bool]) -> None:
         """Forget what is False in `alive_somewhere`, `alive()` of all ranks combined."""
-        parameters, buffers = (
-            alive_somewhere[: len(self.slots)],
-            alive_somewhere[len(self.slots) :],
-        )
-        self.slots = [slot for slot, kept in zip(self.slots, parameters, strict=True) if kept]
-        self.buffers = [slot for slot, kept in zip(self.buffers, buffers, strict=True) if kept]
-        known = set(map(id, self.buffers))
-        self._buffer_of = {key: s for key, s in self._buffer_of.items() if id(s) in known}
+        buffers_alive = alive_somewhere[len(self.slots) :]
+        self.slots = list(itertools.compress(self.slots, alive_somewhere))
+        self.buffers = list(itertools.compress(self.buffers, buffers_alive))
+        known = set(self.buffers)
+        self._buffer_of = {key: slot for key, slot in self._buffer_of.items() if slot in known}

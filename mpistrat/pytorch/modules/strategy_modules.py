@@ -13,7 +13,7 @@ import torch
 from mpistrat.context import AnyStrategy
 from mpistrat.pytorch.gradients.reducer import GradientReducer
 from mpistrat.pytorch.modules.registry import Registry
-from mpistrat.replicas.extended import StrategyExtended
+from mpistrat.replicas.torch_modules import ModuleParts
 
 _all: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
 
@@ -22,19 +22,14 @@ class StrategyModules(abc.ABC):
     """The torch modules of a strategy on this rank.
 
     Attributes:
+        parts: of the strategy.
         registry: their parameters and buffers.
         reducer: reduces gradients over the replicas.
     """
 
-    def __init__(
-        self, extended: StrategyExtended, registry: Registry, reducer: GradientReducer
-    ) -> None:
-        self._extended, self.registry, self.reducer = extended, registry, reducer
+    def __init__(self, parts: ModuleParts, registry: Registry, reducer: GradientReducer) -> None:
+        self.parts, self.registry, self.reducer = parts, registry, reducer
         _all.add(self)
-
-    @property
-    def strategy(self) -> AnyStrategy:
-        return self._extended.strategy
 
     @abc.abstractmethod
     def before_run(self) -> Any:
@@ -73,5 +68,5 @@ def strategy_of(value: Any) -> AnyStrategy | None:
     for parameter in parameters:
         for modules in _all:
             if parameter in modules.registry:
-                return modules.strategy
+                return modules.parts.strategy
     return None

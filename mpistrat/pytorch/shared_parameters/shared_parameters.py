@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mpistrat.communicators import Communicator, reducing
-from mpistrat.communicators.arithmetic import arithmetic_of
+from mpistrat.communicators.arithmetic import can_combine
 from mpistrat.communicators.node.common_memory import PAGE, Part
 from mpistrat.cross_device_ops.packing import is_dense
 from mpistrat.pytorch.modules.registry import Registry
@@ -134,10 +134,10 @@ class SharedParameters:
         for parameter in parameters:
             firsts.append(nbytes)
             nbytes += -(-parameter.nbytes // PAGE) * PAGE
-        values, why = self.communicator.common_memory(nbytes)
+        values, why = self.communicator.memory.common_memory(nbytes)
         gradients = None
         if values is not None:
-            gradients, why = self.communicator.common_memory(nbytes, summed=True)
+            gradients, why = self.communicator.memory.common_memory(nbytes, summed=True)
         if values is None or gradients is None:
             self._refused = True
             self._warn(f"each rank keeps a copy of its own: {why}")
@@ -232,7 +232,7 @@ class SharedParameters:
                 flat.copy_(places[slot].in_order(tensor.detach()))
         parts = _parts([(place, slot in before) for slot, place in places.items()])
         reduction = reducing(label=f"gradients of {len(places)} parameters", scale=scale)
-        self.communicator.sum_into(block.gradients, parts, view, reduction)
+        self.communicator.memory.sum_into(block.gradients, parts, view, reduction)
         written = view.written()
         if written.any():
             used = np.zeros_like(written)
@@ -262,7 +262,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
         _storage(parameter) != 0
         and not parameter.is_inference()
         and (parameter.is_floating_point() or parameter.is_complex())
-        and arithmetic_of(parameter, "sum") is not None
+        and can_combine(parameter, "sum")
         and parameter.numel() > 1
         and is_dense(parameter)
     )

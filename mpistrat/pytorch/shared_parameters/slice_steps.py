@@ -197,7 +197,7 @@ class _Slices:
                 )
             )
         if (place.block, name) not in self._memories:
-            memory, why = communicator.common_memory(len(place.block.values.shared))
+            memory, why = communicator.memory.common_memory(len(place.block.values.shared))
             if memory is None:
                 communicator.raise_together(
                     RuntimeError(

@@ -52,7 +52,7 @@ def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
     ours = all_ranks()
     given = operand(max(1, nbytes // 4), ours.rank, ours.size)
     result, in_place, other, window = (given.copy() for _ in range(4))
-    if (memory := ours.window_buffer(given.nbytes)) is not None:
+    if (memory := ours.memory.window_buffer(given.nbytes)) is not None:
         window = memory.view(np.float32)
         window[:] = given
 

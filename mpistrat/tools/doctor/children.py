@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 MOST_WORDS = 1 << 20  # characters that are read of an answer
 _NO_END = "no end within"
@@ -26,11 +27,24 @@ class Answer:
     def late(self) -> bool:
         return self.ended.startswith(_NO_END)
 
+    def json(self, begin: str) -> dict[str, Any] | None:
+        """The last line that begins so, which is JSON; None where the program failed, or wrote no such line."""
+        lines = [line for line in self.output.splitlines() if line.startswith(begin)]
+        try:
+            return None if self.ended else json.loads(lines[-1])
+        except (IndexError, ValueError):
+            return None
+
+    def failure(self, silent: str) -> str:
+        """Why there is no `json`: how the program ended, or `silent`; and its last words."""
+        words = last_words(self.errors if self.ended else self.output, 1)
+        return ", ".join(filter(None, [self.ended or silent, words]))
+
 
 def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Answer:
     """What `command` writes. Raises nothing, and takes no longer than `seconds`."""
     # Files, and not pipes: a process that it leaves behind could keep those open.
-    with file_in_memory() as output, file_in_memory() as errors:
+    with file_with(b"") as output, file_with(b"") as errors:
         try:
             process = subprocess.Popen(
                 command,
@@ -53,9 +67,12 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
         return Answer(written(output), written(errors), ended)
 
 
-def file_in_memory() -> IO[bytes]:
-    """For what another process writes. No folder may be writable, which is among what is looked for."""
-    return os.fdopen(os.memfd_create("mpistrat-doctor"), "w+b")
+def file_with(content: bytes) -> IO[bytes]:
+    """A file that another process reads or writes, in memory: a folder that can be written may be what is missing."""
+    file = os.fdopen(os.memfd_create("mpistrat-doctor"), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 def how_it_ended(code: int) -> str:
@@ -68,12 +85,10 @@ def how_it_ended(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def written(file: object) -> str:
+def written(file: IO[bytes]) -> str:
     """The end of what is in a file that another process wrote to."""
-    assert hasattr(file, "fileno")
-    number = file.fileno()
-    size = os.fstat(number).st_size
-    return os.pread(number, MOST_WORDS, max(0, size - MOST_WORDS)).decode(errors="replace")
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), MOST_WORDS, max(0, size - MOST_WORDS)).decode(errors="replace")
 
 
 def last_words(text: str, lines: int = 4) -> str:

@@ -17,10 +17,10 @@ from mpistrat.tools.doctor import (
     nodes,
     software,
 )
-from mpistrat.tools.doctor.facts import Job, Rank
-from mpistrat.tools.doctor.finding import PROBLEM, WARNING, Finding, said_once
+from mpistrat.tools.doctor.facts import Failure, Job, Rank
+from mpistrat.tools.doctor.finding import PROBLEM, Finding, said_once
 from mpistrat.tools.doctor.printing import as_text, to_json
-from mpistrat.tools.doctor.supervision import Outcome, run_rank
+from mpistrat.tools.doctor.supervision import run_rank
 
 Check = Callable[[Job], Iterable[Finding]]
 SECONDS_FOR_RANK_0 = 10.0
@@ -47,16 +47,15 @@ def run(in_json: bool) -> int:
         alone = dataclasses.replace(here, library=outcome.library)
         job = Job([alone], outcome.failure)
     else:
-        # Launcher and library are a node's: one of its ranks speaks, should rank 0 not have found the same.
-        of_node = outcome.failure.kind in ("topology", "library")
-        if not of_node or here.launch.first_on_node:
-            # Rank 0 has most likely failed, too, and says more; launchers then end the others.
-            time.sleep(SECONDS_FOR_RANK_0)
-            print(_one_line(here, outcome), file=sys.stderr, flush=True)
-        return 0 if of_node else 1  # an exit code could end the job before rank 0 has spoken
+        return _speak_for_a_node(here, outcome.failure)
     findings = judge(job)
     if outcome.left:
-        findings.append(_bad_end(outcome.left))
+        findings.append(
+            mpi_library.warning(
+                f"Rank 0 did not end well after all had been told: {outcome.left}.",
+                "update MPI, or try another of its transports (--mca pml ob1, UCX_TLS=tcp,self)",
+            )
+        )
     text = to_json(findings, job) if in_json else as_text(findings, len(job.nodes()))
     sys.stdout.write(text + "\n")  # in one piece: launchers mix lines
     sys.stdout.flush()
@@ -97,19 +96,13 @@ def _guarded(check: Check, job: Job) -> Iterator[Finding]:
         )
 
 
-def _bad_end(how: str) -> Finding:
-    return Finding(
-        mpi_library.CHECK,
-        WARNING,
-        f"Rank 0 did not end well after all had been told: {how}.",
-        "update MPI, or try another of its transports (--mca pml ob1, UCX_TLS=tcp,self)",
-    )
-
-
-def _one_line(here: Rank, outcome: Outcome) -> str:
-    failure = outcome.failure
-    assert failure is not None
-    words = f" ({failure.words})" if failure.words else ""
-    return (
-        f"mpistrat doctor: rank {here.rank} on {here.host}, {failure.stage}: {failure.text}{words}"
-    )
+def _speak_for_a_node(here: Rank, failure: Failure) -> int:
+    """A line of a rank that is not rank 0, which has most likely failed, too, and says more. Returns the exit code."""
+    # Launcher and library are a node's: one of its ranks speaks, should rank 0 not have found the same.
+    of_node = failure.kind in ("topology", "library")
+    if not of_node or here.launch.first_on_node:
+        time.sleep(SECONDS_FOR_RANK_0)  # once rank 0 has spoken, launchers end the others
+        what = f"{failure.text} ({failure.words})" if failure.words else failure.text
+        where = f"rank {here.rank} on {here.host}, {failure.stage}"
+        print(f"mpistrat doctor: {where}: {what}", file=sys.stderr, flush=True)
+    return 0 if of_node else 1  # an exit code could end the job before rank 0 has spoken

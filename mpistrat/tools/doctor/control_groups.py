@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +25,18 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _folders(groups, mounts):
-        quota = (_read(folder / "cpu.max") or "").split()  # "200000 100000", "max 100000"
-        if not quota:
-            quota = [
-                _read(folder / f"cpu.cfs_{what}_us") or "" for what in ("quota", "period")
-            ]  # "-1"
-        if quota[0].isdigit() and quota[1].isdigit():
-            cpus.append(int(quota[0]) / int(quota[1]))
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # "200000 100000", "max 100000"
+        if not quota:  # "-1": no limit
+            quota, period = (_read(folder / f"cpu.cfs_{what}_us") for what in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():
+            cpus.append(int(quota) / int(period))
         for limit, used, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            text = _read(folder / limit) or ""
+            text = _read(folder / limit)
             if text.isdigit() and int(text) < _UNLIMITED:
-                taken = int(_read(folder / used) or 0) - _in_memory_stat(folder, cache)
+                taken = int(_read(folder / used) or 0) - number_in(folder / "memory.stat", cache)
                 memory.append((int(text), max(0, taken)))
     limit_, used_ = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
     return Allowed(min(cpus, default=None), limit_, used_)
@@ -45,7 +44,7 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:
     """From a group's folder up; in a container, where paths are those outside, only what is mounted."""
-    for line in (_read(Path(groups)) or "").splitlines():
+    for line in _read(Path(groups)).splitlines():
         _, controllers, path = line.split(":", 2)  # "4:memory:/slurm/uid_0/job_7", "0::/user.slice"
         tops = [Path(mounts), *(Path(mounts, name) for name in controllers.split(",") if name)]
         for top in tops:
@@ -56,14 +55,15 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
                 folder = folder.parent
 
 
-def _in_memory_stat(folder: Path, name: str) -> int:
-    """Bytes; 0 where there is no such line: "inactive_file 81920"."""
-    lines = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
-    return next((int(line[1]) for line in lines if line[:1] == [name]), 0)
+def number_in(file: Path, name: str) -> int:
+    """Of a line such as "inactive_file 81920" or "MemAvailable:  81920 kB"; 0 where there is none."""
+    found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
-def _read(file: Path) -> str | None:
+def _read(file: Path) -> str:
+    """What it has; "" where it cannot be read."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return None
+        return ""

@@ -14,12 +14,12 @@ import sys
 from typing import Any
 
 from mpistrat.cluster_resolver.how_started import environment_of_others
-from mpistrat.tools.doctor.children import ask, last_words
+from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver
 
 LIBRARY = "libcuda.so.1"  # comes with the driver, not with CUDA
 SECONDS_TO_ASK = 20.0  # ranks of other nodes wait in MPI_Init meanwhile
-BEGIN = '{"installed": '  # of the line that the child tells
+BEGIN = '{"installed": '  # of the line that the child writes
 
 _SUCCESS = 0
 _STUB_LIBRARY = 34  # for linking only, where there is no driver
@@ -32,22 +32,12 @@ def look() -> Driver:
         SECONDS_TO_ASK,
         environment_of_others(),
     )
-    if answer.ended:
-        return _no_answer(answer.ended, answer.errors, answer.late)
-    lines = [line for line in answer.output.splitlines() if line.startswith(BEGIN)]
-    try:
-        told = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        return _no_answer("it tells nothing", answer.output)
-    return Driver(**told)
-
-
-def _no_answer(why: str, said: str, late: bool = False) -> Driver:
-    """The driver need not be what failed: the child may not even have come to ask it."""
-    words = [why, *filter(None, [last_words(said, 1)])]
-    return Driver(
-        True, error=f"the question to CUDA's driver failed: {', '.join(words)}", hangs=late
-    )
+    found = answer.json(BEGIN)
+    if found is None:
+        # The driver need not be what failed: the child may not even have come to ask it.
+        why = answer.failure("it tells nothing")
+        return Driver(True, error=f"the question to CUDA's driver failed: {why}", hangs=answer.late)
+    return Driver(**found)
 
 
 def driver_of(library: Any) -> Driver:

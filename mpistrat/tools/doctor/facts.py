@@ -6,8 +6,15 @@ All of it can be written as JSON, which is how it comes from a rank's processes 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+_hints = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -196,50 +203,36 @@ class Job:
     def first(self) -> Rank:
         return self.ranks[0]
 
-    def nodes(self) -> list[list[Rank]]:
-        """The ranks of each node."""
-        found: dict[int, list[Rank]] = {}
-        for rank in self.ranks:
-            found.setdefault(rank.node, []).append(rank)
-        return [found[node] for node in sorted(found)]
-
-    def node_names(self) -> list[str]:
-        """Each another: nodes that are called the same get their number, too."""
-        names = [ranks[0].host for ranks in self.nodes()]
-        return [
-            name if names.count(name) == 1 else f"{name} (node {node})"
-            for node, name in enumerate(names)
-        ]
+    def nodes(self) -> dict[str, list[Rank]]:
+        """The ranks of each node, by its name; nodes that are called the same get their number, too."""
+        of_node = grouped((rank.node, rank) for rank in self.ranks)
+        ranks = [of_node[node] for node in sorted(of_node)]
+        hosts = [of_one[0].host for of_one in ranks]
+        names = (
+            host if hosts.count(host) == 1 else f"{host} (node {node})"
+            for node, host in enumerate(hosts)
+        )
+        return dict(zip(names, ranks, strict=True))
 
 
-def as_json(facts: Any) -> dict[str, Any]:
-    return dataclasses.asdict(facts)
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """The values of each key. Keys are in the order in which they come."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
-def rank_from_json(given: dict[str, Any]) -> Rank:
-    memory = dict(given["memory"])
-    for name in ("shared", "temporary"):
-        memory[name] = _optional(Room, memory[name])
-    parts = {
-        "software": Software(**given["software"]),
-        "launch": Launch(**given["launch"]),
-        "library": _optional(Library, given["library"]),
-        "cores": Cores(**given["cores"]),
-        "memory": Memory(**memory),
-        "driver": Driver(**given["driver"]),
-        "gpus": _optional(Gpus, given["gpus"]),
-    }
-    return Rank(**{**given, **parts})
+as_json = dataclasses.asdict
 
 
-def job_from_json(given: dict[str, Any]) -> Job:
-    return Job(
-        [rank_from_json(rank) for rank in given["ranks"]],
-        _optional(Failure, given["failure"]),
-        [Clock(**clock) for clock in given["clocks"]],
-        _optional(Links, given["links"]),
-    )
-
-
-def _optional(kind: Any, given: dict[str, Any] | None) -> Any:
-    return None if given is None else kind(**given)
+def from_json(kind: Any, value: Any) -> Any:
+    """The inverse of `as_json`: `value`, as JSON has it, as a `kind`."""
+    kinds = (kind, *typing.get_args(kind))  # of "a dataclass or None", and of a list of dataclasses
+    found: Any = next(filter(dataclasses.is_dataclass, kinds), None)
+    if found is not None and isinstance(value, list):
+        return [from_json(found, part) for part in value]
+    if found is not None and isinstance(value, dict):
+        hints = _hints(found)
+        return found(**{name: from_json(hints[name], part) for name, part in value.items()})
+    return value

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+
+from mpistrat.tools.doctor.facts import grouped
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LEVELS = (PROBLEM, WARNING, OK)  # as they are printed
@@ -34,10 +37,21 @@ class Finding:
             raise ValueError(f"what is not ok has a fix, and nothing else: {self}")
 
 
+def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial[Finding]]:
+    """`ok(text)`, `warning(text, fix)` and `problem(text, fix)` of one check."""
+    return (
+        partial(Finding, check, OK),
+        partial(Finding, check, WARNING),
+        partial(Finding, check, PROBLEM),
+    )
+
+
+def on_node(name: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """What was found of one node, with its name."""
+    return (dataclasses.replace(finding, nodes=(name,)) for finding in findings)
+
+
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
     """What is true of several nodes as one finding."""
-    nodes: dict[Finding, list[str]] = {}
-    for finding in findings:
-        same = dataclasses.replace(finding, nodes=())
-        nodes.setdefault(same, []).extend(finding.nodes)
-    return [dataclasses.replace(finding, nodes=tuple(names)) for finding, names in nodes.items()]
+    same = grouped((dataclasses.replace(finding, nodes=()), finding.nodes) for finding in findings)
+    return [dataclasses.replace(finding, nodes=sum(names, ())) for finding, names in same.items()]

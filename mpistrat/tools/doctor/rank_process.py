@@ -27,7 +27,7 @@ from mpistrat.errors import TopologyError
 from mpistrat.machine.network_links import network_links
 from mpistrat.settings import start_seconds
 from mpistrat.tools.doctor import links, nodes
-from mpistrat.tools.doctor.facts import Failure, Job, Library, Links, Rank, as_json, rank_from_json
+from mpistrat.tools.doctor.facts import Failure, Job, Library, Links, Rank, as_json, from_json
 
 SECONDS_TO_LOAD = 60.0
 SECONDS_TO_START = dataclasses.replace(start_seconds, default="60")
@@ -47,7 +47,7 @@ def main() -> None:
     def tell(**what: Any) -> None:
         print(json.dumps(what), file=file, flush=True)
 
-    rank = rank_from_json(json.load(sys.stdin))
+    rank = from_json(Rank, json.load(sys.stdin))
     tell(stage=LOADING, seconds=SECONDS_TO_LOAD)
     mpi, why_not = _import_mpi()
     if mpi is None:
@@ -128,7 +128,7 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
         return
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
     job = Job(
-        [rank_from_json(one) for one in ranks],
+        from_json(list[Rank], ranks),
         clocks=clocks,
         links=Links([rate for own in rates for rate in own], speeds, pairs) if pairs else None,
     )

@@ -8,12 +8,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
-from mpistrat.tools.doctor.facts import Job, Rank, Software
-from mpistrat.tools.doctor.finding import OK, PROBLEM, Finding
+from mpistrat.tools.doctor.facts import Job, Rank, Software, grouped
+from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import ranks_in_words
 from mpistrat.xla.runtime import what_differs
 
-CHECK = "software"
+ok, _, problem = findings_of("software")
 # What must be the same, and what differs harmlessly
 _NAMES = {
     "mpistrat": "mpistrat",
@@ -32,10 +32,7 @@ def look() -> Software:
         executable=sys.executable,
         mpistrat=_version("mpistrat") or "of a checkout",
         folder=os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")),
-        mpi4py=_version("mpi4py"),
-        numpy=_version("numpy"),
-        torch=_version("torch"),
-        torch_xla=_version("torch_xla"),
+        **{package: _version(package) for package in ("mpi4py", "numpy", "torch", "torch_xla")},
     )
 
 
@@ -45,32 +42,26 @@ def check(job: Job) -> Iterator[Finding]:
     here = job.first.software
     wrong_pair, command = what_differs(here.torch_xla, here.torch) if here.torch_xla else ("", "")
     if wrong_pair:
-        yield Finding(CHECK, PROBLEM, f"{wrong_pair}. A program that imports it ends.", command)
+        yield problem(f"{wrong_pair}. A program that imports it ends.", command)
     if not different:
         everywhere = " on all ranks" if len(job.ranks) > 1 else ""
         torch = f"torch {here.torch}" if here.torch else "no torch: NumPy and CuPy only"
         torch += f", torch_xla {here.torch_xla}" if here.torch_xla else ""
-        yield Finding(
-            CHECK,
-            OK,
+        yield ok(
             f"mpistrat {here.mpistrat} ({here.folder}), Python {here.python}, mpi4py {here.mpi4py or 'missing'}, "
-            f"NumPy {here.numpy}, {torch}{everywhere}.",
+            f"NumPy {here.numpy}, {torch}{everywhere}."
         )
 
 
 def _differences(ranks: Sequence[Rank]) -> Iterator[Finding]:
     for name, called in _NAMES.items():
-        having: dict[str, list[int]] = {}
-        for rank in ranks:
-            having.setdefault(getattr(rank.software, name), []).append(rank.rank)
-        if len(having) > 1:
-            told = "; ".join(
-                f"{version or 'none'} on {ranks_in_words(who)}" for version, who in having.items()
-            )
-            yield Finding(
-                CHECK,
-                PROBLEM,
-                f"{called} is not the same on all ranks: {told}.",
+        with_version = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
+        if len(with_version) > 1:
+            listed = [
+                f"{v or 'none'} on {ranks_in_words(of_v)}" for v, of_v in with_version.items()
+            ]
+            yield problem(
+                f"{called} is not the same on all ranks: {'; '.join(listed)}.",
                 "start all ranks with one environment, on a file system that all nodes see: activate it in the job "
                 f"script, or name its python there ({ranks[0].software.executable} on rank {ranks[0].rank})",
             )

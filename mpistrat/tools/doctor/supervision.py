@@ -6,18 +6,18 @@ between mpirun and a program rely on.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
-from mpistrat.tools.doctor.children import file_in_memory, how_it_ended, last_words, written
-from mpistrat.tools.doctor.facts import Failure, Job, Library, Rank, as_json, job_from_json
+from mpistrat.tools.doctor.children import file_with, how_it_ended, last_words, written
+from mpistrat.tools.doctor.facts import Failure, Job, Library, Rank, as_json, from_json
 
 SECONDS_TO_IMPORT = 60.0
 SECONDS_TO_END = 10.0  # MPI_Finalize
@@ -44,74 +44,55 @@ def run_rank(rank: Rank) -> Outcome:
     """Called by: every rank; returns when its process has ended, or was late and is ended."""
     read, write = os.pipe()
     os.set_inheritable(write, True)
-    with file_in_memory() as words, open(read, "rb", buffering=0) as told:
+    facts = json.dumps(as_json(rank)).encode()
+    with file_with(facts) as stdin, file_with(b"") as words, open(read, "rb", buffering=0) as pipe:
         process = subprocess.Popen(
             [sys.executable, "-m", "mpistrat.tools.doctor.rank_process", str(write)],
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=words,
             stderr=words,
             close_fds=False,  # launchers hand ranks open files: PMI_FD
         )
         os.close(write)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(as_json(rank)).encode())
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended, and what it wrote tells why
-        outcome = _listen(process, told, words)
-        left = _end(process)
-        if outcome.failure is None and left:
-            return Outcome(outcome.job, None, outcome.library, left)
-        return outcome
+        outcome = _listen(process, pipe, words)
+        left = _how_it_ends(process, f"MPI_Finalize did not return within {SECONDS_TO_END:g} s")
+        return outcome if outcome.failure else dataclasses.replace(outcome, left=left)
 
 
-def _listen(process: subprocess.Popen[bytes], told: IO[bytes], words: IO[bytes]) -> Outcome:
-    stage, until = "the start of Python", time.monotonic() + SECONDS_TO_IMPORT
-    seconds = SECONDS_TO_IMPORT
+def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes]) -> Outcome:
+    """What the process writes to `pipe`, until it has written everything, ends, or is late."""
+    stage, seconds = "the start of Python", SECONDS_TO_IMPORT
+    until = time.monotonic() + seconds
     library: Library | None = None
     rest = b""
     while True:
-        left = until - time.monotonic() if seconds else None  # 0: no limit
-        if left is not None and not select.select([told], [], [], max(0, left))[0]:
+        left = max(0, until - time.monotonic()) if seconds else None  # 0: no limit
+        if not select.select([pipe], [], [], left)[0]:
             process.kill()
-            failure = Failure(stage, "late", f"it did not end within {seconds:g} s", _said(words))
-            return Outcome(None, failure, library)
-        data = told.read(1 << 16)
+            late = f"it did not end within {seconds:g} s"
+            return Outcome(None, Failure(stage, "late", late, last_words(written(words))), library)
+        data = pipe.read(1 << 16)
         if not data:
-            ended = how_it_ended(_wait(process)) or "it ended without a word"
-            return Outcome(None, Failure(stage, "ended", ended, _said(words)), library)
+            ended = _how_it_ends(process, "killed by SIGKILL") or "it ended without a word"
+            failure = Failure(stage, "ended", ended, last_words(written(words)))
+            return Outcome(None, failure, library)
         *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            what: dict[str, Any] = json.loads(line)
-            if "stage" in what:
-                stage, seconds = what["stage"], what["seconds"]
+        for message in map(json.loads, lines):
+            if "stage" in message:
+                stage, seconds = message["stage"], message["seconds"]
                 until = time.monotonic() + seconds
-            elif "library" in what:
-                library = Library(**what["library"])
-            elif "failure" in what:
-                return Outcome(None, Failure(**what["failure"]), library)
+            elif "library" in message:
+                library = from_json(Library, message["library"])
+            elif "failure" in message:
+                return Outcome(None, from_json(Failure, message["failure"]), library)
             else:
-                job = job_from_json(what["job"]) if "job" in what else None
-                return Outcome(job, None, library)
+                return Outcome(from_json(Job, message.get("job")), None, library)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return process.wait(SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return -signal.SIGKILL
-
-
-def _end(process: subprocess.Popen[bytes]) -> str:
-    """How the process ends by itself; "" for well."""
+def _how_it_ends(process: subprocess.Popen[bytes], late: str) -> str:
+    """ "" for well; `late` where it does not end by itself."""
     try:
         return how_it_ended(process.wait(SECONDS_TO_END))
     except subprocess.TimeoutExpired:
         process.kill()
-        return f"MPI_Finalize did not return within {SECONDS_TO_END:g} s"
-
-
-def _said(words: IO[bytes]) -> str:
-    return last_words(written(words))
+        return late

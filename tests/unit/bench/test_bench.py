@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.communicators.node.memory import NodeMemory
 from mpistrat.tools.bench import operations, sweep
 from mpistrat.tools.bench.arguments import number_of_bytes
 from mpistrat.tools.bench.command import main
@@ -96,10 +97,13 @@ def test_wrong_results_fail(
 def test_an_operand_is_what_it_was_before_each_call() -> None:
     """Sums in place would grow."""
 
-    class Doubling(LocalCommunicator):
+    class Window(NodeMemory):
         def window_buffer(self, nbytes: int) -> np.ndarray:
             self.window = np.empty(nbytes, np.uint8)
             return self.window
+
+    class Doubling(LocalCommunicator):
+        memory = Window()
 
         def all_reduce(self, buffer, reduction="sum", *, out=None, **rest):  # type: ignore[no-untyped-def]
             buffer *= 1 if buffer.ndim == 0 else 2
@@ -110,7 +114,7 @@ def test_an_operand_is_what_it_was_before_each_call() -> None:
         operation.reset()
         operation()
     assert operation.wrong() == operation.count  # twice what it must be, not eight times
-    assert set(np.unique(communicator.window.view("float32"))) == {2, 4, 6}
+    assert set(np.unique(communicator.memory.window.view("float32"))) == {2, 4, 6}
 
 
 def test_files_are_no_argument_of_a_measurement(

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.__main__ import main
 from mpistrat.tools.doctor import command
-from mpistrat.tools.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_json, job_from_json
+from mpistrat.tools.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_json, from_json
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
 from mpistrat.tools.doctor.printing import as_text, to_json
 from mpistrat.tools.doctor.supervision import Outcome
@@ -54,7 +54,7 @@ def test_text() -> None:
 
 def test_facts_survive_json(make_job: MakeJob) -> None:
     job = Job(make_job(nodes=2).ranks, Failure("MPI_Init", "late", "..."))
-    assert job_from_json(json.loads(json.dumps(as_json(job)))) == job
+    assert from_json(Job, json.loads(json.dumps(as_json(job)))) == job
 
 
 def test_json(make_job: MakeJob) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
+from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
-from mpistrat.communicators.transports.transport import Transport
+from mpistrat.communicators.transports.transport import Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -26,7 +25,7 @@ class DeviceTransport(Transport):
         host: over the same ranks, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied there and back.
         watch: where ranks that wait are watched.
-        why: what is told of this way.
+        why: this way is taken, for people.
     """
 
     takes_device_buffers = True
@@ -59,44 +58,29 @@ class DeviceTransport(Transport):
 
     # The collectives
 
-    def choose(
-        self,
-        call: str,
-        buffer: Array,
-        reduction: Reduction = SUM,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> Transport | None:
-        return self if is_on_gpu(buffer) else None
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        return self if is_on_gpu(operands.buffer) else None
 
-    def all_reduce(
-        self,
-        buffer: Array,
-        reduction: Reduction,
-        out: Array | None = None,
-        tree: ReductionTree | None = None,
-    ) -> None:
+    def all_reduce(self, operands: Operands) -> None:
+        buffer, reduction, out, tree, _ = operands
         if tree is not None:
             self.wait_for_current_stream(buffer)
             sums = to_host(buffer)
             self.host.all_reduce_by_tree(sums, tree, reduction)
             buffer[0] = to_device_of(sums[0], buffer)
             return
-        target = buffer
         if out is not None:
             out[...] = buffer
-            target = out
-        if reduction.compressor is not None:  # works on the host, on the whole buffer
-            self._on_this_gpu(target, lambda here: self.combine_on_host(here, reduction))
-        else:
-            self._on_this_gpu(target, lambda here: self._combine(here, reduction))
+        # A compressor works on the host, on the whole buffer.
+        combine = self._combine if reduction.compressor is None else self.combine_on_host
+        self._on_this_gpu(operands.target, lambda here: combine(here, reduction))
 
-    def broadcast(self, buffer: Array, root: int) -> None:
-        self._on_this_gpu(buffer, lambda here: self._spread(here, root))
+    def broadcast(self, operands: Operands) -> None:
+        self._on_this_gpu(operands.buffer, lambda here: self._spread(here, operands.root))
 
-    def all_gather(self, buffer: Array) -> list[Array]:
-        library = self.library(buffer)
-        here = library.here(buffer)
+    def all_gather(self, operands: Operands) -> list[Array]:
+        library = self.library(operands.buffer)
+        here = library.here(operands.buffer)
         with library.device():
             return self._gather(here)
 

@@ -17,13 +17,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import Array, dtype_name, num_elements
-from mpistrat.communicators.arithmetic import KNOWN_TO_MPI
+from mpistrat.communicators.arithmetic import KNOWN_TO_MPI, scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.mpi import OPS
 from mpistrat.liveness.watch import CommunicatorWatch
 
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 SECONDS_TO_TRY = 90.0  # importing torch and starting CUDA take their time
 PROVEN = "mpistrat: device memory went through MPI"
 
@@ -105,9 +105,8 @@ class CudaAwareTransport(DeviceTransport):
         self.wait_for_current_stream(buffer)
         datatype = MPI.Datatype.fromcode(np.dtype(dtype_name(buffer)).char)
         memory = self._memory(buffer, num_elements(buffer), datatype)
-        self._comm.Allreduce(MPI.IN_PLACE, memory, _OPS[reduction.op])
-        if reduction.scale is not None:
-            buffer *= reduction.scale
+        self._comm.Allreduce(MPI.IN_PLACE, memory, OPS[reduction.op])
+        scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         self.wait_for_current_stream(buffer)

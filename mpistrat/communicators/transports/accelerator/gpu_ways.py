@@ -20,6 +20,7 @@ from mpistrat.communicators.transports.accelerator.library import CupyLibrary, T
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.watch import CommunicatorWatch
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
 
 
 def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transport:
-    watch, comm = communicator.watch, communicator.mpi.comm
-    assert watch is not None
-    host = Router(communicator.transports)  # inside calls that are checked
+    watch = communicator.contract.watch or CommunicatorWatch()
+    host = Router(communicator.ways)  # inside calls that are checked
     torch = sys.modules.get("torch")
     library = (
         TorchLibrary(index)
@@ -57,7 +57,9 @@ def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transpor
     )
     why_not = shared_gpu(gpus) or missing_nccl(host.all_gather_object(_nccl_version()))
     if not why_not:
-        by_nccl = nccl.NcclTransport(host, index, watch, "through NCCL", AbortChannel(comm))
+        by_nccl = nccl.NcclTransport(
+            host, index, watch, "through NCCL", AbortChannel(communicator.mpi.comm)
+        )
         why_not = by_nccl.start(library)
         if not why_not:
             return by_nccl
@@ -66,7 +68,7 @@ def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transpor
     proven = not first_on_node or is_proven(kind, index)
     if all(host.all_gather_object(proven)):
         why = f"through MPI, which was seen to take device memory, and not through NCCL ({why_not})"
-        return CudaAwareTransport(host, index, watch, why, comm)
+        return CudaAwareTransport(host, index, watch, why, communicator.mpi.comm)
     why = (
         f"in chunks through pinned host memory: not through NCCL ({why_not}), and MPI was not seen to take "
         "device memory"

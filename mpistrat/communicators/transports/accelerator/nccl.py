@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.arrays import Array, dtype_name, is_torch, num_elements
-from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32
+from mpistrat.arrays import Array, dtype_name, num_elements
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import SUM, Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
+from mpistrat.communicators.transports.transport import Operands, reduce_in_place
 from mpistrat.errors import StallError
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.waiting import wait_until
@@ -130,9 +131,8 @@ class NcclTransport(DeviceTransport):
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):
-            wide = buffer.float() if is_torch(buffer) else buffer.astype("float32")
-            self._combine(wide, reduction)
-            buffer[...] = wide
+            plain = reduction.plain
+            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
             return
         if name not in DTYPES:
             self.combine_on_host(buffer, reduction)
@@ -140,8 +140,7 @@ class NcclTransport(DeviceTransport):
         library = self.library(buffer)
         pointer, count, op = library.pointer(buffer), num_elements(buffer), reduction.op
         self._run(library, lambda nccl, stream: nccl.all_reduce(pointer, count, name, op, stream))
-        if reduction.scale is not None:
-            buffer *= reduction.scale
+        scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         library = self.library(buffer)

@@ -15,7 +15,7 @@ from mpistrat.cross_device_ops.packing import Packer
 
 
 class LazyAllReduce(MpiAllReduce):
-    """As `MpiAllReduce`; parameters on the host are treated as there.
+    """`MpiAllReduce` for gradients on XLA devices; it sums gradients on the host as `MpiAllReduce` does.
 
     Args:
         sum_of_rank: the sum over the cores of this rank, inside the graph.
@@ -38,32 +38,22 @@ class LazyAllReduce(MpiAllReduce):
         contributions: Sequence[Any],
         reduction_of: Callable[[Sequence[int]], Reduction],
     ) -> dict[int, Any]:
-        """As of any. A gradient that is summed leaves `.grad` and `contributions`.
+        """As `MpiAllReduce`, but a gradient that is summed leaves `.grad` and `contributions`.
 
-        Else the graph would have it as a result of its own.
+        Otherwise the graph would have it as a result of its own.
         """
         on_host = [i for i in indices if like[i].device.type != "xla"]
         sums = super().all_reduce_packs(packer, like, on_host, contributions, reduction_of)
         (own,) = contributions
-        lazy = [i for i in indices if i not in sums]
-        for group in packing.alike(like, lazy):
-            gradients = []
-            for i in group:
-                parameter, gradient = like[i], own[i]
-                own[i] = parameter.grad = None
-                if gradient is None:
-                    gradient = torch.zeros_like(parameter)
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            flat = packing.concatenated(gradients)
+        for group in packing.alike(like, [i for i in indices if i not in sums]):
             shapes = [like[i] for i in group]
+            flat = packing.concatenated([_taken_from(own, i, like[i]) for i in group])
             dtype = flat.dtype
-            del gradients, gradient
-            total = self._sum(packer, flat, reduction_of(group))
+            total = self._sum(packer, self._sum_of_rank(flat), reduction_of(group))
             sums.update(zip(group, packing.unpack(total.to(dtype), shapes), strict=True))
         return sums
 
     def _sum(self, packer: Packer, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        flat = self._sum_of_rank(flat)
         communicator = self.communicator
         if communicator.size == 1:
             return flat if reduction.scale is None else flat * reduction.scale
@@ -77,3 +67,12 @@ class LazyAllReduce(MpiAllReduce):
         buffer.copy_(host)
         communicator.all_reduce(buffer, reduction)
         return to_device(buffer, str(device))
+
+
+def _taken_from(own: list[Any], index: int, parameter: torch.Tensor) -> torch.Tensor:
+    """The dense gradient of a parameter, which `.grad` and `own` have no more."""
+    gradient = own[index]
+    own[index] = parameter.grad = None
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,33 @@
+"""Errors that all ranks raise, so that none waits for another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import NoReturn
+
+from mpistrat.errors import CollectiveMismatchError, RankLostError, StallError
+
+
+class RaisingTogether(contextlib.AbstractContextManager[None]):
+    """Hands errors of its block to `raise_together`, unless the other ranks know of them."""
+
+    __slots__ = ("_raise_together",)
+
+    def __init__(self, raise_together: Callable[[Exception], NoReturn]) -> None:
+        self._raise_together = raise_together
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not is_raised_by_all(error):
+            self._raise_together(error)
+
+
+def is_raised_by_all(error: Exception) -> bool:
+    """Whether the other ranks know of it already: a collective has raised it on all of them."""
+    known = (CollectiveMismatchError, StallError, RankLostError)
+    return isinstance(error, known) or getattr(error, "_mpistrat_raised_by_all", False)
+
+
+def mark_raised_by_all(error: Exception) -> None:
+    with contextlib.suppress(AttributeError):  # a class with slots
+        error._mpistrat_raised_by_all = True  # type: ignore[attr-defined]

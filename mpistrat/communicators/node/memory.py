@@ -1,0 +1,101 @@
+"""Memory that the ranks of a node have in common, as a communicator gives it out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpistrat.arrays import dtype_name
+from mpistrat.communicators.reduction import SUM, Reduction
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.node.common_memory import CommonMemory, Part, View
+
+
+class NodeMemory:
+    """That of ranks which have none in common. Every method is collective."""
+
+    @property
+    def window_capacity(self) -> int:
+        """Up to so many bytes `window_buffer` is not collective: all ranks have the window."""
+        return 0
+
+    def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        """Memory in which `all_reduce` need not copy, `nbytes` uninitialized bytes; None where there is none.
+
+        Equal `nbytes` on all ranks, some of which may get a buffer and others None. The memory is used again once
+        nothing refers to it.
+        """
+        return None
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        """Memory of which each node keeps one copy, or None on all ranks, and why.
+
+        Args:
+            nbytes: whole pages (`common_memory.PAGE`), equally many on all ranks.
+            summed: with memory for contributions, that `sum_into` sums.
+        """
+        return None, "bytes move by messages alone, as explain() says"
+
+    def sum_into(
+        self,
+        memory: CommonMemory,
+        parts: Sequence[Part],
+        view: View,
+        reduction: Reduction = SUM,
+    ) -> None:
+        """Sum the contributions of all ranks, times the scale, into `memory`: what `common_memory(summed=True)` gave.
+
+        Each rank sums what is in its slice. `view` does not show it before it is renewed in the pages that were
+        written there.
+        """
+        memory.sum(parts, view, reduction.scale)
+
+
+NO_MEMORY = NodeMemory()
+
+
+class CheckedMemory(NodeMemory):
+    """A router's: its collective calls are checked and recorded.
+
+    Args:
+        memory: of the same ranks.
+        enter: called with the words that the ranks must agree on; around the call.
+    """
+
+    def __init__(
+        self, memory: NodeMemory, enter: Callable[..., contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._memory, self._enter = memory, enter
+
+    @property
+    def window_capacity(self) -> int:
+        return self._memory.window_capacity
+
+    def window_buffer(self, nbytes: int) -> np.ndarray | None:
+        memory = self._memory
+        if memory is NO_MEMORY or nbytes <= memory.window_capacity:
+            return memory.window_buffer(nbytes)
+        with self._enter("window_buffer", nbytes):
+            return memory.window_buffer(nbytes)
+
+    def common_memory(
+        self, nbytes: int, *, summed: bool = False
+    ) -> tuple[CommonMemory | None, str]:
+        with self._enter("common_memory", nbytes, "summed" if summed else ""):
+            return self._memory.common_memory(nbytes, summed=summed)
+
+    def sum_into(
+        self, memory: CommonMemory, parts: Sequence[Part], view: View, reduction: Reduction = SUM
+    ) -> None:
+        words = [
+            f"{'add ' if part.added else ''}{dtype_name(part.like)} {part.first}:{part.end}"
+            for part in parts
+        ]
+        with self._enter("sum_into", *words, reduction.label):
+            super().sum_into(memory, parts, view, reduction)

@@ -1,0 +1,122 @@
+"""Buffers of the ranks of a node that lie in memory which all of them see: they are combined where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.communicators.arithmetic import Arithmetic, share_of
+from mpistrat.communicators.host_views import bytes_of
+from mpistrat.communicators.node.blocks import PAGE, Blocks
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
+from mpistrat.communicators.reduction_tree import how_to_combine
+from mpistrat.communicators.transports.transport import Mover, Operands
+
+# Combined and handed out before the next, while it is in the caches.
+_CHUNK = 1 << 18
+# Results of different backwards, and of different dtypes, that may be in use at once.
+_BUFFERS = 3
+NOWHERE = -1
+
+
+class Window(Mover):
+    """Buffers that are combined where they lie. Each rank hands out its own; the places need not be the same.
+
+    Args:
+        segments: of `nbytes_for` the largest buffer.
+        blocks: where the same ranks meet.
+
+    Attributes:
+        capacity: bytes of the largest buffer.
+    """
+
+    def __init__(self, segments: list[np.ndarray], rank: int, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._places: list[int] = []
+        capacity = (len(segments[rank]) - PAGE) // _BUFFERS
+        self.capacity = capacity
+        self._segments, self.rank, self._size = segments, rank, len(segments)
+        self._others = [peer for peer in range(self._size) if peer != rank]
+        self._address = segments[rank].ctypes.data
+        # Of memoryviews: a slice of a slice of an array refers to the whole array only, not to the slice.
+        mine = segments[rank].data
+        self._buffers = RecycledBuffers.of(
+            [
+                np.frombuffer(mine[PAGE + i * capacity : PAGE + (i + 1) * capacity], np.uint8)
+                for i in range(_BUFFERS)
+            ]
+        )
+
+    @staticmethod
+    def nbytes_for(largest: int) -> int:
+        """Of a segment for buffers of up to `largest` bytes."""
+        return PAGE + _BUFFERS * -(-largest // PAGE) * PAGE
+
+    def take(self, nbytes: int) -> np.ndarray | None:
+        """A buffer that nothing refers to; None when all are in use."""
+        return self._buffers.free(nbytes)
+
+    def idle_bytes(self) -> int:
+        """Of this rank's segment, which it gives back with the window; 0 while anything refers to its buffers."""
+        return len(self._segments[self.rank]) if self._buffers.are_idle() else 0
+
+    def place_of(self, memory: np.ndarray) -> int:
+        """Where `memory` begins in this rank's segment; NOWHERE for other memory."""
+        place = int(memory.ctypes.data) - self._address
+        return place if 0 < place < len(self._segments[self.rank]) else NOWHERE
+
+    def find(self, buffer: Array, out: Array | None) -> list[int] | None:
+        """Where each rank's `buffer` begins in its segment; None unless all lie there. Collective.
+
+        What is found is what `all_reduce` combines next.
+        """
+        if buffer.nbytes > self.capacity:
+            return None
+        mine = NOWHERE if out is not None else self.place_of(bytes_of(buffer))
+        with self._blocks.unbroken:
+            self._places = self._blocks.tell(mine)
+        return None if NOWHERE in self._places else self._places
+
+    def all_reduce(self, operands: Operands) -> None:
+        """Combine this rank's share of all buffers, into all of them."""
+        how = how_to_combine(operands.buffer, operands.reduction.op, operands.tree)
+        bounds = share_of(int(operands.buffer.nbytes), how.itemsize, self._size)[self.rank]
+        with self._blocks.unbroken:
+            for _, pieces in self._chunks(how, self._places, bounds):
+                mine = pieces[self.rank]
+                how.combine(pieces, mine, operands.reduction.scale)
+                for peer in self._others:
+                    pieces[peer][:] = mine
+            self._blocks.tick()  # nobody goes on while others read or write its memory
+
+    def combine(
+        self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int], out: Any
+    ) -> None:
+        """`out`, elements as `how` has them, gets what all buffers hold between `bounds`, in bytes."""
+        for here, pieces in self._chunks(how, places, bounds):
+            how.combine(pieces, out[..., here], None)
+
+    def spread(
+        self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int], value: Any
+    ) -> None:
+        """Put `value` into all buffers, between `bounds`."""
+        for here, pieces in self._chunks(how, places, bounds):
+            for piece in pieces:
+                piece[:] = value[here]
+
+    def _chunks(
+        self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int]
+    ) -> Iterator[tuple[slice, list[Any]]]:
+        """Which elements after `bounds[0]`, and these of all buffers, by rank."""
+        first, end = bounds
+        buffers = [
+            how.view(segment[place + first : place + end])
+            for segment, place in zip(self._segments, places, strict=True)
+        ]
+        chunk = _CHUNK // how.itemsize
+        for start in range(0, len(buffers[0]), chunk):
+            here = slice(start, start + chunk)
+            yield here, [buffer[here] for buffer in buffers]

@@ -1,0 +1,76 @@
+"""Gradients as values that replicas reduce: sparse ones are `IndexedSlices`, which no pack takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import PerReplica
+
+if TYPE_CHECKING:
+    from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
+    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
+
+Gradient = torch.Tensor | None  # None where a replica has not used the parameter
+
+
+def sums_by_custom_ops(
+    ops: CrossReplicaOps, parameters: Sequence[Any], contributions: Sequence[Sequence[Gradient]]
+) -> list[Gradient]:
+    """By slot, what this rank's replicas contribute together, added up by the program's own `cross_device_ops`.
+
+    It gets the gradients of all parameters that a replica has used in one call, as it gets values of `reduce`.
+    """
+    sums: list[Gradient] = [None] * len(parameters)
+    slots, pairs = [], []
+    for slot, (parameter, *gradients) in enumerate(zip(parameters, *contributions, strict=True)):
+        if parameter is not None and any(g is not None for g in gradients):
+            slots.append(slot)
+            pairs.append((PerReplica(_components(parameter, gradients)), parameter.detach()))
+    for slot, total in zip(slots, ops.sum_by_custom_ops(pairs), strict=True):
+        is_rows = isinstance(total, IndexedSlices)
+        sums[slot] = _sparse(total, parameters[slot]) if is_rows else total
+    return sums
+
+
+def sum_rows(
+    over_ranks: MpiAllReduce, parameter: torch.Tensor, gradients: Sequence[Gradient]
+) -> torch.Tensor:
+    """The sum of row-sparse gradients over all replicas of all ranks, duplicates added up in the order of replicas.
+
+    Collective. Args: gradients: of this rank's replicas.
+    """
+    own = [_rows(parameter, gradient) for gradient in gradients]
+    (total,) = over_ranks.all_reduce(ReduceOp.SUM, [own], label="sparse gradient")
+    return _sparse(total, parameter).coalesce()
+
+
+def _components(
+    parameter: torch.Tensor, gradients: Sequence[Gradient]
+) -> list[torch.Tensor | IndexedSlices]:
+    """One for each replica: rows if all are row-sparse, else dense. A replica without a gradient contributes zeros."""
+    if all(g is not None and g.is_sparse and g.sparse_dim() == 1 for g in gradients):
+        return [_rows(parameter, g) for g in gradients]
+    zeros = torch.zeros_like(parameter) if None in gradients else parameter
+    return [zeros if g is None else g.to_dense() if g.is_sparse else g for g in gradients]
+
+
+def _rows(parameter: torch.Tensor, gradient: Gradient) -> IndexedSlices:
+    shape = tuple(parameter.shape)
+    if gradient is None:
+        indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return IndexedSlices(parameter.new_empty((0, *shape[1:])), indices, shape)
+    if gradient.sparse_dim() != 1:
+        gradient = gradient.to_dense().to_sparse(1)
+    gradient = gradient.coalesce()
+    return IndexedSlices(gradient.values(), gradient.indices()[0], shape)
+
+
+def _sparse(rows: IndexedSlices, like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        rows.indices[None], rows.values, like.shape, check_invariants=False
+    )

@@ -1,0 +1,55 @@
+"""Whether `backward()` leaves the sum of the replicas' gradients or their mean, and who has decided it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from mpistrat.liveness.call_site import call_site
+
+
+class GradientRule:
+    """The rule of one strategy: "sum", "mean", or undecided.
+
+    The program decides it with the strategy's argument `gradients`. If it does not, the first loss whose scale asks for
+    a rule decides.
+
+    Args:
+        gradients: the strategy's argument: "sum", "mean" or None.
+    """
+
+    def __init__(self, gradients: str | None = None) -> None:
+        self._rule = gradients
+        self._decided_by = f"the strategy's argument gradients={gradients!r}"
+        self._has_warned = False
+
+    def ask_for(self, rule: str, call: str, *, warn: bool) -> None:
+        """The loss that `call` has scaled is right with `rule` only: decide it if nothing has.
+
+        Args: warn: whether to say it, once, when another rule is decided, which stays.
+        """
+        if self._rule is None:
+            self._rule, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
+        elif self._rule != rule and warn and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{call} scales the loss for the {rule} of gradients, but {self}: gradients are divided by the number "
+                "of replicas twice",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def decided(self, call: str) -> str:
+        """The rule, for `call`, which combines gradients. Raises: RuntimeError while it is undecided."""
+        if self._rule is None:
+            raise RuntimeError(
+                f"{call}: are gradients to be summed or averaged? Scale the loss with "
+                "mpistrat.compute_average_loss(per_example_loss, global_batch_size=...), whose gradients are summed, "
+                'or make the strategy with gradients="sum" or gradients="mean" (DistributedDataParallel\'s rule)'
+            )
+        return self._rule
+
+    def __str__(self) -> str:
+        if self._rule is None:
+            return "whether backward() leaves the sum or the mean of gradients is undecided"
+        return f"backward() leaves the {self._rule} of gradients, decided by {self._decided_by}"
