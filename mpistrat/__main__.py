@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
-
-from mpistrat import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 where there is something to fix. Called by: every rank."""
     top = argparse.ArgumentParser(prog="mpistrat")
-    top.add_argument("--version", action="version", version=f"mpistrat {__version__}")
+    version = f"mpistrat {importlib.metadata.version('mpistrat')}"
+    top.add_argument("--version", action="version", version=version)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor",

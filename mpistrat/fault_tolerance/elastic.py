@@ -23,7 +23,7 @@ from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.notices import tell
-from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -5,14 +5,16 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array, copy, dtype_name, is_torch
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.reduction import SUM, Reduction
-from mpistrat.communicators.reduction_tree import ReductionTree
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.reduction_tree import ReductionTree
 
 
 class Operands(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from mpistrat.input import BatchedDataset, FileDataset
-from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 IMAGE, BATCH = (3, 32, 32), 64  # BATCH examples per rank and step

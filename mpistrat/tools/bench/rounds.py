@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mpistrat.communicators import Communicator
-from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 
 ROUNDS = 9
 # How long a contestant's turn should last, where the number of its calls is not fixed.

@@ -15,7 +15,7 @@ import torch
 
 from mpistrat.communicators import Communicator
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench import examples
 from mpistrat.tools.bench.arguments import UsageError
 from mpistrat.tools.bench.models import model_named

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mpistrat.strategies import MultiWorkerMirroredStrategy
+from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.strategy import Strategy
 from mpistrat.tools.bench.models.model import Model
 
