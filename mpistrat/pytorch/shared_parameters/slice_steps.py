@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from mpistrat.communicators.node.common_memory import CommonMemory, View
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
-from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
 
 
 class SliceSteps:
