@@ -21,7 +21,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,11 +37,12 @@ from mpistrat.pytorch.gradients.values import sum_rows, sums_by_custom_ops
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
-from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
-from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.trace import spans
 from mpistrat.wire_formats import ShortFloats
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 
 # Ids of the reducers inside whose `no_sync()` this replica is; its thread inherits the program's.
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
@@ -101,25 +102,25 @@ class GradientReducer:
     """Reduces the gradients of a strategy's mirrored parameters.
 
     Args:
-        shared: the parameters that the ranks of a node share; None without `shared_parameters=True`.
+        slice_steps: of parameters that the ranks of a node share; None without `shared_parameters=True`.
 
     Attributes:
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
         optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
-        slice_steps: of shared parameters.
+        slice_steps: as given.
     """
 
     def __init__(
-        self, parts: ModuleParts, registry: Registry, shared: SharedParameters | None = None
+        self, parts: ModuleParts, registry: Registry, slice_steps: SliceSteps | None = None
     ) -> None:
-        self._parts, self.registry, self._shared = parts, registry, shared
+        self._parts, self.registry, self.slice_steps = parts, registry, slice_steps
         self._communicator = parts.group.communicator
         options = parts.ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
         self.wires = Wires(options.wire_format or short, registry)
         self._packer = Packer()
         self._sums = parts.gradient_sums or parts.ops.over_ranks
-        self.overlap = Overlap(parts, self._packer, self.wires, shares=shared is not None)
+        self.overlap = Overlap(parts, self._packer, self.wires, shares=slice_steps is not None)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [Unsynchronized(registry) for _ in range(parts.replicas.count)]
         self._active: set[int] = set()  # local replicas inside a backward of ours
@@ -132,7 +133,6 @@ class GradientReducer:
             weakref.WeakValueDictionary()
         )
         self._numbers = itertools.count()
-        self.slice_steps = None if shared is None else SliceSteps(shared)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps for the first time. Every rank takes the same steps."""
@@ -279,9 +279,9 @@ class GradientReducer:
             counts = context.strategy.runs, self.steps
             agreed = agree(self._communicator, counts, contributions, sent, snapshots, piggybacks)
             reduced: dict[int, torch.Tensor] = {}
-            if self._shared is not None:
+            if self.slice_steps is not None:
                 (own,) = everyone  # parameters are shared by ranks of one replica each
-                reduced = self._shared.reduce(
+                reduced = self.slice_steps.shared.reduce(
                     agreed.dense, parameters, own.gradients, own.aside, scale
                 )
             early = {} if buckets is None else buckets.wait()

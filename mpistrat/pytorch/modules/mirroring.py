@@ -23,6 +23,7 @@ from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.pytorch.shared_parameters.shared_parameters import SharedParameters
+from mpistrat.pytorch.shared_parameters.slice_steps import SliceSteps
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.trace import spans
 
@@ -56,11 +57,11 @@ class Mirroring(StrategyModules):
     def __init__(self, parts: ModuleParts, shared_parameters: bool = False) -> None:
         self._communicator = parts.group.communicator
         self._is_alone = parts.group.num_replicas_in_sync == 1
-        self._shared = None
-        if shared_parameters and not self._is_alone:
-            self._shared = SharedParameters(self._communicator)
+        shares = shared_parameters and not self._is_alone
+        self._shared = SharedParameters(self._communicator) if shares else None
+        slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
-        super().__init__(parts, registry, gradients.GradientReducer(parts, registry, self._shared))
+        super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
         self.recorder = Recorder(parts.strategy)
         if not self._is_alone:
             gradients.install()

@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 
 class SliceSteps:
-    """The steps of all optimizers over shared parameters of one strategy."""
+    """The steps of all optimizers over parameters of one strategy, `shared`."""
 
     def __init__(self, shared: SharedParameters) -> None:
-        self._shared = shared
+        self.shared = shared
         self._slices: weakref.WeakKeyDictionary[Optimizer, _Slices] = weakref.WeakKeyDictionary()
         self._whole: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """What `step` is called with instead, or None. Collective; `args` begin with the optimizer."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(self._shared.place_of(p) is None for p in parameters):
+        if all(self.shared.place_of(p) is None for p in parameters):
             return None
-        self._shared.check_unmoved(parameters)
+        self.shared.check_unmoved(parameters)
         why = _why_not_by_slice(optimizer, args, kwargs)
         if why:
             # Each rank updates what it sees, which is its own as soon as it writes it; then it is made one again.
             if optimizer not in self._whole:
                 self._whole.add(optimizer)
-                if self._shared.communicator.rank == 0:
+                if self.shared.communicator.rank == 0:
                     warnings.warn(
                         f"shared_parameters=True, but {why}: every rank computes whole steps of this "
                         f"{type(optimizer).__name__}, and keeps all of its state",
@@ -55,7 +55,7 @@ class SliceSteps:
             return None
         slices = self._slices.get(optimizer)
         if slices is None:
-            slices = self._slices[optimizer] = _Slices(self._shared)
+            slices = self._slices[optimizer] = _Slices(self.shared)
         return (slices.begin(optimizer, parameters), *args[1:]), kwargs
 
     def after(self, optimizer: Optimizer, stepped: Optimizer) -> None:
@@ -63,7 +63,7 @@ class SliceSteps:
         if stepped is not optimizer:
             self._slices[optimizer].end(optimizer, stepped)
         elif optimizer in self._whole:
-            self._shared.settle()
+            self.shared.settle()
 
 
 def _why_not_by_slice(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
