@@ -67,10 +67,10 @@ class ShardedVariable(Variable):
         return self.variables[0].dtype
 
     def read_value(self) -> Array:
-        return self._joined([variable.read_value() for variable in self.variables])
+        return _joined([variable.read_value() for variable in self.variables])
 
     def state(self) -> Array:
-        return self._joined([variable.state() for variable in self.variables])
+        return _joined([variable.state() for variable in self.variables])
 
     def load_state(self, state: Any) -> None:
         for variable, rows in zip(self.variables, self._rows_of_shards(state), strict=True):
@@ -84,7 +84,7 @@ class ShardedVariable(Variable):
         positions = _positions(indices)
         owners = self._owners(positions)
         self._check_division("sparse_read")
-        return self._joined(
+        return _joined(
             [
                 variable.sparse_read(positions[owners == shard] - offset)
                 for shard, (variable, offset) in enumerate(
@@ -106,8 +106,11 @@ class ShardedVariable(Variable):
             found = self._slice(first)
             return found[(slice(None), *rest)] if rest else found
         if isinstance(first, (int, np.integer)):
-            shard, row = self._place_of(int(first))
-            return self.variables[shard].read_value()[(row, *rest)]
+            row, size = int(first), self.shape[0]
+            if not -size <= row < size:
+                raise IndexError(f"row {row} of {self.name!r}, which has {size} rows")
+            (shard,) = self._owners(np.array([row % size]))
+            return self.variables[shard].read_value()[(row % size - self.offsets[shard], *rest)]
         return self.read_value()[key]
 
     def _slice(self, rows: slice) -> Array:
@@ -121,16 +124,8 @@ class ShardedVariable(Variable):
                 parts.append(variable.read_value()[begin - offset : stop - offset : rising.step])
         if not parts:
             return self.variables[0].read_value()[:0]
-        found = self._joined(parts)
+        found = _joined(parts)
         return found if wanted.step > 0 else arrays.flipped(found)
-
-    def _place_of(self, row: int) -> tuple[int, int]:
-        """Shard, and row within it."""
-        size = self.shape[0]
-        if not -size <= row < size:
-            raise IndexError(f"row {row} of {self.name!r}, which has {size} rows")
-        shard = int(self._owners(np.array([row % size]))[0])
-        return shard, row % size - self.offsets[shard]
 
     def _owners(self, positions: np.ndarray) -> np.ndarray:
         """The shard that has each row."""
@@ -193,8 +188,9 @@ class ShardedVariable(Variable):
                 f"more; they have {sizes} rows"
             )
 
-    def _joined(self, parts: list[Array]) -> Array:
-        return parts[0] if len(parts) == 1 else arrays.concatenate(parts)
+
+def _joined(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else arrays.concatenate(parts)
 
 
 def _positions(indices: Any) -> np.ndarray:

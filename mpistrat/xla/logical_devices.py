@@ -84,9 +84,9 @@ class LogicalDevices:
                 f"only a tensor on the replica's device can be laid out over its logical devices, and this is on "
                 f"{where}: move it there first, tensor.to({str(self._runtime.device(0))!r})"
             )
-        sharding = self._runtime.sharding(mesh, cut)
-        if tensor.is_leaf and not tensor._is_view() and not self._runtime.recording:
-            self._runtime.spread(tensor, sharding)
+        sharding = self._runtime.layouts.sharding(mesh, cut)
+        if tensor.is_leaf and not tensor._is_view() and not self._runtime.graphs.recording:
+            self._runtime.layouts.spread(tensor, sharding)
             return tensor
         return _LaidOut.apply(tensor, self._runtime, sharding)
 
@@ -95,8 +95,8 @@ class _LaidOut(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, runtime: Runtime, sharding: Any) -> Any:
         context.runtime, context.sharding = runtime, sharding
-        return runtime.spread_copy(tensor, sharding)
+        return runtime.layouts.spread_copy(tensor, sharding)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        return context.runtime.spread_copy(gradient, context.sharding), None, None
+        return context.runtime.layouts.spread_copy(gradient, context.sharding), None, None

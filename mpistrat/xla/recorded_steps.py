@@ -13,7 +13,7 @@ import torch
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.xla import step_errors
 from mpistrat.xla.compilations import Compilations, name_of
-from mpistrat.xla.runtime import Runtime
+from mpistrat.xla.runtime import Runtime, is_early_read, is_of_host, is_of_inference_mode
 
 
 class RecordedSteps:
@@ -55,26 +55,26 @@ class RecordedSteps:
         """
         name = name_of(fn)
         self._follow_seed()
-        before, on_host = 0, self._runtime.fallbacks()
+        before, on_host = 0, self._runtime.graphs.fallbacks()
         try:
             with _as_no_grad(), self._step(name):
-                before = self._runtime.num_compilations()
+                before = self._runtime.graphs.num_compilations()
                 result = call()
         except RuntimeError as error:
             step_of_rank = f"rank {self._rank}: {name}"
-            if self._runtime.is_early_read(error):
-                left = self._runtime.fallbacks() - on_host
+            if is_early_read(error):
+                left = self._runtime.graphs.fallbacks() - on_host
                 explained = step_errors.early_read(step_of_rank, error, [*left])
-            elif self._runtime.is_of_host(error):
+            elif is_of_host(error):
                 explained = step_errors.array_on_host(step_of_rank, error, brought(), self._device)
-            elif self._runtime.is_of_inference_mode(error):
+            elif is_of_inference_mode(error):
                 explained = step_errors.inference_mode(step_of_rank, error)
             else:
                 raise
             # The tensor that was asked for has lost its value, and as long as it is somewhere nothing is computed.
             traceback.clear_frames(error.__traceback__)
             raise RuntimeError(explained) from error
-        graphs = self._runtime.num_compilations() - before
+        graphs = self._runtime.graphs.num_compilations() - before
         self.compilations.note(fn, (args, kwargs), graphs)
         return result
 

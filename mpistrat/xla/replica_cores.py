@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from mpistrat.xla.core_values import CoreValues
 from mpistrat.xla.random_numbers import DRAWING, NOT_DRAWING, OwnRandomNumbers
 from mpistrat.xla.runtime import INFERENCE_MODE, Runtime
 
@@ -31,21 +32,21 @@ class ReplicaCores:
 
     Attributes:
         inside: whether a step is being recorded.
+        values: of its cores.
     """
 
     def __init__(
         self, runtime: Runtime, cores_of_ranks: Sequence[Sequence[int]], rank: int = 0
     ) -> None:
         self._runtime = runtime
-        self._groups = [list(cores) for cores in cores_of_ranks]
-        self._count = len(self._groups[rank])
-        if len(set().union(*self._groups)) < sum(map(len, self._groups)):
+        groups = [list(cores) for cores in cores_of_ranks]
+        count = len(groups[rank])
+        if len(set().union(*groups)) < sum(map(len, groups)):
             # XLA knows of no other rank: all have the same numbers.
-            self._groups = [self._groups[rank]]
-        self._device = runtime.device(0)
+            groups = [groups[rank]]
+        self.values = CoreValues(runtime, groups, count, lambda: self.inside)
         self._seen: _Seen | None = None
         self._taken: dict[int, _Taken] = {}  # by id of a tensor that the step was given
-        self._numbers: Any = None
 
     @property
     def inside(self) -> bool:
@@ -54,11 +55,11 @@ class ReplicaCores:
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """`Runtime.step` around one replica's work, which all of them do."""
-        own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self._deal_out)
+        own_numbers = OwnRandomNumbers(self._runtime.num_all_devices, self.values.deal_out)
         self._runtime.around_cut = self._cut  # of the strategy that runs: there may be several
         self._seen = seen = _Seen(self._take_in, self._runtime.random_state, own_numbers)
         try:
-            with self._runtime.step(name):
+            with self._runtime.graphs.step(name):
                 try:
                     with seen:
                         yield
@@ -91,9 +92,9 @@ class ReplicaCores:
             if is_pending:
                 continue
             with torch._C._DisableFuncTorch():  # vmap and grad transform what the program computes
-                self._runtime.clear_layout(tensor)
+                self._runtime.layouts.clear_layout(tensor)
                 given = tensor.detach()
-                tensor.data = self._each_its_own(given)
+                tensor.data = self.values.each_its_own(given)
                 self._taken[id(tensor)] = _Taken(given, *self._identity(tensor))
 
     def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
@@ -107,87 +108,18 @@ class ReplicaCores:
             if taken and is_parameter and taken[1:] == self._identity(tensor):
                 tensor.data = taken.given
             else:
-                tensor.data = self._whole(tensor.detach(), tensor.shape)
+                tensor.data = self.values.whole(tensor.detach(), tensor.shape)
         self._taken.clear()
 
     def _settle(self, values: Sequence[torch.Tensor]) -> None:
         """Computed, they are said to be nobody's: the next graph is to find them as the last one did."""
         for tensor, is_pending in zip(values, self._runtime.are_pending(values), strict=True):
             if not is_pending:
-                self._runtime.clear_layout(tensor)
+                self._runtime.layouts.clear_layout(tensor)
 
     def _identity(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Another one once a parameter has been written."""
         return self._runtime.number_of(tensor), tensor._version
-
-    def scatter(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The replicas' values, on the host, each on its core: of the shape of one.
-
-        Raises: ValueError when they differ in shape or dtype.
-        """
-        shape, dtype = values[0].shape, values[0].dtype
-        for number, value in enumerate(values):
-            if value.shape != shape or value.dtype != dtype:
-                raise ValueError(
-                    f"the replicas of a rank run one program, so their values must be alike: replica 0 has {dtype} of "
-                    f"{list(shape)}, replica {number} of this rank {value.dtype} of {list(value.shape)}. Leave out a "
-                    "last batch that cannot be split evenly (DataLoader(drop_last=True)), or start one rank per core"
-                )
-        rows = [value.detach().cpu().unsqueeze(0) for value in values]
-        sharding = self._rows(len(shape))
-        whole = self._runtime.from_rows(rows, sharding, (self._runtime.num_all_devices, *shape))
-        return self._runtime.part_of(whole).reshape(shape)
-
-    def _deal_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rows of a tensor that each core has computed, or could, each to its core."""
-        spread = self._runtime.spread_copy(whole, self._rows(whole.ndim - 1))
-        return self._runtime.part_of(spread).reshape(whole.shape[1:])
-
-    def rows(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The value of each core of this rank, on all of them. Inside a step, or outside."""
-        mine = (torch.arange(self._count, device=self._device) == self.number()).view(
-            self._count, *(1,) * value.ndim
-        )
-        # A sum in which all cores but one have zeros: to cut a spread tensor apart is what GSPMD does badly, if at all.
-        number = value.detach().to(torch.uint8) if value.dtype == torch.bool else value.detach()
-        table = self._sum(torch.where(mine, number.unsqueeze(0), torch.zeros_like(number)))
-        if not self.inside:
-            table = self._whole(table, table.shape)
-        return list(table.to(value.dtype).unbind(0))
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Of all cores of this rank, on each of them. Inside a step, or outside."""
-        return self._sum(self._each_its_own(value.detach()))
-
-    def _each_its_own(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, of which GSPMD knows by an operation with what differs between cores that it is each one's own.
-
-        Where it had to find that out from what is done with it, it ends the process, as for a conversion of its dtype.
-        """
-        return torch.where(self.number() >= 0, value, torch.zeros_like(value))
-
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        return self._runtime.sum_over_devices(value, self._groups)
-
-    def number(self) -> torch.Tensor:
-        """Which replica of this rank a core is; int64, of no dimension. Inside a step, or outside."""
-        if self._numbers is None:
-            numbers = [torch.tensor([i]) for i in range(self._count)]
-            shape = (self._runtime.num_all_devices,)
-            self._numbers = self._runtime.from_rows(numbers, self._rows(0), shape)
-        return self._runtime.part_of(self._numbers).reshape(())
-
-    def _rows(self, ndim: int) -> Any:
-        """Of a tensor with a row for each core of all ranks, of `ndim` more dimensions."""
-        return self._runtime.sharding((self._runtime.num_all_devices,), (0, *(None,) * ndim))
-
-    def _everywhere(self, ndim: int) -> Any:
-        """Of a tensor of `ndim` dimensions that all cores have whole."""
-        return self._runtime.sharding((self._runtime.num_all_devices,), (None,) * ndim)
-
-    def _whole(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What all cores are said to share, of which each has its own."""
-        return self._runtime.whole_of(value.clone(), self._everywhere(len(shape)), shape)
 
 
 class _Taken(NamedTuple):

@@ -142,7 +142,7 @@ class ReplicasOnCores(RecordedReplicas):
     def _of_all(self, leaf: Any) -> Any:
         leaf = arrays.detach(leaf)
         if arrays.is_on_xla(leaf):
-            return PerReplica(self._cores.rows(leaf))
+            return PerReplica(self._cores.values.rows(leaf))
         return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
 
     def _spread(self, structure: Any) -> Any:
@@ -162,7 +162,7 @@ class ReplicasOnCores(RecordedReplicas):
                     f"object, got {value!r:.80}; start one rank per core for anything else"
                 )
             hosts = [arrays.to_host(arrays.as_array(component)) for component in components]
-            return self._cores.scatter([torch.as_tensor(host) for host in hosts])
+            return self._cores.values.scatter([torch.as_tensor(host) for host in hosts])
 
         return nest.map_structure(spread, structure)
 
@@ -175,7 +175,9 @@ class ReplicasOnCores(RecordedReplicas):
         label: str,
     ) -> list[Any]:
         sums = [
-            (self._cores.sum(leaf),) if arrays.is_on_xla(leaf) else self._ops.components(leaf)
+            (self._cores.values.sum(leaf),)
+            if arrays.is_on_xla(leaf)
+            else self._ops.components(leaf)
             for leaf in leaves
         ]
         name = f"{op.name} of {label or '*'}"
@@ -224,7 +226,7 @@ class ReplicasOnCores(RecordedReplicas):
         if not arrays.is_on_xla(value):
             return value
         short = arrays.is_floating(value) and arrays.itemsize(value) < 4
-        return self._cores.sum(value.float() if short else value)
+        return self._cores.values.sum(value.float() if short else value)
 
 
 class _ContextOnCores(ReplicaContext):
@@ -240,7 +242,7 @@ class _ContextOnCores(ReplicaContext):
     @property
     def replica_id_in_sync_group(self) -> Any:
         """This replica's number, 0 <= id < num_replicas_in_sync: a tensor, int64, for it differs by core."""
-        return self._cores.number() + self._first
+        return self._cores.values.number() + self._first
 
 
 def _cut_off(leaf: Any) -> Any:
@@ -256,6 +258,6 @@ def components_on(cores: ReplicaCores, value: Any) -> tuple[Any, ...] | None:
     elif isinstance(value, DistributedValues) or not cores.inside:
         return None
     if isinstance(whole, IndexedSlices):
-        rows = zip(cores.rows(whole.values), cores.rows(whole.indices), strict=True)
+        rows = zip(cores.values.rows(whole.values), cores.values.rows(whole.indices), strict=True)
         return tuple(IndexedSlices(v, i, whole.dense_shape) for v, i in rows)
-    return tuple(cores.rows(whole)) if arrays.is_on_xla(whole) else None
+    return tuple(cores.values.rows(whole)) if arrays.is_on_xla(whole) else None

@@ -17,6 +17,145 @@ EXTRA = "pip install 'mpistrat[tpu]'"
 INFERENCE_MODE = "Cannot set version_counter for inference tensor"  # as torch says it
 
 
+class Graphs:
+    """What is recorded, and computed later."""
+
+    def __init__(self, torch_xla: Any) -> None:
+        self._torch_xla, self._native = torch_xla, torch_xla._XLAC
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """What is recorded inside is one graph, started at the end; one that needs a value earlier is an error.
+
+        Raises: RuntimeError, for which `is_early_read` is true, where the program asks for a value.
+        """
+        graph = self._torch_xla.compile(full_graph=True, name=name)
+        graph.__enter__()
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(
+                Exception
+            ):  # it starts what there is, and may fail of the same cause
+                graph.__exit__(type(error), error, error.__traceback__)
+            raise
+        graph.__exit__(None, None, None)
+
+    @property
+    def recording(self) -> bool:
+        """Whether the program is inside a `step`."""
+        return not self._native._get_allow_execution()
+
+    def num_compilations(self) -> int:
+        """Graphs that this process has compiled."""
+        return int(self._native._xla_counter_value("UncachedCompile") or 0)
+
+    def fallbacks(self) -> Counter[str]:
+        """How often the host has done operations that XLA does not have, or whose results' shapes depend on values."""
+        names = self._native._get_executed_fallback_ops()
+        return Counter({name: int(self._native._xla_counter_value(name) or 0) for name in names})
+
+    @contextlib.contextmanager
+    def allow_execution(self) -> Iterator[None]:
+        """Inside, values may be computed, also in the middle of a step."""
+        before = self._native._get_allow_execution()
+        self._native._set_allow_execution(True)
+        try:
+            yield
+        finally:
+            self._native._set_allow_execution(before)
+
+
+def is_early_read(error: BaseException) -> bool:
+    """Whether `error` says that a step asked for a value before its end."""
+    return isinstance(error, RuntimeError) and "Unexpected execution happens" in str(error)
+
+
+def is_of_host(error: BaseException) -> bool:
+    """Whether `error` says that an operation on XLA's tensors was given one of the host."""
+    return isinstance(error, RuntimeError) and "Expected XLA tensor. Got: torch." in str(error)
+
+
+def is_of_inference_mode(error: BaseException) -> bool:
+    """Whether `error` says that something was computed in torch.inference_mode(), which few operations can."""
+    return isinstance(error, RuntimeError) and INFERENCE_MODE in str(error)
+
+
+class Layouts:
+    """How tensors lie on the devices of one program, as GSPMD says it (Xu et al., arxiv.org/abs/2105.04663).
+
+    Args:
+        num_all_devices: as of `Runtime`.
+        check_dtypes: raises for tensors on the host that would not stay what they are.
+        wait: returns when the devices have done what they were given.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        num_all_devices: int,
+        check_dtypes: Callable[[Sequence[Any]], None],
+        wait: Callable[[], None],
+    ) -> None:
+        self._native, self._num_all_devices = native, num_all_devices
+        self._check_dtypes, self._wait = check_dtypes, wait
+        self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
+
+    def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
+        """That a tensor's dimension d is cut over axis `split[d]` of a mesh of all devices, or whole (None)."""
+        from torch_xla.distributed import spmd
+
+        # torch_xla keeps each mesh that it was asked for a sharding of.
+        key = tuple(mesh_shape), tuple(split)
+        if key not in self._shardings:
+            mesh = spmd.Mesh(list(range(self._num_all_devices)), key[0])
+            self._shardings[key] = mesh.get_op_sharding(key[1])
+        return self._shardings[key]
+
+    def from_rows(self, rows: Sequence[Any], sharding: Any, shape: Sequence[int]) -> Any:
+        """The tensor of `shape` of which this process's devices have `rows`, on the host, in the order of devices."""
+        import torch
+
+        self._check_dtypes(rows)
+        return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
+
+    def part_of(self, tensor: Any) -> Any:
+        """Of a tensor that was laid out: what each device has, as its own, of which nothing is exchanged."""
+        return self._native._spmd_full_to_shard_shape(tensor)
+
+    def whole_of(self, parts: Any, sharding: Any, shape: Sequence[int]) -> Any:
+        """The inverse of `part_of`, for the result of an operation, which is marked as each device's own."""
+        import torch
+        from torch_xla.distributed.spmd import ShardingType
+
+        own = self._native.OpSharding([], [], [], ShardingType.MANUAL)
+        self._native._mark_manual_sharding(parts, own)
+        shape = torch.Size(shape)
+        return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
+
+    def sum_over_devices(self, value: Any, groups: Sequence[Sequence[int]]) -> Any:
+        """Of what is each device's own: the sum over the devices of its group, on each of them."""
+        return self._native._xla_spmd_all_reduce(
+            "sum", value, 1.0, [list(group) for group in groups]
+        )
+
+    def clear_layout(self, tensor: Any) -> None:
+        """Nothing is said any more of how the value of `tensor`, which is computed, lies on the devices."""
+        self._native._xla_clear_sharding(tensor)
+
+    def spread(self, tensor: Any, sharding: Any) -> None:
+        """Lays `tensor` itself out over the devices; a value that is there goes through the host. Not inside a step."""
+        self._wait()  # a value that is being computed cannot be marked
+        self._native._xla_clear_sharding(tensor)  # it takes no second one
+        self._native._xla_mark_sharding(tensor, sharding)
+
+    def spread_copy(self, tensor: Any, sharding: Any) -> Any:
+        """Its value, for which the program says how it is laid out; `tensor` stays as it is."""
+        copy = tensor.clone()
+        self._native._xla_annotate_custom_sharding(copy, sharding)
+        return copy
+
+
 class Runtime:
     """Called by: one thread at a time, as torch's own devices are.
 
@@ -25,6 +164,8 @@ class Runtime:
         was_in_use: the program had used XLA's devices before, which are what they were then.
         num_devices: those of this process.
         num_all_devices: those of all processes that XLA itself connects; on the CPU device `num_devices`.
+        graphs: what is recorded.
+        layouts: how tensors lie on the devices.
         spmd: one program runs on all devices: see `replica_cores`, `logical_devices`.
         cores_of_ranks: with `spmd`, the numbers of each rank's devices among all that XLA knows.
         around_cut: a context for computing what was recorded in the middle of a step, of which these are wanted.
@@ -42,7 +183,6 @@ class Runtime:
         self._runtime = torch_xla_runtime
         self._native: Any = torch_xla._XLAC
         self.was_in_use = bool(self._native._xla_runtime_is_initialized())
-        self._shardings: dict[tuple[tuple[int, ...], tuple[int | None, ...]], Any] = {}
         try:
             self.kind = str(torch_xla_runtime.device_type())
             self.num_devices = int(torch_xla_runtime.addressable_runtime_device_count())
@@ -59,6 +199,8 @@ class Runtime:
             torch.uint32: torch.int64,
             torch.uint64: torch.int64,
         }
+        self.graphs = Graphs(torch_xla)
+        self.layouts = Layouts(self._native, self.num_all_devices, self._check_dtypes, self.wait)
         self.spmd = False
         self.cores_of_ranks: Sequence[Sequence[int]] = []
         self.around_cut: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
@@ -120,7 +262,7 @@ class Runtime:
     def fetch(self, tensors: Sequence[Any]) -> list[Any]:
         """Their values on the host. What was recorded is computed first, all of it, so that nothing is done twice."""
         wanted = list(tensors)
-        with self._execution_allowed():
+        with self.graphs.allow_execution():
             if any(self.are_pending(wanted)):
                 with self.around_cut(wanted):
                     self._torch_xla.sync()
@@ -148,64 +290,6 @@ class Runtime:
         """With which `seed` goes on."""
         return int(self._native._xla_get_rng_seed(str(self.device(0))))
 
-    # Graphs
-
-    @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """What is recorded inside is one graph, started at the end; one that needs a value earlier is an error.
-
-        Raises: RuntimeError, for which `is_early_read` is true, where the program asks for a value.
-        """
-        graph = self._torch_xla.compile(full_graph=True, name=name)
-        graph.__enter__()
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(
-                Exception
-            ):  # it starts what there is, and may fail of the same cause
-                graph.__exit__(type(error), error, error.__traceback__)
-            raise
-        graph.__exit__(None, None, None)
-
-    @property
-    def recording(self) -> bool:
-        """Whether the program is inside a `step`."""
-        return not self._native._get_allow_execution()
-
-    @staticmethod
-    def is_early_read(error: BaseException) -> bool:
-        """Whether `error` says that a step asked for a value before its end."""
-        return isinstance(error, RuntimeError) and "Unexpected execution happens" in str(error)
-
-    @staticmethod
-    def is_of_host(error: BaseException) -> bool:
-        """Whether `error` says that an operation on XLA's tensors was given one of the host."""
-        return isinstance(error, RuntimeError) and "Expected XLA tensor. Got: torch." in str(error)
-
-    @staticmethod
-    def is_of_inference_mode(error: BaseException) -> bool:
-        """Whether `error` says that something was computed in torch.inference_mode(), which few operations can."""
-        return isinstance(error, RuntimeError) and INFERENCE_MODE in str(error)
-
-    def num_compilations(self) -> int:
-        """Graphs that this process has compiled."""
-        return int(self._native._xla_counter_value("UncachedCompile") or 0)
-
-    def fallbacks(self) -> Counter[str]:
-        """How often the host has done operations that XLA does not have, or whose results' shapes depend on values."""
-        names = self._native._get_executed_fallback_ops()
-        return Counter({name: int(self._native._xla_counter_value(name) or 0) for name in names})
-
-    @contextlib.contextmanager
-    def _execution_allowed(self) -> Iterator[None]:
-        before = self._native._get_allow_execution()
-        self._native._set_allow_execution(True)
-        try:
-            yield
-        finally:
-            self._native._set_allow_execution(before)
-
     # Between processes
 
     def all_reduce(self, op: str, tensors: Sequence[Any]) -> list[Any]:
@@ -219,62 +303,6 @@ class Runtime:
             reduce = self._native._xla_spmd_all_reduce
             return [reduce(op, tensor, 1.0, across) for tensor in tensors]
         return [self._xla_model.all_reduce(op, tensor) for tensor in tensors]
-
-    # One program on several devices. What is said of sharding is of GSPMD: arxiv.org/abs/2105.04663
-
-    def sharding(self, mesh_shape: Sequence[int], split: Sequence[int | None]) -> Any:
-        """That a tensor's dimension d is cut over axis `split[d]` of a mesh of all devices, or whole (None)."""
-        from torch_xla.distributed import spmd
-
-        # torch_xla keeps each mesh that it was asked for a sharding of.
-        key = tuple(mesh_shape), tuple(split)
-        if key not in self._shardings:
-            mesh = spmd.Mesh(list(range(self.num_all_devices)), key[0])
-            self._shardings[key] = mesh.get_op_sharding(key[1])
-        return self._shardings[key]
-
-    def from_rows(self, rows: Sequence[Any], sharding: Any, shape: Sequence[int]) -> Any:
-        """The tensor of `shape` of which this process's devices have `rows`, on the host, in the order of devices."""
-        import torch
-
-        self._check_dtypes(rows)
-        return self._native._global_tensor_from_cpu_shards(list(rows), sharding, torch.Size(shape))
-
-    def part_of(self, tensor: Any) -> Any:
-        """Of a tensor that was laid out: what each device has, as its own, of which nothing is exchanged."""
-        return self._native._spmd_full_to_shard_shape(tensor)
-
-    def whole_of(self, parts: Any, sharding: Any, shape: Sequence[int]) -> Any:
-        """The inverse of `part_of`, for the result of an operation, which is marked as each device's own."""
-        import torch
-        from torch_xla.distributed.spmd import ShardingType
-
-        own = self._native.OpSharding([], [], [], ShardingType.MANUAL)
-        self._native._mark_manual_sharding(parts, own)
-        shape = torch.Size(shape)
-        return self._native._spmd_shard_to_full_shape(parts, sharding, shape, parts.dtype)
-
-    def sum_over_devices(self, value: Any, groups: Sequence[Sequence[int]]) -> Any:
-        """Of what is each device's own: the sum over the devices of its group, on each of them."""
-        return self._native._xla_spmd_all_reduce(
-            "sum", value, 1.0, [list(group) for group in groups]
-        )
-
-    def clear_layout(self, tensor: Any) -> None:
-        """Nothing is said any more of how the value of `tensor`, which is computed, lies on the devices."""
-        self._native._xla_clear_sharding(tensor)
-
-    def spread(self, tensor: Any, sharding: Any) -> None:
-        """Lays `tensor` itself out over the devices; a value that is there goes through the host. Not inside a step."""
-        self.wait()  # a value that is being computed cannot be marked
-        self._native._xla_clear_sharding(tensor)  # it takes no second one
-        self._native._xla_mark_sharding(tensor, sharding)
-
-    def spread_copy(self, tensor: Any, sharding: Any) -> Any:
-        """Its value, for which the program says how it is laid out; `tensor` stays as it is."""
-        copy = tensor.clone()
-        self._native._xla_annotate_custom_sharding(copy, sharding)
-        return copy
 
 
 def check_versions() -> None:

@@ -56,7 +56,7 @@ def on_xla(
         plan = dataclasses.replace(plan, devices=())
     else:
         ops = wiring.ops_of(group, None, options)
-        steps = RecordedSteps(runtime, group, runtime.step)
+        steps = RecordedSteps(runtime, group, runtime.graphs.step)
         as_seen = ReplicasOfRank(strategy, group, ops)
         replicas = RecordedReplicas(as_seen, steps, group.worker_devices[0], why_through_the_host)
     sums = LazyAllReduce(communicator, replicas.sum_of_rank)

@@ -66,7 +66,7 @@ def test_inside_a_step_the_value_and_its_gradient_are_laid_out_and_the_tensor_is
 device_input, = RUNTIME.put([torch.arange(32.0).reshape(8, 4)], DEVICE)
 device_input.requires_grad_()
 before = [layout_of(device_input)]
-with RUNTIME.step("step"):
+with RUNTIME.graphs.step("step"):
     hidden = LOGICAL.split(device_input * 2, [1, 4])
     whole = LOGICAL.replicate(LOGICAL.split(device_input, [2, 2]))
     (hidden.sin().sum() + (whole * whole).sum()).backward()
@@ -108,13 +108,13 @@ for name, tensor in tensors.items():
     for parts in ([2, 2], [2, 2], [4, 1], "whole", [1, 4]):
         assert said_of(tensor, parts) is tensor
         shards = shards_of(tensor)
-        with RUNTIME.step("step"), torch.no_grad():
+        with RUNTIME.graphs.step("step"), torch.no_grad():
             tensor += 1
         host_value, = RUNTIME.fetch([tensor.detach()])
         expected = host.to(host_value.dtype) + len(results[name]) + 1
         results[name].append([shards, shards_of(tensor), torch.equal(host_value, expected)])
 long = torch.ones(1000, 1000, device=DEVICE)
-with RUNTIME.step("step"), torch.no_grad():
+with RUNTIME.graphs.step("step"), torch.no_grad():
     for _ in range(20):
         long = long @ long / 1000
     for tensor in tensors.values():

@@ -25,9 +25,9 @@ from support.xla.trained_models import Training
 training = Training(ms.TPUStrategy(gradients="sum"), "{kind}")
 replicas = training.strategy.num_replicas_in_sync
 losses = training.run()
-before = xla.start().num_compilations()
+before = xla.start().graphs.num_compilations()
 training.run()
-again = xla.start().num_compilations() - before
+again = xla.start().graphs.num_compilations() - before
 print(json.dumps([replicas, losses, training.state(), again]))
 """
 KINDS = ["adam", "momentum", "sgd", "synchronized"]
@@ -77,9 +77,9 @@ def test_cores_of_a_rank_train_as_replicas_on_the_cpu(kind: str, cores: int) -> 
 def test_ranks_train_as_replicas_on_the_cpu(kind: str) -> None:
     training = Training(ms.TPUStrategy(gradients="sum"), kind)
     losses = training.run()
-    before = xla.start().num_compilations()
+    before = xla.start().graphs.num_compilations()
     training.run()
-    assert xla.start().num_compilations() == before
+    assert xla.start().graphs.num_compilations() == before
     communicator = training.strategy.extended.communicator
     expected_losses, expected_state = on_the_cpu(kind, of_one_rank(communicator.size, alone()))
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -95,10 +95,10 @@ def test_plain_descent_is_one_graph_of_a_rank_alone() -> None:
     device = strategy.extended.worker_devices[0]
     # Of a size that no other test here has: what was compiled is not compiled again.
     given = [tuple(tensor.to(device) for tensor in batch) for batch in batches(3, examples=11)]
-    before = xla.start().num_compilations()
+    before = xla.start().graphs.num_compilations()
     for batch in given:
         strategy.run(training.step, args=batch)
-    assert xla.start().num_compilations() - before == 1
+    assert xla.start().graphs.num_compilations() - before == 1
     assert strategy.extended.explain().splitlines()[-1] == (
         "Training.step: 1 graph for float32[11,4], float32[11,3]"
     )

@@ -71,10 +71,10 @@ def trained(spread, split, dtype=torch.float32, momentum=0.0):
         targets = torch.randn(8, 4, generator=batches).to(dtype)
         expected = step(host, optimizers[0], inputs, targets, {})
         on_device = RUNTIME.put([inputs, targets], DEVICE)
-        before = RUNTIME.num_compilations()
-        with RUNTIME.step("step"):
+        before = RUNTIME.graphs.num_compilations()
+        with RUNTIME.graphs.step("step"):
             loss = step(device, optimizers[1], *on_device, split)
-        compilations.append(RUNTIME.num_compilations() - before)
+        compilations.append(RUNTIME.graphs.num_compilations() - before)
         pairs = [(expected, loss)]
         for here, there in zip(host.parameters(), device.parameters(), strict=True):
             pairs += [(here.grad, there.grad), (here.detach(), there.detach())]
