@@ -35,5 +35,6 @@ myst_substitutions = {
 
 default_role = "py:obj"  # `name` in a docstring is code, and a link where the name has a page
 autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_inherit_docstrings = False  # what a base class says of a method stands there
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True

@@ -152,7 +152,7 @@ class AutoShardPolicy(enum.Enum):
     """How the workers of a MultiWorkerMirroredStrategy share a dataset out.
 
     AUTO: FILE for a `mpistrat.input.FileDataset`, else DATA.
-    FILE: each worker reads files of its own.
+    FILE: each worker reads files of its own, of which there are at least as many as workers.
     DATA: every worker takes its part of each global batch.
     OFF: every worker reads everything.
     """

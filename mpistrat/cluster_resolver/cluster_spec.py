@@ -49,7 +49,7 @@ class ClusterSpec:
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Raises: ValueError when there is no such job or task."""
+        """The address of a task. Raises: ValueError when there is no such job or task."""
         job = self._job(job_name)
         if task_index not in job:
             raise ValueError(

@@ -17,8 +17,9 @@ TF_CONFIG = "TF_CONFIG"
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Args: task_type, task_id, rpc_layer, environment: instead of what TF_CONFIG says.
+    """The cluster that the variable TF_CONFIG describes, read again at every question.
 
+    Args: task_type, task_id, rpc_layer, environment: instead of what TF_CONFIG says.
     Raises: ValueError (json.JSONDecodeError is one), by the methods, when TF_CONFIG does not describe a cluster.
     """
 

@@ -39,7 +39,10 @@ class UnionResolver(ClusterResolver):
         self._resolvers = cluster_resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """Raises: KeyError when two resolvers give the same index of a job to different tasks."""
+        """The tasks of all resolvers.
+
+        Raises: KeyError when two resolvers give the same index of a job to different tasks.
+        """
         specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec)
         return ClusterSpec(

@@ -27,7 +27,7 @@ class Optional:
         return self._has_value
 
     def get_value(self) -> Any:
-        """Raises: ValueError when there is none."""
+        """The value. Raises: ValueError when there is none."""
         if not self._has_value:
             raise ValueError("the distributed dataset has ended: there is no value")
         return self._value

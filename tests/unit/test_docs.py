@@ -136,9 +136,20 @@ def test_architecture_names_what_exists() -> None:
         file = package / path if (package / path).exists() else TOP / path
         assert file.exists(), path
         assert not name or name in definitions(ast.parse(file.read_text())), f"{path}: {name}"
-    rooms = {file.name for file in package.iterdir() if file.suffix == ".py" or file.is_dir()}
-    for room in rooms - {"__init__.py", "__pycache__"}:
-        assert f"`{room}`" in text or f"`{room}/`" in text, room
+
+
+def test_rooms_are_those_of_the_layers() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", text_of(DOCS / "architecture.md"), re.MULTILINE)
+    rooms = [
+        room.rstrip("/").removesuffix(".py") for row in rows for room in re.findall(r"`(.+?)`", row)
+    ]
+    test = ast.parse(text_of(TOP / "tests/unit/test_layering.py"))
+    (layers,) = (
+        ast.literal_eval(node.value)
+        for node in test.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"
+    )
+    assert rooms == [room for layer in layers for room in layer]
 
 
 def definitions(tree: ast.AST, prefix: str = "") -> Iterator[str]:

@@ -130,7 +130,7 @@ class IteratorOfWorker(Iterator[Any]):
         return next(self._elements)
 
     def get_next(self) -> Any:
-        """Raises: OutOfRangeError at the end."""
+        """The next element. Raises: OutOfRangeError at the end."""
         for element in self._elements:
             return element
         raise OutOfRangeError("the worker's dataset has no more elements")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,6 @@ from mpistrat.tools.bench.surroundings import surroundings
 
 SCHEMA = 1
 SAMPLES = "samples"  # the column that only the file has
-# Where results were written, and where a peer is installed, says nothing of them.
-_FILES = ("--json", "--plot", "--tensorflow")
 
 Row = Mapping[str, Any]
 
@@ -48,7 +46,7 @@ class Report:
             content = {
                 "schema": SCHEMA,
                 "title": self.title,
-                "arguments": _without_files(sys.argv[1:]),
+                "arguments": _arguments_but_files(),
                 "surroundings": self.where,
                 **self.more,
                 "rows": self.rows,
@@ -112,13 +110,12 @@ def oversubscription(where: Row) -> list[str]:
     ]
 
 
-def _without_files(arguments: Sequence[str]) -> list[str]:
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument.split("=")[0] not in _FILES:
-            kept.append(argument)
-        skip = argument in _FILES
-    return kept
+def _arguments_but_files() -> list[str]:
+    """Of the command line: where results were written, and where a peer is installed, says nothing of them."""
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--json", "--plot", "--tensorflow"):
+        files.add_argument(option)
+    return files.parse_known_args()[1]
 
 
 def _cell(value: object) -> str:

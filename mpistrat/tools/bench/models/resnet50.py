@@ -54,4 +54,4 @@ def resnet50(classes: int = 1000) -> nn.Module:
     return nn.Sequential(*stem, *blocks, *head)
 
 
-RESNET50 = Model(resnet50, (3, 224, 224), 1000, examples_per_rank=8)
+MODELS = {"resnet50": Model(resnet50, (3, 224, 224), 1000, examples_per_rank=8)}

@@ -32,4 +32,4 @@ class Transformer(nn.Module):
         return self.logits(self.norm(x)).transpose(1, 2)
 
 
-TRANSFORMER = Model(Transformer, (_LENGTH,), _BYTES, tokens=True, examples_per_rank=16)
+MODELS = {"transformer": Model(Transformer, (_LENGTH,), _BYTES, tokens=True, examples_per_rank=16)}
