@@ -78,8 +78,12 @@ class ParameterServer:
         """When the change that the reply is about outlives this server, if there is a backup."""
         self._backup.when_safe(lambda: self._reply(source, request, outcome))
 
-    def _read(self, read: Callable[..., Any], source: int, request: Request) -> None:
-        self._reply(source, request, outcome_of(lambda: read(*request.body)))
+    def _read(self, read: Callable[[Any, Any], Any], source: int, request: Request) -> None:
+        def work() -> Any:
+            which, what = request.body
+            return read(which, what)
+
+        self._reply(source, request, outcome_of(work))
 
     def _create(self, source: int, request: Request) -> None:
         new: NewArray = request.body
