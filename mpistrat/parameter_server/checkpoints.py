@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
+from mpistrat.parameter_server.snapshot import consistent_snapshot
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class CheckpointsOfJob(CheckpointRole):
 
     @contextlib.contextmanager
     def unchanging(self) -> Iterator[None]:
-        with self._paused(), self._job.client.consistent_snapshot():
+        with self._paused(), consistent_snapshot(self._job.client.routes):
             yield
 
     def already_written(self) -> contextlib.AbstractContextManager[None]:

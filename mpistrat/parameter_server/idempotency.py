@@ -1,20 +1,89 @@
-"""Which updates a server has made: those that carry a number are made once, however often they come.
+"""Updates are made once, however often they come: clients number them, and servers remember the numbers.
 
-Who repeats a piece of work, because the rank that did it has died, repeats their numbers, too; and so does who repeats
-a request, because the server that was asked has died, and another one goes on in its place.
+An update comes again when a worker has died and another one repeats its work, or when a server has died and its backup
+gets the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from mpistrat.errors import FailedPreconditionError
 from mpistrat.parameter_server.protocol import Update
 from mpistrat.parameter_server.tensors import InlineTensor
 
 
+def session_of(client: int) -> int:
+    """The number of a client's session: all its updates outside pieces of work, whose numbers are 0 or more."""
+    return -1 - client
+
+
+class UpdateNumbers:
+    """Numbers a client's updates.
+
+    Args: session: the number of the client's session, if updates outside pieces of work may come again; otherwise None.
+    """
+
+    def __init__(self, session: int | None = None) -> None:
+        # Backward passes on GPUs, and programs, have threads of their own.
+        self._lock = threading.Lock()
+        self._session = session
+        self._numbers = itertools.count()
+        self._open: set[int] = (
+            set()
+        )  # the first number of each push of the session that is not answered
+        self._work: int | None = None
+        self._made: Counter[int] = Counter()  # updates of the piece of work, by array
+
+    @contextlib.contextmanager
+    def within(self, work: int) -> Iterator[None]:
+        """Inside, the updates of all threads belong to a piece of work. Args: work: its number, which grows."""
+        self.begin(work)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, work: int) -> None:
+        """From now on all updates belong to a piece of work, and are numbered as when it was begun before."""
+        with self._lock:
+            self._work = work
+            self._made.clear()
+
+    def end(self) -> None:
+        self._work = None
+
+    def number(self, key: int) -> tuple[int | None, int]:
+        """For the next update of this array: the piece of work, or the session, and the number in it."""
+        with self._lock:
+            if self._work is None:
+                return self._session, 0 if self._session is None else next(self._numbers)
+            self._made[key] += 1
+            return self._work, self._made[key] - 1
+
+    def open(self) -> tuple[int, int]:
+        """Before the updates of a push are numbered.
+
+        Returns: the number to `close` once the push is answered; the number before which all updates are answered.
+        """
+        with self._lock:
+            if self._session is None:
+                return 0, 0
+            opened = next(self._numbers)
+            self._open.add(opened)
+            return opened, min(self._open)
+
+    def close(self, opened: int) -> None:
+        with self._lock:
+            self._open.discard(opened)
+
+
 class IdempotencyCache:
-    """What came of numbered updates: answers, or why they could not be made."""
+    """What came of numbered updates on a server: their values, or the errors for which they could not be made."""
 
     def __init__(self) -> None:
         # By piece of work, then array and number.
@@ -42,7 +111,9 @@ class IdempotencyCache:
         if which not in outcomes:
             try:
                 outcomes[which] = make()
-            except OSError:  # who asked has died, with its memory; it will be asked again
+            except (
+                OSError
+            ):  # the client has died, with its memory; another one sends the update again
                 raise
             except Exception as error:
                 outcomes[which] = error
@@ -52,17 +123,17 @@ class IdempotencyCache:
         return found
 
     def forget(self, over: Sequence[int], over_before: int) -> None:
-        """Nobody repeats these pieces of work any more, nor any with a smaller number than `over_before`."""
+        """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
         for work in over:
             self._outcomes.pop(work, None)
         if over_before > self._over_before:
             self._over_before = over_before
-            # Those that were begun repeatedly are told of by this only. Sessions have numbers below 0.
+            # `over` may lack a piece of work that was begun repeatedly. Sessions have numbers below 0.
             for work in [work for work in self._outcomes if 0 <= work < over_before]:
                 del self._outcomes[work]
 
     def settle(self, session: int, before: int) -> None:
-        """Nobody repeats the session's updates with smaller numbers."""
+        """Nobody repeats the session's updates with numbers below `before`."""
         outcomes = self._outcomes.get(session, {})
         for which in [which for which in outcomes if which[1] < before]:
             del outcomes[which]

@@ -26,20 +26,21 @@ from mpistrat.settings import shared_bytes, stall_seconds
 
 # A notice to workers that run closures: the chief has no more.
 END = "end"
-# Notices: a rank has come to `begin`; all have.
+# Notices: a rank has come to `begin`; all ranks have.
 _HERE, _BEGIN = "here", "begin"
-# A notice: where a checkpoint of the job is.
+# A notice: the path of the job's last checkpoint.
 _CHECKPOINT = "checkpoint"
-_SECONDS_FOR_THE_FIRST = 5.0  # to say why the job ends, and to end it: all would say the same
+# One rank says why the job ends, and ends it. The others, who would say the same, leave it this time.
+_SECONDS_FOR_THE_FIRST = 5.0
 _SECONDS_FOR_THE_OTHERS = 10.0  # to leave, before the chief
 _SECONDS_TO_SEND = 60.0  # at the end, what the others have not read yet
 
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Around all that the ranks do together until `begin`: the death of one is that of the job, until then.
+    """Surrounds all that the ranks do together until `begin`. Until then the death of a rank ends the job.
 
-    Fault tolerant MPI raises errors on the others, and MPI_Finalize would wait for the dead.
+    Fault tolerant MPI raises errors on the other ranks, and MPI_Finalize would wait for the dead.
     """
     try:
         yield
@@ -61,14 +62,19 @@ class ServerJob:
 
     Args:
         comm: the ranks of `roles`.
-        replicated: whether each server keeps second copies of what another one makes.
+        replicated: whether each server has a backup.
     Attributes:
-        outlives_ranks: whether it goes on when one has died: all but a chief can.
-        why_not_fault_tolerant: "" where MPI is.
         roles: who has which task.
+        outlives_ranks: whether the job goes on when a rank has died: all but a chief can.
+        why_not_fault_tolerant: "" where MPI is.
         rpc: to all the ranks.
+        servers: their ranks.
         client: to the servers; also on these.
+        server: this rank's; None on other ranks.
+        coordinator: the rank that lets others run functions, once all have begun; None where there is none.
         ended: whether the chief has said that there is no more to do.
+        is_done: whether this rank neither serves nor uses the servers any more.
+        checkpoint: the path of the last one; "" before.
     """
 
     def __init__(self, comm: MPI.Intracomm, roles: JobRoles, replicated: bool = False) -> None:
@@ -79,28 +85,27 @@ class ServerJob:
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
         channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
         self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
-        self.rpc.describe_death = self._what_died
         self.servers = roles.ranks["ps"]
         self.client = Client(self.rpc, self.servers, replicated)
-        self.ended = False
-        self._done = False
-        self._last_checkpoint = ""  # its path
-        self.rpc.on_lost(self._lost)  # before the server's
-        self._server: ParameterServer | None = None
+        self.coordinator: int | None = None
+        self.ended = self.is_done = False
+        self.checkpoint = ""
+        losses = Losses(self)
+        self.rpc.describe_death = losses.describe
+        self.rpc.on_lost(losses.lost)  # before the server's
+        self.server: ParameterServer | None = None
         if roles.rank in self.servers:
             backup = backups_of(self.servers)[roles.rank] if replicated else None
-            self._server = ParameterServer(
+            self.server = ParameterServer(
                 self.rpc, self.clients, self.trainers, self.trainers[0], backup
             )
         self._here, self._begun = 0, False
-        self._coordinates = False  # whether this rank has others run functions
-        self._coordinator: int | None = None  # the rank that does, once all have begun
         self.rpc.handle(END, lambda source, body: self._end())
         self.rpc.handle(_HERE, self._comes)
-        self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
         self.rpc.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
-        # Runs before the ranks wait for each other at their ends: handlers run last in, first out.
-        # Also where the program has forgotten its strategy by then: the servers wait for it.
+        self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
+        # Exit handlers run last in, first out: this one before the ranks wait for each other. It also runs where the
+        # program has forgotten its strategy by then: the servers wait for it.
         atexit.register(self.done)
 
     @property
@@ -110,7 +115,7 @@ class ServerJob:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks that a coordinator has run functions."""
+        """The ranks that a coordinator lets run functions."""
         return self.roles.ranks["worker"]
 
     @property
@@ -126,13 +131,14 @@ class ServerJob:
         return f"rank {rank}"
 
     def begin(self, coordinates: bool) -> None:
-        """From now on, if MPI is fault tolerant, the death of a rank is not that of the job. Collective.
+        """From now on, if MPI is fault tolerant, the death of a rank does not end the job. Collective.
 
-        Returns when all ranks are here: before, some may wait for others in MPI, which nobody would tell of a death.
+        Returns when all ranks are here: before, some may wait for others in MPI, and nobody would tell them of a death.
 
-        Args: coordinates: whether this rank has others run functions.
+        Args: coordinates: whether this rank lets others run functions.
         """
-        self._coordinates = coordinates
+        if coordinates:
+            self.coordinator = self.rpc.rank
         if not self.outlives_ranks:
             return
         self.rpc.notify(self.servers[0], _HERE, coordinates)
@@ -140,49 +146,57 @@ class ServerJob:
         job_end.go_on_without_the_lost(self.rpc.channel.has_lost)
         job_end.expect_losses(not coordinates)
 
+    def _comes(self, rank: int, coordinates: bool) -> None:
+        self._here += 1
+        self.coordinator = rank if coordinates else self.coordinator
+        if self._here == self.rpc.size:
+            for other in range(self.rpc.size):
+                self.rpc.notify(other, _BEGIN, self.coordinator)
+
+    def _may_begin(self, coordinator: int | None) -> None:
+        self._begun, self.coordinator = True, coordinator
+
     def tell_of_checkpoint(self, path: str) -> None:
-        """Who tells from now on that variables are lost names this checkpoint. Called by: one rank, any thread."""
-        self._last_checkpoint = path
-        if not self._done:
+        """Name this checkpoint where variables are lost from now on, on all ranks. Called by: one rank, any thread."""
+        self.checkpoint = path
+        if not self.is_done:
             for server in self.servers:
                 self.rpc.notify(server, _CHECKPOINT, path)
 
     def _hear_of_checkpoint(self, source: int, path: str) -> None:
-        self._last_checkpoint = path
-        first = next(one for one in self.servers if one not in self.rpc.channel.lost)
-        if self._server is not None and self.rpc.rank == first:
-            for client in self._server.clients - {source}:
+        self.checkpoint = path
+        first = next(rank for rank in self.servers if rank not in self.rpc.channel.lost)
+        if self.server is not None and self.rpc.rank == first:
+            for client in self.server.clients - {source}:
                 self.rpc.notify(client, _CHECKPOINT, path)
 
     def serve(self) -> None:
-        """The work of a server: return when all that use it are done."""
-        assert self._server is not None
-        if not self._done:
+        """Do a server's work; return when all ranks that use it are done. Called by: servers."""
+        if self.server is not None and not self.is_done:
             with interrupts.unheeded():
-                self._server.serve()
+                self.server.serve()
             self._leave()
 
     def done(self) -> None:
-        """This rank does not use the servers any more; with the chief's word, workers do not either."""
-        if self._done:
+        """This rank does not use the servers any more. The chief's `done` lets the workers end, too."""
+        if self.is_done:
             return
         self._leave()
         if self.roles.task_type == "chief":
-            for worker in self.roles.ranks["worker"]:
+            for worker in self.workers:
                 self.rpc.notify(worker, END)
-        if self.rpc.rank not in self.servers:
-            self.client.done()
+        if self.server is None:
+            self.client.routes.leave()
         self._send_the_rest()
-        if self.rpc.rank == self._coordinator and self.rpc.channel.lost:
-            # Nobody waits for the others at the end then; mpirun would kill them if this rank fails.
+        lost = self.rpc.channel.lost
+        if self.outlives_ranks and self.rpc.rank == self.coordinator and lost:
+            # With losses, nobody waits for the others at the end, and mpirun would kill them if this rank fails.
             everybody = self.rpc.size - 1
-            self.rpc.run_until(
-                lambda: len(self.rpc.channel.lost) == everybody, _SECONDS_FOR_THE_OTHERS
-            )
+            self.rpc.run_until(lambda: len(lost) == everybody, _SECONDS_FOR_THE_OTHERS)
 
     def _send_the_rest(self) -> None:
-        """To those that read until they have it: what found no room in a pipe goes out only while this rank reads."""
-        to = (*self.servers, *(self.workers if self._coordinates else ()))
+        """Read until the others have read everything: what found no room in a pipe goes out only meanwhile."""
+        to = (*self.servers, *(self.workers if self.rpc.rank == self.coordinator else ()))
         if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
             names = ", ".join(map(self.name_of, self.rpc.channel.unsent(to)))
             job_end.end_job(
@@ -192,111 +206,118 @@ class ServerJob:
             )
 
     def _leave(self) -> None:
-        self._done = True
+        self.is_done = True
         atexit.unregister(self.done)
 
     def _end(self) -> None:
         self.ended = True
 
-    def _comes(self, rank: int, coordinates: bool) -> None:
-        self._here += 1
-        self._coordinator = rank if coordinates else self._coordinator
-        if self._here == self.rpc.size:
-            for one in range(self.rpc.size):
-                self.rpc.notify(one, _BEGIN, self._coordinator)
 
-    def _may_begin(self, coordinator: int | None) -> None:
-        self._begun, self._coordinator = True, coordinator
+class Losses:
+    """What the death of a rank means for the job, and which rank tells people. Args: job: as this rank sees it."""
 
-    def _what_died(self, rank: int) -> str:
-        died = f"{self.name_of(rank)} has died"
-        if rank not in self.servers:
+    def __init__(self, job: ServerJob) -> None:
+        self._job = job
+
+    def describe(self, rank: int) -> str:
+        """What is said of a rank that has died, in errors and to people."""
+        job, died = self._job, f"{self._job.name_of(rank)} has died"
+        if rank not in job.servers:
             return died
-        routes = self.client.routes
+        routes = job.client.routes
         holder = routes.holder_of(rank)
-        here = None
-        if self._server is not None and holder == self.rpc.rank:
-            here = self._server.backup_copies
-        given_up = list(here.given_up.values()) if here is not None else []
+        names: list[str] = []
+        given_up: list[str] = []
+        if job.server is not None and holder == job.rpc.rank:
+            copies = job.server.backup_copies
+            names, given_up = list(copies.names.values()), list(copies.given_up.values())
         if given_up or routes.is_lost_with(rank):
-            lost = _named(given_up or self.client.names_lost())
-            last = f"from its last checkpoint, {self._last_checkpoint}"
+            last = "it has no checkpoint of a CheckpointManager"
             return (
-                f"{died}, and with it {lost}: the job must be started again, "
-                f"{last if self._last_checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
+                f"{died}, and with it {_quoted(given_up or job.client.names_lost())}: the job must be started again, "
+                + (
+                    f"from its last checkpoint, {job.checkpoint}"
+                    if job.checkpoint
+                    else f"and {last}"
+                )
             )
-        names = _named(list(here.names.values()) if here is not None else [])
-        kept_there = self.name_of(routes.primary_of(rank) or 0)
+        primary = job.name_of(routes.primary_of(rank) or 0)
         return (
-            f"{died}; {self.name_of(holder)} goes on with {names}, of which there is no other copy now, nor of what "
-            f"{kept_there} has made"
+            f"{died}; {job.name_of(holder)} goes on with {_quoted(names)}, of which there is no other copy now, nor of "
+            f"what {primary} has made"
         )
 
-    def _lost(self, rank: int) -> None:
-        """A rank has died, or has left without a word."""
-        if self._done or (self._server is not None and not self._needed(rank)):
+    def lost(self, rank: int) -> None:
+        """A rank has died, or has left without a word. End the job, or let one rank say who goes on."""
+        job = self._job
+        if job.is_done or (
+            job.server is not None and not _is_needed(rank, job, job.server.clients)
+        ):
             return
-        if not self.outlives_ranks:
+        if not job.outlives_ranks:
             self._lost_for_good(rank)
             return
         job_end.end_without_finalize()
-        lost, coordinator = self.rpc.channel.lost, self._coordinator
-        if rank == coordinator and not self.ended:
-            self._end_job(f"{self.name_of(rank)} has died, which tells the others what to do")
+        lost, coordinator = job.rpc.channel.lost, job.coordinator
+        if rank == coordinator and not job.ended:
+            self._end_job(f"{job.name_of(rank)} has died, which tells the others what to do")
         if coordinator in lost:
             return
-        teller = coordinator
-        holder = self.client.routes.holder_of(rank)
-        if holder != rank:
-            teller = holder  # which has the names of what it keeps
-        elif teller is None:
-            teller = next((one for one in self.servers if one not in lost), None)
-        if self.rpc.rank != teller:
+        teller = job.client.routes.holder_of(rank)  # has the names of a dead server's arrays
+        if teller == rank and coordinator is not None:
+            teller = coordinator
+        elif teller == rank:
+            teller = next((server for server in job.servers if server not in lost), -1)
+        if job.rpc.rank != teller:
             return
-        others = [one for one in self.clients if one not in lost and one != coordinator]
-        if rank not in self.servers and not others and coordinator is None:
-            self._end_job(f"{self.name_of(rank)}, the last worker, has died")
-        tell(self._what_died(rank) if rank in self.servers else self._who_goes_on(rank, others))
-
-    def _needed(self, rank: int) -> bool:
-        """Whether this server is to tell of the rank: it is in use, and others did not come to their ends."""
-        assert self._server is not None
-        in_use = self._server.clients
-        return rank in in_use or (rank in self.servers and bool(in_use))
+        others = [client for client in job.clients if client not in {*lost, coordinator}]
+        if rank not in job.servers and not others and coordinator is None:
+            self._end_job(f"{job.name_of(rank)}, the last worker, has died")
+        tell(self.describe(rank) if rank in job.servers else self._who_goes_on(rank, others))
 
     def _who_goes_on(self, lost: int, others: Sequence[int]) -> str:
+        job, died = self._job, f"{self._job.name_of(lost)} has died"
         number = f"{len(others) or 'no'} other worker{'s' * (len(others) != 1)}"
-        if self._coordinator is None:
-            told = f"{self.name_of(lost)} has died; the job goes on with {number}"
-            told += ", and nobody reads its share of the data"
-            workers = [one for one in self.workers if one in others or one == lost]
-            if workers[0] == lost and workers[1:]:
-                told += f"; {self.name_of(workers[1])} saves checkpoints from now on"
-            return told
-        if not others:
-            return f"{self.name_of(lost)} has died, and no worker is left"
-        return f"{self.name_of(lost)} has died; {number} will execute what it had begun"
+        if job.coordinator is not None:
+            if not others:
+                return f"{died}, and no worker is left"
+            return f"{died}; {number} will execute what it had begun"
+        text = f"{died}; the job goes on with {number}, and nobody reads its share of the data"
+        workers = [worker for worker in job.workers if worker in {*others, lost}]
+        if workers[0] == lost and workers[1:]:
+            text += f"; {job.name_of(workers[1])} saves checkpoints from now on"
+        return text
 
     def _lost_for_good(self, rank: int) -> None:
-        """Launchers end the job as soon as they see it, and the observer tells who was the first; some never do."""
-        needed = {*self.servers, *self.roles.ranks.get("chief", ())}
-        if self.rpc.rank in self.servers:
-            needed.update(self.clients)
+        """End the job if this rank needs the other one.
+
+        Launchers end a job as soon as they see a death, and the observer says who was the first; some never do.
+        """
+        job = self._job
+        needed = {*job.servers, *job.roles.ranks.get("chief", ())}
+        if job.server is not None:
+            needed.update(job.clients)
         if rank in needed:
             time.sleep(_SECONDS_FOR_THE_FIRST)
             job_end.end_job(
-                f"ending the job: {self.name_of(rank)} has died, or has left without a word, and "
-                f"{self.name_of(self.rpc.rank)} needs it",
+                f"ending the job: {job.name_of(rank)} has died, or has left without a word, and "
+                f"{job.name_of(job.rpc.rank)} needs it",
                 1,
             )
 
     def _end_job(self, why: str) -> None:
-        alive = [one for one in range(self.rpc.size) if one not in self.rpc.channel.lost]
-        first = next((one for one in self.servers if one in alive), alive[0])
-        if self.rpc.rank != first:
+        job = self._job
+        lost = job.rpc.channel.lost
+        first = next(alive for alive in (*job.servers, *job.clients) if alive not in lost)
+        if job.rpc.rank != first:
             time.sleep(_SECONDS_FOR_THE_FIRST)
         job_end.end_job(f"ending the job: {why}", 1)
 
 
-def _named(names: Sequence[str]) -> str:
+def _is_needed(rank: int, job: ServerJob, clients: set[int]) -> bool:
+    """Whether the rank is a client of this server, or another server while this one is in use."""
+    return rank in clients or (rank in job.servers and bool(clients))
+
+
+def _quoted(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "what it kept"

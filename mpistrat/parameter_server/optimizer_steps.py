@@ -1,4 +1,4 @@
-"""Steps of optimizers on a server: at once, or of all workers' gradients together when they have ended a step."""
+"""Steps of optimizers on a server: at once, or with all workers' gradients together when they have ended a step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,11 @@ import numpy as np
 from mpistrat.communicators.host_views import view_of
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.parameter_server.protocol import Step
 from mpistrat.parameter_server.tables import Table
 
 if TYPE_CHECKING:
     from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServerOptimizer, State
-
-
-class Step(NamedTuple):
-    """What an update asks for whose operand is a gradient.
-
-    Attributes:
-        optimizer: its number, equal on all workers.
-        hyperparameters: of the worker's param group now.
-        round: the worker's step, if the gradients of all workers' steps of this number are to be combined; else None.
-        mean: whether they are combined by their mean over all workers that ended the step, where who sent none counts
-            with zeros, as in `MultiWorkerMirroredStrategy`; else by their sum.
-    """
-
-    optimizer: int
-    hyperparameters: Mapping[str, Any]
-    round: int | None = None
-    mean: bool = False
 
 
 class OptimizerSteps:
@@ -45,17 +29,15 @@ class OptimizerSteps:
     def make(
         self, optimizer: int, recipe: OptimizerRecipe, tables: Sequence[tuple[int, Table, bool]]
     ) -> None:
-        """For arrays, with their numbers and whether each is a part of a variable. Again and again changes nothing."""
+        """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
         from mpistrat.parameter_server.server_optimizers import ServerOptimizer
 
         for key, table, shard in tables:
             if (optimizer, key) not in self._optimizers:
                 lacks = table.spec.is_torch and table.spec.dtype not in np.sctypeDict
+                dtype = table.spec.dtype if lacks else None
                 self._optimizers[optimizer, key] = ServerOptimizer(
-                    view_of(table.array),
-                    recipe,
-                    dtype=table.spec.dtype if lacks else None,
-                    shard=shard,
+                    view_of(table.array), recipe, dtype=dtype, shard=shard
                 )
 
     def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
@@ -64,7 +46,7 @@ class OptimizerSteps:
         Raises: ValueError, TypeError, IndexError: the gradient does not fit.
         """
         optimizer = self._of(step.optimizer, key)
-        gradient = _on_host(gradient)
+        gradient = _map_arrays(view_of, gradient)
         if step.round is None:
             self._take(optimizer, table, gradient, step.hyperparameters)
             return
@@ -74,26 +56,26 @@ class OptimizerSteps:
             pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
                 _check_alike(gradient, pending)
-                pending.gradients[worker], pending.steps[worker] = _copied(gradient), step
+                pending.gradients[worker] = _map_arrays(np.copy, gradient)
+                pending.steps[worker] = step
                 return
 
     def pending_rounds(self, before: int) -> list[int]:
-        """Those with smaller numbers that have not ended."""
+        """The rounds with smaller numbers that have not ended."""
         return sorted(number for number in self._pending if number < before)
 
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
     ) -> list[tuple[str, Exception]]:
-        """All workers have ended the rounds with smaller numbers.
+        """Make the steps of the rounds with smaller numbers, which all workers have ended.
 
         Args: who_ended: how many workers took part in a round.
-        Returns: the names of arrays whose steps failed, and with what; all others have stepped.
+        Returns: the names of arrays whose steps failed, with the errors. All others have stepped.
         """
         failed = []
         for number in self.pending_rounds(before):
-            for (optimizer, key, _), pending in sorted(
-                self._pending.pop(number).items(), key=lambda item: item[0][2]
-            ):
+            of_round = self._pending.pop(number)
+            for (optimizer, key, _), pending in sorted(of_round.items(), key=lambda it: it[0][2]):
                 try:
                     combined = _combined(pending, who_ended(number))
                     numbers = pending.first.hyperparameters
@@ -103,15 +85,15 @@ class OptimizerSteps:
         return failed
 
     def forget(self, worker: int, ended: int) -> None:
-        """It has died, or failed, after so many steps: not all gradients of one that it has begun have come."""
-        for number in [one for one in self._pending if one >= ended]:
+        """Drop the gradients of a worker that has died, or failed, after so many steps: some may not have come."""
+        for number in [number for number in self._pending if number >= ended]:
             of_round = self._pending[number]
             for pending in of_round.values():
                 pending.gradients.pop(worker, None)
             self._pending[number] = {key: one for key, one in of_round.items() if one.gradients}
 
     def adopt(self, other: OptimizerSteps) -> None:
-        """From now on what `other` has, of other arrays, is here."""
+        """Move all optimizers of `other`, which are of other arrays, here."""
         self._optimizers.update(other._optimizers)
         for number, of_round in other._pending.items():
             self._pending.setdefault(number, {}).update(of_round)
@@ -144,7 +126,7 @@ class _Pending(NamedTuple):
 
     @property
     def first(self) -> Step:
-        """That of the lowest rank, whoever came first."""
+        """The step of the lowest rank, whichever came first."""
         return self.steps[min(self.gradients)]
 
 
@@ -157,33 +139,30 @@ def _check_alike(gradient: Any, pending: _Pending) -> None:
             )
 
 
-def _on_host(gradient: Any) -> Any:
+def _map_arrays(function: Callable[[Any], np.ndarray], gradient: Any) -> Any:
     if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(view_of(gradient.values), view_of(gradient.indices))
-    return view_of(gradient)
-
-
-def _copied(gradient: Any) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(gradient.values.copy(), gradient.indices.copy())
-    return gradient.copy()
+        return IndexedSlices(function(gradient.values), function(gradient.indices))
+    return function(gradient)
 
 
 def _combined(pending: _Pending, workers: int) -> Any:
-    """The gradients of so many workers, in the order of their ranks, so that it has the same bits each time."""
+    """The gradients of so many workers, added in the order of their ranks, so that the bits are the same each time."""
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
     divisor = max(workers, len(gradients)) if pending.first.mean else 1
-    first = gradients[0]
-    if isinstance(first, IndexedSlices):
-        values = np.concatenate([one.values for one in gradients])
-        indices = np.concatenate([one.indices for one in gradients])
-        return IndexedSlices(_divided(pending.table, values, divisor), indices)
-    if len(gradients) == 1:
-        return _divided(pending.table, first, divisor)
-    total = _as_numbers(pending.table, first)
-    for one in gradients[1:]:
-        total += _as_numbers(pending.table, one)
-    return _divided(pending.table, first, divisor)
+    total = gradients[0]
+    if isinstance(total, IndexedSlices):
+        values = np.concatenate([gradient.values for gradient in gradients])
+        indices = np.concatenate([gradient.indices for gradient in gradients])
+        total = IndexedSlices(values, indices)
+    else:
+        values = total
+        numbers = _as_numbers(pending.table, total)
+        for gradient in gradients[1:]:
+            numbers += _as_numbers(pending.table, gradient)
+    if divisor > 1:
+        numbers = _as_numbers(pending.table, values)
+        numbers /= divisor
+    return total
 
 
 def _as_numbers(table: Table, memory: np.ndarray) -> Any:
@@ -192,11 +171,4 @@ def _as_numbers(table: Table, memory: np.ndarray) -> Any:
         return memory
     import torch
 
-    return torch.from_numpy(memory).view(getattr(torch, table.spec.dtype))
-
-
-def _divided(table: Table, memory: np.ndarray, divisor: int) -> np.ndarray:
-    if divisor > 1:
-        numbers = _as_numbers(table, memory)
-        numbers /= divisor
-    return memory
+    return torch.from_numpy(memory).view(table.spec.native_dtype)

@@ -1,7 +1,8 @@
-"""A variable whose array is on a server."""
+"""Variables whose arrays are on servers: whole ones, and those whose rows are on several servers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from mpistrat.context import AnyStrategy, get_strategy, has_strategy
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
+from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.updates import fitting_operand
 from mpistrat.variables.variable import Variable
 
@@ -19,12 +21,12 @@ from mpistrat.variables.variable import Variable
 class RemoteVariable(Variable):
     """One array on a server, which every worker reads and changes.
 
-    `read_value` copies the array; what was read before stays what it was. An update is made by the server, at once and
-    whole, between those of other workers; what it returns is the value then where the array is small (4 KB), else the
-    variable, which reads as what it is when it is used.
+    `read_value` copies the array. What was read before stays what it was. The server makes an update at once and whole,
+    between those of other workers. An update returns the value then where the array is small (4 KB), else the variable,
+    which reads as what it is when it is used.
 
     Attributes:
-        address: where it is.
+        address: of the array.
         device: the server, such as "/job:ps/replica:0/task:1/device:CPU:0".
     """
 
@@ -48,11 +50,11 @@ class RemoteVariable(Variable):
 
     @property
     def dtype(self) -> Any:
-        return self.address.spec.empty().dtype
+        return self.address.spec.native_dtype
 
     @property
     def device(self) -> str:
-        task = self._client.servers.index(self.address.server)
+        task = self._client.routes.servers.index(self.address.server)
         return f"/job:ps/replica:0/task:{task}/device:CPU:0"
 
     def read_value(self) -> Array:
@@ -66,7 +68,7 @@ class RemoteVariable(Variable):
         self._update("assign", state)
 
     def sparse_read(self, indices: Any) -> Array:
-        """The rows at `indices`, integers of shape [n], in their order; only they are read."""
+        """The rows at `indices`, integers of shape [n], in their order. Reads these rows only."""
         self._check_strategy()
         rows = arrays.to_numpy(arrays.as_array(arrays.detach_read(indices)))
         if not self.shape:
@@ -85,10 +87,11 @@ class RemoteVariable(Variable):
         return self._client.rows(self.address, rows)
 
     def change(self, method: str, operand: Any) -> Change:
-        """The update, checked here: the server is asked for nothing that does not fit."""
-        fits = fitting_operand(method, self.address.spec.empty(), operand, self.name)
+        """The update, checked here: the server gets no operand that does not fit."""
+        like = self.address.spec.empty()
+        fits = fitting_operand(method, like, operand, self.name)
         if isinstance(fits, IndexedSlices):
-            values = arrays.cast_like(arrays.detach_read(fits.values), self.address.spec.empty())
+            values = arrays.cast_like(arrays.detach_read(fits.values), like)
             indices = arrays.to_numpy(fits.indices).astype(np.int64, copy=False)
             fits = IndexedSlices(values, indices)
         return Change(self.address, method, fits)
@@ -104,3 +107,17 @@ class RemoteVariable(Variable):
                 f"variable {self.name!r} belongs to {self.strategy} and was used while {get_strategy()} is in force; "
                 "strategies must not be mixed"
             )
+
+
+class RemoteShards(ShardedVariable):
+    """A `ShardedVariable` of variables on servers, which change their rows at the same time."""
+
+    variables: list[RemoteVariable]
+
+    def __init__(self, client: Client, variables: Sequence[RemoteVariable], name: str) -> None:
+        super().__init__(list(variables), name)
+        self._client = client
+
+    def _update_shards(self, method: str, operands: Sequence[Any]) -> None:
+        pairs = zip(self.variables, operands, strict=True)
+        self._client.change([variable.change(method, operand) for variable, operand in pairs])

@@ -1,16 +1,21 @@
-"""Which server has what: the one that has made it, or the one that keeps its second copy, when the first has died."""
+"""How a client reaches the servers: a server's backup gets its requests when the server has died."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
+from mpistrat.parameter_server import protocol
+from mpistrat.parameter_server.protocol import Push
 from mpistrat.parameter_server.rpc.endpoint import PendingReply, RpcEndpoint
+from mpistrat.parameter_server.rpc.segments import Mappings
+from mpistrat.parameter_server.tensors import inlined
 
 
 def backups_of(servers: Sequence[int]) -> dict[int, int]:
-    """By server, the one that keeps the second copies of what it makes: the next one, in a ring."""
+    """Each server's backup: the next server, in a ring."""
     return dict(zip(servers, (*servers[1:], servers[0]), strict=True))
 
 
@@ -18,81 +23,96 @@ class Routes:
     """
     Args:
         servers: ranks, in task order.
-        replicated: whether there are second copies.
+        replicated: whether the servers have backups.
     """
 
     def __init__(self, rpc: RpcEndpoint, servers: Sequence[int], replicated: bool = False) -> None:
-        self._rpc = rpc
+        self.rpc, self.servers = rpc, tuple(servers)
         self._backups = backups_of(servers) if replicated else {}
-        self._servers = tuple(servers)
+        self._pushes = itertools.count()
+        self._has_left = False
 
     def copies_of(self, server: int) -> tuple[int, ...]:
-        """The servers that have what is made on `server`, itself first."""
+        """The servers that have the arrays made on `server`, itself first."""
         return (server, self._backups[server]) if server in self._backups else (server,)
 
     def holder_of(self, server: int) -> int:
-        """The one that lives, and is asked for what is made on `server`; that itself, if none does."""
+        """The living server that gets the requests about arrays made on `server`; that itself, if none lives."""
         if server not in self._backups:
             return server
-        living = (one for one in self.copies_of(server) if not self._rpc.channel.has_died(one))
+        living = (copy for copy in self.copies_of(server) if not self.rpc.channel.has_died(copy))
         return next(living, server)
 
     def primary_of(self, rank: int) -> int | None:
-        """The server whose second copies are on this one."""
-        return next((one for one, backup in self._backups.items() if backup == rank), None)
+        """The server whose backup this one is."""
+        return next((server for server, backup in self._backups.items() if backup == rank), None)
 
     def is_lost_with(self, rank: int) -> bool:
-        """Whether this rank had the last copy of what some server has made."""
-        copies = (one for one in map(self.copies_of, self._servers) if rank in one)
-        return any(all(map(self._rpc.channel.has_died, one)) for one in copies)
+        """Whether this rank had the last copy of some server's arrays."""
+        copies = (copies for copies in map(self.copies_of, self.servers) if rank in copies)
+        return any(all(map(self.rpc.channel.has_died, servers)) for servers in copies)
 
-    def call(
-        self, server: int, method: str, body: Any, by_value: Callable[[], Any] | None = None
-    ) -> RoutedRequest:
-        """As `Client.ask`."""
-        return RoutedRequest(self._rpc, self, server, method, body, by_value)
+    def call(self, server: int, method: str, body: Any = None, to: int | None = None) -> Call:
+        """Send a request about arrays made on `server`.
+
+        Args: to: the holder of these arrays for which the body's tensors were packed; None where there are none.
+        Raises: RuntimeError after `leave`.
+        """
+        self.check_use()
+        return Call(self, server, method, body, self.holder_of(server) if to is None else to)
+
+    def next_push(self, servers: Iterable[int]) -> Push | None:
+        """For the messages that go to these servers now; None where there is but one."""
+        to = tuple(servers)
+        return Push(next(self._pushes), to) if len(to) > 1 else None
+
+    def forget(self, over: Sequence[int], over_before: int) -> None:
+        """Nobody repeats the pieces of work `over` any more, nor any with a number below `over_before`."""
+        self._notify_all(protocol.FORGET, (list(over), over_before))
+
+    def leave(self) -> None:
+        """This rank does not use the servers any more."""
+        self._has_left = True
+        self._notify_all(protocol.DONE)
+
+    def _notify_all(self, method: str, body: Any = None) -> None:
+        for server in self.servers:
+            self.rpc.notify(server, method, body)
+
+    def check_use(self) -> None:
+        """Raises: RuntimeError after `leave`."""
+        if self._has_left:
+            raise RuntimeError(
+                "this rank has left the parameter servers (shutdown(), or the program's end): read and change "
+                "variables before"
+            )
 
 
-class RoutedRequest:
-    """A request that goes to the server's backup when the server has died. What is asked of servers can be repeated.
+class Call:
+    """A request that goes to the backup when the server has died. All requests to servers can be repeated."""
 
-    Args: those of `Client.ask`.
-    """
-
-    def __init__(
-        self,
-        rpc: RpcEndpoint,
-        routes: Routes,
-        server: int,
-        method: str,
-        body: Any,
-        by_value: Callable[[], Any] | None,
-    ) -> None:
-        self._rpc, self._routes = rpc, routes
-        self._server, self._method, self._body, self._by_value = server, method, body, by_value
-        self._reply = self._ask(routes.holder_of(server))
-
-    def _ask(self, to: int) -> PendingReply:
-        body = self._body
-        if self._by_value is not None and not self._rpc.channel.shares_memory_with(to):
-            body = self._by_value()
-        return self._rpc.call(to, self._method, body)
+    def __init__(self, routes: Routes, server: int, method: str, body: Any, to: int) -> None:
+        self._routes, self._server = routes, server
+        self._method, self._body = method, body
+        self._reply: PendingReply = routes.rpc.call(to, method, body)
 
     @property
     def come(self) -> bool:
         return self._reply.come
 
     def wait(self, *, limited: bool = True) -> Any:
-        """As that of `PendingReply`."""
+        """As `PendingReply.wait`."""
+        rpc = self._routes.rpc
         while True:
             try:
                 return self._reply.wait(limited=limited)
             except UnavailableError:
                 asked, holder = self._reply.to, self._routes.holder_of(self._server)
-                if asked not in self._rpc.channel.lost:
+                if asked not in rpc.channel.lost:
                     raise
-                if (
-                    holder == asked
-                ):  # since that error was made, the other copy's server may have died, too
-                    raise self._rpc.death_error(asked) from None
-                self._reply = self._ask(holder)
+                if holder == asked:  # the backup may have died, too, since that error was made
+                    raise rpc.death_error(asked) from None
+                body = self._body
+                if not rpc.channel.shares_memory_with(holder):
+                    body = inlined(body, Mappings())
+                self._reply = rpc.call(holder, self._method, body)

@@ -1,7 +1,8 @@
-"""The arrays of a server, its optimizers, and which updates they have had."""
+"""The arrays of a server, their optimizers, and which updates they have had."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,71 +10,101 @@ from typing import Any
 
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.idempotency import IdempotencyCache
-from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
-from mpistrat.parameter_server.protocol import NewArray, Update, Updates
+from mpistrat.parameter_server.idempotency import IdempotencyCache, session_of
+from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
+from mpistrat.parameter_server.protocol import NewArray, Step, Update, Updates
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 from mpistrat.parameter_server.tables import Table
-from mpistrat.parameter_server.tensors import InlineTensor, SharedTensor, inline, unpack
-from mpistrat.parameter_server.update_numbers import session_of
+from mpistrat.parameter_server.tensors import (
+    InlineTensor,
+    PackedTensor,
+    SharedTensor,
+    inline,
+    unpack,
+)
 
-# An answer to an update brings the new value along, up to here.
+# An answer to an update brings the new value along if it has at most so many bytes.
 SMALL_VALUE = 1 << 12
 
 
 class Store:
     """Called by: the thread that serves.
 
-    Args: beside: another one of this process, which is told of the same pieces of work, and maps the same memory.
+    Args:
+        find_elsewhere: is called with the key of each array that is asked for and is not here, and may add it.
+        idempotency, mappings: as below, where two stores of a process share theirs.
     Attributes:
         by_key: the arrays.
-        optimizers: theirs.
-        applied: their numbered updates.
-        mappings: memory of those that send operands.
+        optimizers: of these arrays.
+        idempotency: of their numbered updates.
+        mappings: memory of the processes that send operands.
     """
 
-    def __init__(self, beside: Store | None = None) -> None:
+    def __init__(
+        self,
+        find_elsewhere: Callable[[int], None] = lambda key: None,
+        idempotency: IdempotencyCache | None = None,
+        mappings: Mappings | None = None,
+    ) -> None:
         self.by_key: dict[int, Table] = {}
         self.optimizers = OptimizerSteps()
-        self.idempotency: IdempotencyCache = (
-            IdempotencyCache() if beside is None else beside.idempotency
-        )
-        self.mappings: Mappings = Mappings() if beside is None else beside.mappings
+        self.idempotency = IdempotencyCache() if idempotency is None else idempotency
+        self.mappings = Mappings() if mappings is None else mappings
+        self._find_elsewhere = find_elsewhere
         self._segments = Segments()
 
     def create(self, new: NewArray) -> Table:
-        """Make it, unless that was done."""
-        if new.key in self.by_key:
-            return self.by_key[new.key]
-        table = Table(new.name, new.spec, self._segments)
-        if new.value is not None:
-            with table.writing(updates=0) as array:
-                array[...] = unpack(new.value, self.mappings)
-        self.by_key[new.key] = table
-        return table
+        """Make the array, unless it is here."""
+        if not self.has(new.key):
+            table = Table(new.name, new.spec, self._segments)
+            if new.value is not None:
+                with table.writing(updates=0) as array:
+                    array[...] = unpack(new.value, self.mappings)
+            self.by_key[new.key] = table
+        return self.by_key[new.key]
+
+    def has(self, key: int) -> bool:
+        """Whether the array is here, or can be found elsewhere."""
+        if key not in self.by_key:
+            self._find_elsewhere(key)
+        return key in self.by_key
 
     def table(self, key: int) -> Table:
-        try:
-            return self.by_key[key]
-        except KeyError:
-            raise NotFoundError(
-                f"this server has no array {key}: it has {len(self.by_key)}"
-            ) from None
+        if not self.has(key):
+            raise NotFoundError(f"this server has no array {key}: it has {len(self.by_key)}")
+        return self.by_key[key]
 
-    def update(self, client: int, asks: Updates) -> list[InlineTensor | Exception | None]:
-        """Make updates, but for those that are made; also those after one that fails.
+    def pull(self, key: int, target: PackedTensor | None) -> InlineTensor | None:
+        """The array: in the client's memory `target`, or returned."""
+        table = self.table(key)
+        if isinstance(target, SharedTensor):
+            unpack(target, self.mappings)[...] = table.array
+            return None
+        return inline(table.array).copied()  # MPI may read it later, when the array has changed
 
-        Returns: of each, the value then, if it is small; or why it could not be made.
+    def rows(self, key: int, indices: PackedTensor) -> InlineTensor:
+        table = self.table(key)
+        return inline(table.rows(unpack(indices, self.mappings)))
+
+    def update(self, client: int, updates: Updates) -> list[InlineTensor | None]:
+        """Make the updates that are not made yet, also those after one that fails.
+
+        Returns: for each update, the value then, if it is small. Raises: the first error, once all have been tried.
         """
-        self.idempotency.settle(session_of(client), asks.settled)
-        return [outcome_of(partial(self._update, one, client)) for one in asks.updates]
+        self.idempotency.settle(session_of(client), updates.settled)
+        outcomes = [outcome_of(partial(self._update, update, client)) for update in updates.updates]
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
 
     def _update(self, update: Update, client: int) -> InlineTensor | None:
         table = self.table(update.key)
-        return self.idempotency.once(update, table.name, lambda: self._apply(table, update, client))
+        apply = partial(self._apply, table, update, client)
+        return self.idempotency.once(update, table.name, apply)
 
     def _apply(self, table: Table, update: Update, client: int) -> InlineTensor | None:
-        operand: Any = [unpack(one, self.mappings) for one in update.operand]
+        operand: Any = [unpack(packed, self.mappings) for packed in update.operand]
         operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
         if isinstance(update.method, Step):
             self.optimizers.step(update.key, table, update.method, operand, client)
@@ -81,9 +112,9 @@ class Store:
         table.update(update.method, operand)
         return inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
 
-    def map_operands(self, asks: Updates) -> None:
-        """Raises: OSError when the memory is gone."""
-        for update in asks.updates:
+    def map_operands(self, updates: Updates) -> None:
+        """Map the memory of all operands. Raises: OSError: the memory is gone."""
+        for update in updates.updates:
             for operand in update.operand:
                 if isinstance(operand, SharedTensor):
                     self.mappings.at(operand.handle)
@@ -95,8 +126,21 @@ class Store:
         tables = [(key, self.table(key), shard) for key, shard in arrays]
         self.optimizers.make(optimizer, recipe, tables)
 
+    def optimizer_state(self, optimizer: int, key: int) -> Any:
+        self.has(key)
+        state = self.optimizers.state(optimizer, key)
+        return {name: copy.copy(value) for name, value in state.items()}  # as in `pull`
+
+    def load_optimizer_state(self, optimizer: int, key: int, state: Any) -> None:
+        self.has(key)
+        self.optimizers.load_state(optimizer, key, state)
+
+    def beside(self) -> Store:
+        """An empty store for other arrays of this process, which shares the numbered updates and the mappings."""
+        return Store(idempotency=self.idempotency, mappings=self.mappings)
+
     def adopt(self, other: Store) -> None:
-        """From now on what `other` has is here."""
+        """Move all arrays of `other` here."""
         self.by_key.update(other.by_key)
         self.optimizers.adopt(other.optimizers)
         other.by_key, other.optimizers = {}, OptimizerSteps()

@@ -107,7 +107,7 @@ class ParameterServerStrategy(Strategy):
             job.rpc,
             job.workers,
             references,
-            job.client.forget,
+            job.client.routes.forget,
             self._refresh,
             is_needed=job.client.routes.is_lost_with,
         )
@@ -149,7 +149,7 @@ class ParameterServerStrategy(Strategy):
 
     @contextlib.contextmanager
     def _in_closure(self, closure: int) -> Iterator[None]:
-        with self._extended.job.client.within(closure):
+        with self._extended.job.client.numbers.within(closure):
             if self._modules.made is not None:
                 self._modules.made.clear()
             yield

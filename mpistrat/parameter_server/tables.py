@@ -1,51 +1,50 @@
-"""One array as a server keeps it, and as others read it while the server may be writing."""
+"""An array as its server keeps it, and as other processes read it while the server may be writing."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.node.shared_memory import before_others_see
-from mpistrat.parameter_server.rpc.segments import Region, RegionHandle, Segments
-from mpistrat.parameter_server.tensors import TensorSpec
+from mpistrat.parameter_server.rpc.segments import Segments
+from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec
 from mpistrat.variables.updates import update_in_place
 
-# Before the array: how often it was begun or ended to be written, and how many updates it has had.
+# Before the array: how many times a write has begun or ended, and how many updates there were.
 _HEADER = 64
 _TURN, _UPDATES = 0, 1
 _LOOKS = 3
 _SECONDS_FOR_AN_UPDATE = 0.02
 _PAUSE = 50e-6
 
+T = TypeVar("T")
+
 
 class Table:
     """An array on a server.
 
     Attributes:
-        array: in memory that others of the node map.
-        spec: what it is.
-        updates: how many it has had.
+        spec: what the array is.
+        handle: by which the other processes of the node map it.
+        array: in that memory.
+        shared: the array alone, for a message to a process that maps it.
+        updates: how many the array has had.
     """
 
     def __init__(self, name: str, spec: TensorSpec, segments: Segments) -> None:
         self.name, self.spec = name, spec
-        self._region: Region = segments.make(_HEADER + spec.nbytes)
-        self._words = _words(self._region.memory)
-        self.array: Array = spec.array_in(self._region.memory[_HEADER:])
-
-    @property
-    def handle(self) -> RegionHandle:
-        return self._region.handle
-
-    @property
-    def array_handle(self) -> RegionHandle:
-        return self.handle._replace(first=self.handle.first + _HEADER, nbytes=self.spec.nbytes)
+        region = segments.make(_HEADER + spec.nbytes)
+        self.handle = region.handle
+        numbers = region.part(_HEADER, spec.nbytes)
+        self.shared = SharedTensor(numbers.handle, spec)
+        self.array: Array = spec.array_in(numbers.memory)
+        self._words = _words(region.memory)
 
     @property
     def updates(self) -> int:
@@ -53,7 +52,7 @@ class Table:
 
     @contextlib.contextmanager
     def writing(self, updates: int = 1) -> Iterator[Array]:
-        """Around what changes the array: who reads meanwhile reads again."""
+        """Surrounds each change of the array: a process that reads meanwhile reads again."""
         words = self._words
         words[_TURN] += 1
         before_others_see()
@@ -65,7 +64,7 @@ class Table:
             words[_TURN] += 1
 
     def update(self, method: str, operand: Any) -> None:
-        """`method` of a variable, with an operand that fits."""
+        """Call a variable's method such as "assign_add", with an operand that fits."""
         with self.writing() as array:
             update_in_place(method, array, operand)
 
@@ -74,7 +73,7 @@ class Table:
 
 
 class MappedTable:
-    """A server's table, in the memory of a process that reads it there."""
+    """A server's table, mapped by a process that reads it."""
 
     def __init__(self, spec: TensorSpec, memory: np.ndarray) -> None:
         self._words = _words(memory)
@@ -85,37 +84,33 @@ class MappedTable:
         return self._words[_UPDATES]
 
     def copy_to(self, out: Array) -> bool:
-        """Fill `out`; returns False where the server wrote all the time."""
+        """Fill `out`. Returns: False where the server was writing all the time."""
 
-        def copy() -> None:
+        def copy() -> Array:
             out[...] = self._array
+            return out
 
-        return self._undisturbed(copy)
+        return self._undisturbed(copy) is not None
 
     def rows(self, indices: Any) -> Array | None:
-        """A copy of some rows; None where the server wrote all the time."""
-        found: list[Array] = []
+        """A copy of some rows; None where the server was writing all the time."""
+        return self._undisturbed(lambda: _rows(self._array, indices))
 
-        def copy() -> None:
-            found[:] = [_rows(self._array, indices)]
-
-        return found[0] if self._undisturbed(copy) else None
-
-    def _undisturbed(self, copy: Any) -> bool:
-        """As in Linux's seqlock: what was read while the turn stayed the same, and even, is whole."""
+    def _undisturbed(self, read: Callable[[], T]) -> T | None:
+        """What `read` returns between two writes. As in Linux's seqlock, the turn is even and stays the same."""
         words = self._words
         for _ in range(_LOOKS):
             end = time.monotonic() + _SECONDS_FOR_AN_UPDATE
             while (turn := words[_TURN]) % 2:
                 if time.monotonic() > end:
-                    return False
+                    return None
                 time.sleep(_PAUSE)
             before_others_see()
-            copy()
+            found = read()
             before_others_see()
             if words[_TURN] == turn:
-                return True
-        return False
+                return found
+        return None
 
 
 def _words(memory: np.ndarray) -> memoryview:

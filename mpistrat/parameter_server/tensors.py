@@ -1,20 +1,25 @@
-"""How arrays travel in messages: small ones in them, large ones in memory that both sides map."""
+"""Arrays in messages: small ones in the message itself, large ones in memory that both sides map."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators.host_views import view_of
-from mpistrat.parameter_server.rpc.segments import Buffers, Mappings, Region, RegionHandle
+from mpistrat.parameter_server.rpc.segments import (
+    Buffers,
+    Mappings,
+    Region,
+    RegionHandle,
+    whole_lines,
+)
 
-# Copied through a pipe in pieces; from here on, writing the message into memory of both is quicker.
+# A pipe copies a message in pieces. From this many bytes on, shared memory is quicker.
 _SMALL = 1 << 13
-_LINE = 64
 
 
 class TensorSpec(NamedTuple):
@@ -22,7 +27,7 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         dtype: its name, such as "float32".
-        is_torch: whether it is a tensor.
+        is_torch: whether it is a torch tensor, or a NumPy array.
     """
 
     shape: tuple[int, ...]
@@ -39,28 +44,34 @@ class TensorSpec(NamedTuple):
 
     @property
     def itemsize(self) -> int:
+        size: int = self.native_dtype.itemsize
+        return size
+
+    @property
+    def native_dtype(self) -> Any:
+        """The dtype as an object of its library."""
         if not self.is_torch:
-            return np.dtype(self.dtype).itemsize
+            return np.dtype(self.dtype)
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype.itemsize
+        return getattr(torch, self.dtype)
 
     def empty(self) -> Array:
-        """Such an array, without memory of its own: what others are to be like."""
+        """An array of this spec without memory of its own: a prototype for others."""
         if not self.is_torch:
             return np.broadcast_to(np.empty((), self.dtype), self.shape)
         import torch
 
-        return torch.empty((), dtype=getattr(torch, self.dtype)).expand(self.shape)
+        return torch.empty((), dtype=self.native_dtype).expand(self.shape)
 
     def array_in(self, memory: np.ndarray) -> Array:
-        """Bytes as such an array, in their own memory."""
-        if not self.is_torch:
-            return memory.view(self.dtype).reshape(self.shape)
-        import torch
+        """The bytes `memory` as an array of this spec, in place."""
+        array: Array = memory
+        if self.is_torch:
+            import torch
 
-        return torch.from_numpy(memory).view(getattr(torch, self.dtype)).reshape(self.shape)
+            array = torch.from_numpy(memory)
+        return array.view(self.native_dtype).reshape(self.shape)
 
 
 class SharedTensor(NamedTuple):
@@ -71,14 +82,17 @@ class SharedTensor(NamedTuple):
 
 
 class InlineTensor(NamedTuple):
-    """An array in the message itself. A tensor would bring torch along, and not all dtypes are NumPy's."""
+    """An array in the message itself, as bytes: a tensor would need torch to be unpickled, and NumPy lacks dtypes."""
 
-    data: np.ndarray  # its bytes
+    data: np.ndarray
     spec: TensorSpec
 
     def copied(self) -> InlineTensor:
-        """The same, whatever becomes of the array."""
+        """The same with data of its own, which does not change with the array."""
         return InlineTensor(self.data.copy(), self.spec)
+
+
+PackedTensor = SharedTensor | InlineTensor
 
 
 def inline(array: Array) -> InlineTensor:
@@ -88,34 +102,43 @@ def inline(array: Array) -> InlineTensor:
 
 
 def pack(
-    given: Sequence[Array], buffers: Buffers | None
-) -> tuple[list[SharedTensor | InlineTensor], Region | None]:
+    tensors: Sequence[Array], buffers: Buffers | None
+) -> tuple[list[PackedTensor], Region | None]:
     """Arrays of any device, for a message.
 
-    Args: buffers: whose memory the receiver maps; None where it cannot.
+    Args: buffers: memory that the receiver can map; None where it cannot.
     Returns: also the region to give back once the receiver has read it, if there is one.
     """
-    on_host = [arrays.to_host(arrays.detach(array)) for array in given]
+    on_host = [arrays.to_host(arrays.detach(array)) for array in tensors]
     specs = [TensorSpec.of(array) for array in on_host]
-    rooms = [-(-spec.nbytes // _LINE) * _LINE for spec in specs]
+    rooms = [whole_lines(spec.nbytes) for spec in specs]
     if buffers is None or sum(rooms) <= _SMALL:
         return [inline(array) for array in on_host], None
     region = buffers.take(sum(rooms))
-    packed: list[SharedTensor | InlineTensor] = []
+    packed: list[PackedTensor] = []
     first = 0
     for array, spec, room in zip(on_host, specs, rooms, strict=True):
-        memory = region.memory[first : first + spec.nbytes]
-        spec.array_in(memory)[...] = array
-        handle = region.handle
-        packed.append(
-            SharedTensor(handle._replace(first=handle.first + first, nbytes=spec.nbytes), spec)
-        )
+        part = region.part(first, spec.nbytes)
+        spec.array_in(part.memory)[...] = array
+        packed.append(SharedTensor(part.handle, spec))
         first += room
     return packed, region
 
 
-def unpack(packed: SharedTensor | InlineTensor, mappings: Mappings) -> Array:
+def unpack(packed: PackedTensor, mappings: Mappings) -> Array:
     """The array, in the memory in which it came."""
     if isinstance(packed, InlineTensor):
         return packed.spec.array_in(packed.data)
     return packed.spec.array_in(mappings.at(packed.handle))
+
+
+def inlined(body: Any, mappings: Mappings) -> Any:
+    """A message's body with InlineTensors in place of SharedTensors, for a receiver that cannot map these."""
+    if isinstance(body, SharedTensor):
+        return inline(unpack(body, mappings))
+    if isinstance(body, list):
+        return [inlined(item, mappings) for item in body]
+    if isinstance(body, tuple):
+        items = [inlined(item, mappings) for item in body]
+        return type(body)(*items) if hasattr(body, "_fields") else tuple(items)
+    return body

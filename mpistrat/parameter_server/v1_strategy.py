@@ -107,7 +107,7 @@ class BetweenGraphStrategy(Strategy):
         if job.roles.task_type == "ps":
             job.serve()
             raise SystemExit(0)
-        clock = WorkerClock(job.client, max_staleness)
+        clock = WorkerClock(job.client.routes, max_staleness)
         self._servers = _Servers(job, clock)
         extended = wiring.worker(self, job, devices, variable_partitioner, gradients, clock)
         super().__init__(extended, cluster_resolver or resolver_of(job.roles))

@@ -11,8 +11,7 @@ from mpistrat import arrays
 from mpistrat.context import AnyStrategy
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.parameter_server.client import Address
-from mpistrat.parameter_server.remote_shards import RemoteShards
-from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.remote_variable import RemoteShards, RemoteVariable
 from mpistrat.parameter_server.rpc.remote_errors import attributed_error
 from mpistrat.parameter_server.tensors import TensorSpec
 from mpistrat.variables.aggregating import AggregatingVariable

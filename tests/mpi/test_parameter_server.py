@@ -416,7 +416,7 @@ def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monke
             if makes and when == "on the server":
                 patch.setattr(strategy.extended.job.client, "create", fails)
             if makes and when == "partitioner":
-                patch.setattr(strategy.extended, "partitioner", fails)
+                patch.setattr(strategy.extended.variables, "partitioner", fails)
             how = {"shape": (4, 3), "dtype": "float32"} if when == "second part" else {}
             who = "" if makes else r"worker 0 \(rank \d\) has not made variable 'w.*: FileNot.*: "
             with pytest.raises(FileNotFoundError, match=who + "no weights"):

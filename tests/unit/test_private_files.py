@@ -27,7 +27,7 @@ ALLOWED = {
         "loads",
     ): "copies of ranks' states, which this job's ranks have sent over MPI",
     (
-        "parameter_server/rpc/unpickling.py",
+        "parameter_server/rpc/channel.py",
         "loads",
     ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
     ("parameter_server/store.py", "loads"): "the same",

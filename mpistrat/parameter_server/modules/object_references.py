@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.context import AnyStrategy
 from mpistrat.parameter_server.coordinator.pickling import References
-from mpistrat.parameter_server.remote_shards import RemoteShards
-from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.remote_variable import RemoteShards, RemoteVariable
 from mpistrat.parameter_server.variables import variable_of
 from mpistrat.variables.aggregating import AggregatingVariable
 

@@ -21,7 +21,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Change
 from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
-from mpistrat.parameter_server.optimizer_steps import Step
+from mpistrat.parameter_server.protocol import Step
 from mpistrat.parameter_server.server_optimizers import (
     OptimizerRecipe,
     State,
@@ -162,7 +162,7 @@ class RemoteOptimizer:
                 recipe = OptimizerRecipe.of(optimizer, group)
                 remote: list[RemoteTensor] = [_remote[p][0] for p in new]
                 arrays = [(address, each.split) for each in remote for address in each.addresses]
-                self._client.make_optimizer(self.number, recipe, arrays)
+                self._client.optimizers.make(self.number, recipe, arrays)
                 self._made.update(zip(new, remote, strict=True))
         for parameter, state in list(optimizer.state.items()):
             if parameter in self._made:
@@ -182,7 +182,7 @@ class RemoteOptimizer:
         }
         parts = split_state(whole, remote.rows) if remote.split else [whole]
         for address, part in zip(remote.addresses, parts, strict=True):
-            self._client.load_optimizer_state(self.number, address, part)
+            self._client.optimizers.load_state(self.number, address, part)
 
     def _fetch(self, optimizer: Optimizer) -> None:
         """Put the servers' state into the optimizer's."""
@@ -191,7 +191,7 @@ class RemoteOptimizer:
                 remote: RemoteTensor | None = self._made.get(parameter)
                 if remote is None or parameter in optimizer.state:
                     continue
-                states = [self._client.optimizer_state(self.number, a) for a in remote.addresses]
+                states = [self._client.optimizers.state(self.number, a) for a in remote.addresses]
                 state = join_states(states) if remote.split else states[0]
                 if state:
                     layout = view_of(torch.empty(0, dtype=parameter.dtype)).dtype

@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.parameter_server.client import Address, Change, Client
-from mpistrat.parameter_server.optimizer_steps import Step
+from mpistrat.parameter_server.protocol import Step
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, version
 
 

@@ -1,4 +1,4 @@
-"""Requests, their answers, and notices, between the ranks of a communicator."""
+"""Remote procedure calls between the ranks of a communicator: requests, their replies, and notices."""
 
 from __future__ import annotations
 
@@ -11,65 +11,67 @@ from typing import Any, NamedTuple
 
 from mpistrat.errors import StallError, UnavailableError
 from mpistrat.machine.notices import tell
-from mpistrat.parameter_server.rpc.channel import LOST, Channel
-from mpistrat.parameter_server.rpc.unpickling import Unreadable
+from mpistrat.parameter_server.rpc.channel import LOST, Channel, Unreadable
 
-# Of a message: what it is, then what it says.
-_NOTICE, _REQUEST, _ANSWER, _REFUSAL = range(4)
-SECONDS_BEHIND_ANOTHER = 0.05  # thread that reads: until one looks whether it should
+# The first item of a message.
+_NOTICE, _REQUEST, _REPLY, _ERROR = range(4)
+SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits behind the one that reads, before it checks again
 
 Handler = Callable[[int, Any], None]
 
 
 class Request(NamedTuple):
-    """A request, as its handler gets it."""
+    """A request, as its handler gets it. `ticket` is for the reply."""
 
     ticket: int
     body: Any
 
 
 class PendingReply:
-    """What a request brings, later.
+    """The reply to a request, which arrives later.
 
-    Args: to: the rank that was asked. method: for what.
+    Attributes:
+        to: the rank that was asked.
+        method: what it was asked for.
+        come: whether the reply has arrived.
     """
 
-    __slots__ = ("_answer", "_error", "_rpc", "come", "method", "to")
+    __slots__ = ("_error", "_rpc", "_value", "come", "method", "to")
 
     def __init__(self, rpc: RpcEndpoint, to: int, method: str) -> None:
         self._rpc, self.to, self.method = rpc, to, method
         self.come = False
-        self._answer: Any = None
+        self._value: Any = None
         self._error: BaseException | None = None
 
     def wait(self, *, limited: bool = True) -> Any:
-        """The answer.
+        """Wait for the reply's value.
 
-        Args: limited: False where it depends on a third rank, which may take as long as it lives.
-        Raises: what the other rank refused it with; UnavailableError when that rank has died; StallError when it does
-            not answer within MPISTRAT_STALL_SECONDS.
+        Args: limited: False where the reply depends on a third rank, which may take as long as it lives.
+        Raises: the error that the other rank replied with; UnavailableError when that rank has died; StallError when it
+            does not reply within MPISTRAT_STALL_SECONDS.
         """
         if not self.come:
             self._rpc.wait_for(self, limited)
         if self._error is not None:
             raise self._error
-        return self._answer
+        return self._value
 
-    def put(self, answer: Any, error: BaseException | None = None) -> None:
-        self._answer, self._error = answer, error
+    def resolve(self, value: Any, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
         self.come = True
 
 
 class RpcEndpoint:
-    """Requests and notices over `channel`. It has no thread: whoever waits reads for all threads.
+    """Sends and handles requests and notices. It has no thread: a rank that waits reads for all its threads.
 
     Args:
-        channel: used by nobody else.
+        channel: nobody else may use it.
         name_of: how people call a rank, such as "ps 0 (rank 3)".
-        stall_seconds: how long a rank may take to answer a request; 0 is for ever.
+        stall_seconds: the longest wait for a reply; 0 is for ever.
     Attributes:
         stall_seconds: as given.
-        describe_death: what is said of a rank that has died.
+        describe_death: the text of the error about a rank that has died.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class RpcEndpoint:
         self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
         self._handlers: dict[str, Handler] = {}
-        self._early: dict[str, list[tuple[int, Any]]] = {}  # what came before its handler
+        self._early: dict[
+            str, list[tuple[int, Any]]
+        ] = {}  # messages that came before their handler
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count(1)
         self._open: dict[int, PendingReply] = {}
@@ -95,18 +99,20 @@ class RpcEndpoint:
     def handle(self, method: str, handler: Handler) -> None:
         """Call `handler(source, body)` for each notice of this method, `handler(source, Request)` for each request.
 
-        In the thread that reads, which must not wait for an answer there.
+        The thread that reads calls it. A handler must not wait for a reply.
         """
-        with self._registering:  # what another thread reads meanwhile comes after what came early
+        with (
+            self._registering
+        ):  # messages that another thread reads meanwhile come after the early ones
             self._handlers[method] = handler
-            _call_all(partial(handler, *one) for one in self._early.pop(method, ()))
+            _call_all(partial(handler, *early) for early in self._early.pop(method, ()))
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Call `handler(rank)` once for each rank that dies, in the thread that reads."""
         self._when_lost.append(handler)
 
     def notify(self, to: int, method: str, body: Any = None) -> None:
-        """Send a notice. Called by: any thread."""
+        """Send a notice, which has no reply. Called by: any thread."""
         self.channel.send(to, (_NOTICE, method, body))
 
     def call(self, to: int, method: str, body: Any = None) -> PendingReply:
@@ -116,23 +122,24 @@ class RpcEndpoint:
         self._open[ticket] = reply
         if to in self.channel.lost:
             self._open.pop(ticket, None)
-            reply.put(None, self.death_error(to))
+            reply.resolve(None, self.death_error(to))
         else:
             self.channel.send(to, (_REQUEST, method, ticket, body))
         return reply
 
     def reply(self, source: int, ticket: int, value: Any = None) -> None:
-        self.channel.send(source, (_ANSWER, ticket, value))
+        self.channel.send(source, (_REPLY, ticket, value))
 
     def reply_error(self, source: int, ticket: int, error: BaseException) -> None:
-        """Answer with an error, of a class that can be pickled; the one who asked raises it."""
-        self.channel.send(source, (_REFUSAL, ticket, error))
+        """Reply with an error, whose class must be picklable. The other rank raises it."""
+        self.channel.send(source, (_ERROR, ticket, error))
 
     def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Read, and call handlers, until `until()`; returns False when so many seconds are over before.
+        """Read messages and call handlers until `until()` is true.
 
-        Called by: any thread. What another one reads is looked at as soon as it has been handled.
-        Raises: what a handler has raised, after all that was read with its message has been handled.
+        Called by: any thread. A thread checks `until` again as soon as another thread has handled messages.
+        Returns: False when `seconds` are over before.
+        Raises: the first error of a handler, once all messages that were read with its message have been handled.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while not until():
@@ -141,9 +148,10 @@ class RpcEndpoint:
                 return False
             if self._reading.acquire(blocking=False):
                 try:
-                    # Another thread may have read what was waited for, before this one got to read.
+                    # Another thread may have read the message before this thread got to read.
                     if not until():
-                        _call_all(partial(self._handle, *one) for one in self.channel.receive(left))
+                        received = self.channel.receive(left)
+                        _call_all(partial(self._handle, *message) for message in received)
                 finally:
                     self._reading.release()
                     with self._news:
@@ -156,7 +164,7 @@ class RpcEndpoint:
         return True
 
     def wait_for(self, reply: PendingReply, limited: bool = True) -> None:
-        """Attend until the reply has come. Raises: StallError, if the wait is limited; else that is only told."""
+        """Run until the reply has come. A wait that is not limited only warns. Raises: StallError."""
         if self.run_until(lambda: reply.come, self.stall_seconds or None):
             return
         waited = (
@@ -171,15 +179,15 @@ class RpcEndpoint:
         self.run_until(lambda: reply.come)
 
     def death_error(self, rank: int) -> UnavailableError:
-        """For who needs a rank that has died."""
+        """The error for a caller that needs a rank that has died."""
         return UnavailableError(self.describe_death(rank))
 
     def _handle(self, source: int, message: Any) -> None:
-        if message is LOST or message == LOST:
+        if message == LOST:
             for ticket, reply in list(self._open.items()):
                 if reply.to == source:
                     self._open.pop(ticket, None)
-                    reply.put(None, self.death_error(source))
+                    reply.resolve(None, self.death_error(source))
             _call_all(partial(handler, source) for handler in self._when_lost)
             return
         if isinstance(message, Unreadable):
@@ -187,22 +195,19 @@ class RpcEndpoint:
                 f"what {self.name_of(source)} has sent cannot be unpickled: "
                 f"{type(message.error).__name__}: {message.error}"
             ) from message.error
-        method = message[0]
-        if method == _NOTICE:
-            self._give(message[1], source, message[2])
-        elif method == _REQUEST:
-            _, name, ticket, body = message
-            self._give(name, source, Request(ticket, body))
+        kind, *content = message
+        if kind == _NOTICE:
+            self._dispatch(source, *content)
+        elif kind == _REQUEST:
+            method, ticket, body = content
+            self._dispatch(source, method, Request(ticket, body))
         else:
-            _, ticket, value = message
+            ticket, result = content
             waiting = self._open.pop(ticket, None)
             if waiting is not None:
-                if method == _ANSWER:
-                    waiting.put(value)
-                else:
-                    waiting.put(None, value)
+                waiting.resolve(*((result,) if kind == _REPLY else (None, result)))
 
-    def _give(self, method: str, source: int, body: Any) -> None:
+    def _dispatch(self, source: int, method: str, body: Any) -> None:
         with self._registering:
             handler = self._handlers.get(method)
             if handler is None:
@@ -212,7 +217,7 @@ class RpcEndpoint:
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Call them all. Raises: what the first of those that failed raised, after the others."""
+    """Call all of them. Raises: the first error, after the other calls."""
     errors: list[BaseException] = []
     for call in calls:
         try:

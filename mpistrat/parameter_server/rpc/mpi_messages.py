@@ -1,4 +1,4 @@
-"""Messages between processes of different nodes: MPI, whose progress somebody has to ask for again and again.
+"""Messages between processes of different nodes: MPI, which makes progress only when somebody calls it.
 
 mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -15,15 +15,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.liveness.revocable_group import means_rank_lost
-from mpistrat.parameter_server.rpc.unpickling import read_message
 
 HEAD, BUFFERS = 1, 2  # tags
 
 
 class MpiMessages:
-    """Messages over `comm`, which must be used by nobody else. One thread at a time.
+    """Messages over `comm`, which nobody else may use. One thread at a time.
 
-    What is under way to or from a rank that has died comes to nothing, silently.
+    Messages under way to or from a rank that has died are dropped in silence.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -31,33 +30,35 @@ class MpiMessages:
         self._sent: deque[tuple[int, list[MPI.Request], Any]] = deque()
         self._arriving: dict[int, deque[_Arriving]] = {}  # by source, in its order
         self._dropped: list[_Arriving] = []  # MPI may still write to them
-        self._broken: set[int] = set()  # ranks of which MPI has said that they died
+        self._broken: set[int] = set()  # ranks that MPI has reported as dead
 
     def put(self, to: int, message: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         raw = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
-        first = pickle.dumps((head, [len(one) for one in raw]), protocol=5)
+        first = pickle.dumps((head, [len(data) for data in raw]), protocol=5)
         with self._until_loss_of(to):
             requests = [self._comm.Isend([first, MPI.BYTE], to, HEAD)]
-            requests += [self._comm.Isend([one, MPI.BYTE], to, BUFFERS) for one in raw if len(one)]
+            requests += [
+                self._comm.Isend([data, MPI.BYTE], to, BUFFERS) for data in raw if len(data)
+            ]
             self._sent.append((to, requests, (first, raw)))
         self.flush()
 
     def flush(self) -> bool:
-        """Returns whether something that was under way is not any more."""
+        """Drop the messages that have gone out. Returns: whether there were any."""
         before = len(self._sent)
-        self._dropped = [one for one in self._dropped if not one.is_over()]
+        self._dropped = [message for message in self._dropped if not message.is_over()]
         self._sent = deque(entry for entry in self._sent if not _all_done(entry[1]))
         return len(self._sent) < before
 
     def is_sending(self, to: int) -> bool:
-        """Whether something to this rank is under way."""
+        """Whether a message to this rank is under way."""
         self.flush()
         return any(entry[0] == to for entry in self._sent)
 
     def forget(self, rank: int) -> None:
-        """It has died: what it did not send to its end never comes."""
+        """Drop what a dead rank has not sent to the end: the rest never comes."""
         self._broken.add(rank)
         self._drop(rank)
 
@@ -65,19 +66,18 @@ class MpiMessages:
         self._dropped += self._arriving.pop(source, ())
 
     def failed_ranks(self) -> list[int]:
-        """Those that fault tolerant MPI knows to have died."""
-        comm = self._comm
+        """The ranks that fault tolerant MPI knows to have died."""
         with contextlib.suppress(MPI.Exception):
-            comm.Iprobe()  # lets the news in
-        group, failed = comm.Get_group(), comm.Get_failed()
+            self._comm.Iprobe()  # lets the news in
+        group, failed = self._comm.Get_group(), self._comm.Get_failed()
         try:
             return list(failed.Translate_ranks(None, group))
         finally:
             group.Free()
             failed.Free()
 
-    def read(self) -> Iterator[tuple[int, Any]]:
-        """The messages that have come, with who sent them; those of one sender in its order."""
+    def read(self) -> Iterator[tuple[int, tuple[bytes, list[np.ndarray]]]]:
+        """The messages that have come, as (source, (pickle, buffers)); those of one source in its order."""
         status = MPI.Status()
         while (head := self._probe(status)) is not None:
             if status.source in self._broken:
@@ -86,10 +86,10 @@ class MpiMessages:
                 arriving = _Arriving(self._comm, status.source, head, status.Get_count(MPI.BYTE))
                 self._arriving.setdefault(status.source, deque()).append(arriving)
         for source, queue in list(self._arriving.items()):
-            # The buffers of a message are asked for after those before them: they have one tag.
+            # All buffers have one tag, so those of a message are received after those of the messages before it.
             with self._until_loss_of(source):
                 while queue and queue[0].has_come():
-                    yield source, queue.popleft().message()
+                    yield source, queue.popleft().message
             if not queue or source in self._broken:
                 self._drop(source)
 
@@ -108,41 +108,42 @@ class MpiMessages:
         except MPI.Exception as error:
             if not means_rank_lost(error):
                 raise
-            self._comm.Ack_failed()  # else no message of others is found any more
+            self._comm.Ack_failed()  # otherwise MPI finds no message of other ranks any more
             return None
 
 
 class _Arriving:
-    """A message of which some has come."""
+    """A message that arrives: first its head, then its buffers.
+
+    Attributes:
+        message: its pickle and its buffers, once it has come.
+    """
 
     def __init__(self, comm: MPI.Intracomm, source: int, head: MPI.Message, nbytes: int) -> None:
         self._comm, self._source = comm, source
         self._first = bytearray(nbytes)
         self._requests = [head.Irecv([self._first, MPI.BYTE])]
-        self._head = b""
-        self._buffers: list[np.ndarray] | None = None
+        self._has_head = False
+        self.message: tuple[bytes, list[np.ndarray]] = (b"", [])
 
     def has_come(self) -> bool:
         if not all(request.Test() for request in self._requests):
             return False
-        if self._buffers is None:
-            self._head, lengths = pickle.loads(self._first)
-            self._buffers = [np.empty(length, np.uint8) for length in lengths]
-            self._requests = [
-                self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
-                for buffer in self._buffers
-                if len(buffer)
-            ]
-            return all(request.Test() for request in self._requests)
-        return True
+        if self._has_head:
+            return True
+        head, lengths = pickle.loads(self._first)
+        self.message = head, [np.empty(length, np.uint8) for length in lengths]
+        self._has_head = True
+        self._requests = [
+            self._comm.Irecv([buffer, MPI.BYTE], self._source, BUFFERS)
+            for buffer in self.message[1]
+            if len(buffer)
+        ]
+        return all(request.Test() for request in self._requests)
 
     def is_over(self) -> bool:
         """Whether MPI is done with its buffers."""
         return _all_done(self._requests)
-
-    def message(self) -> Any:
-        assert self._buffers is not None
-        return read_message(self._head, self._buffers)
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:

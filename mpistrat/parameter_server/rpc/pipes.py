@@ -1,8 +1,9 @@
-"""Messages between processes of a node, through a pipe that each of them reads.
+"""Messages between processes of a node: each process reads one pipe, into which the others write.
 
-The others open its writing end as /proc/PID/fd/N: it has no name and no port, and another user's processes may not.
-What is written in one piece of up to PIPE_BUF bytes is never mixed with what others write, nor cut off by the death of
-the writer (pipe(7)), so a message is such pieces. Who waits for one sleeps in the kernel, and wakes as it is written.
+The others open the writing end as /proc/PID/fd/N. It has no name and no port, and other users' processes may not open
+it. A piece of up to PIPE_BUF bytes is written whole: it is neither mixed with other writers' pieces nor cut off by the
+writer's death (pipe(7)). A message consists of such pieces. A reader that waits sleeps in the kernel until one is
+written.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-# Of a piece: who writes, how many bytes follow, and whether they are the message's last.
+# Before each piece: its writer, how many bytes follow, and whether they are the message's last.
 _HEADER = struct.Struct("=IHH")
 _PIECE = select.PIPE_BUF - _HEADER.size
-# The kernel's limit for users; where it allows less (it counts a user's pipes), 64 KB.
+# The kernel's limit for a user's pipe. A user with many pipes gets 64 KB.
 _CAPACITY = 1 << 20
 _AT_ONCE = 1 << 18  # bytes of a read
 
 
 class PipeAddress(NamedTuple):
-    """Of the writing end of a process's pipe."""
+    """The writing end of a process's pipe."""
 
     pid: int
     descriptor: int
@@ -37,14 +38,14 @@ class PipeInbox:
 
     Attributes:
         descriptor: readable when there is something to read.
-        address: for the others.
+        address: where the others write.
     """
 
     def __init__(self) -> None:
         self.descriptor, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
-        # Kept open: the others open it through this process.
+        # The writing end stays open: the others open it through this process.
         self.address = PipeAddress(os.getpid(), writer, os.fstat(writer).st_ino)
         for end in (self.descriptor, writer):
             weakref.finalize(self, os.close, end).atexit = False
@@ -52,9 +53,9 @@ class PipeInbox:
         self._begun: dict[int, bytearray] = {}  # by writer
 
     def read(self, *, everything: bool = False) -> list[tuple[int, bytes | bytearray]]:
-        """The messages that have come, with who wrote them; those of one writer in its order.
+        """The messages that have come, as (writer, message); those of one writer in its order.
 
-        Args: everything: until there is no more; else some, as there may always be more.
+        Args: everything: read until the pipe is empty. Otherwise read once, since others may write all the time.
         """
         found: list[tuple[int, bytes | bytearray]] = []
         while True:
@@ -67,7 +68,7 @@ class PipeInbox:
                 return found
 
     def _take(self, data: bytes, found: list[tuple[int, bytes | bytearray]]) -> int:
-        """Add the messages that `data` completes; returns where the first piece begins that is not whole."""
+        """Add the messages that `data` completes. Returns: where the first piece begins that is not whole."""
         start = 0
         while len(data) - start >= _HEADER.size:
             writer, length, last = _HEADER.unpack_from(data, start)
@@ -85,14 +86,15 @@ class PipeInbox:
         return start
 
     def forget(self, writer: int) -> None:
-        """It has died: what it has begun to write is not ended."""
+        """Drop the message that a dead writer had begun."""
         self._begun.pop(writer, None)
 
 
 class PipeOutbox:
     """The writing end of another process's pipe. One thread at a time.
 
-    Raises: OSError when it cannot be opened from here.
+    Attributes: pid: the reader's process id.
+    Raises: OSError: this process cannot open it.
     """
 
     def __init__(self, address: PipeAddress, writer: int) -> None:
@@ -102,11 +104,11 @@ class PipeOutbox:
             os.close(self.descriptor)
             raise OSError(f"process {address.pid} is another one here")
         weakref.finalize(self, os.close, self.descriptor).atexit = False
-        self._writer = writer
+        self.pid, self._writer = address.pid, writer
         self._unwritten: deque[bytes] = deque()
 
     def put(self, message: bytes) -> bool:
-        """Write it, or what fits; returns whether all did. What did not goes with `flush`."""
+        """Write as many pieces as fit; `flush` writes the rest. Returns: whether all fitted."""
         for start in range(0, max(len(message), 1), _PIECE):
             piece = message[start : start + _PIECE]
             last = start + _PIECE >= len(message)
@@ -114,13 +116,13 @@ class PipeOutbox:
         return self.flush()
 
     def flush(self) -> bool:
-        """Returns whether nothing is left to be written."""
+        """Write what fits of the rest. Returns: whether nothing is left."""
         while self._unwritten:
             try:
                 os.write(self.descriptor, self._unwritten[0])
             except BlockingIOError:
                 return False
-            except BrokenPipeError:  # its reader has died: who cares for that is told otherwise
+            except BrokenPipeError:  # the reader has died, which `Channel` sees by its pidfd
                 self._unwritten.clear()
                 return True
             self._unwritten.popleft()

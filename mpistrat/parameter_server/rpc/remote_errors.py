@@ -1,4 +1,4 @@
-"""Errors of one process, as others raise them: those of classes that only it has come as others."""
+"""Errors of one process, as other processes raise them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 
 from mpistrat import errors
 
-_REFUSALS: tuple[type[Exception], ...] = (
+_KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
     errors.InvalidArgumentError,
     errors.NotFoundError,
     errors.FailedPreconditionError,
@@ -19,18 +19,23 @@ _REFUSALS: tuple[type[Exception], ...] = (
 
 
 def portable_error(error: Exception) -> Exception:
-    """Of a server, for who asked it: what was wrong with the request, as the same error; else all that is known."""
-    for kind in _REFUSALS:
-        if isinstance(error, kind):
-            return kind(str(error))
-    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return RuntimeError(f"the server failed:\n{told}")
+    """A server's error, for the rank that sent the request.
+
+    Returns: an error of the same class, or of a base class that all ranks have; otherwise a RuntimeError with the
+        server's traceback.
+    """
+    for known in _KNOWN_EVERYWHERE:
+        if isinstance(error, known):
+            return known(str(error))
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return RuntimeError(f"the server failed:\n{trace}")
 
 
 def attributed_error(error: BaseException, who: str) -> Exception:
-    """Of a rank, for those that wait for what it did not manage: of the same class, if a text makes one of it.
+    """A rank's error, for the ranks that wait for what it did not manage.
 
-    Args: who: failed at what, such as "worker 0 (rank 0) has not restored".
+    Args: who: the rank and what it failed at, such as "worker 0 (rank 0) has not restored".
+    Returns: an error of the same class, if that is built in or `mpistrat`'s and takes a text; otherwise a RuntimeError.
     """
     text = f"{who}: {type(error).__name__}: {error}"
     if isinstance(error, Exception) and type(error).__module__ in ("builtins", errors.__name__):

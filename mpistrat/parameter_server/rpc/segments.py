@@ -1,4 +1,4 @@
-"""Memory of a process that others of its node map: they read and write it where it lies."""
+"""Memory of a process that the other processes of its node map, to read and write it in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from mpistrat.communicators.node.shared_memory import anonymous_file, mapped
 
 _LINE = 64  # bytes of a cache line
 _PAGE = 4096
-_SLAB = 1 << 22  # what is smaller shares a file
+_SLAB = 1 << 22  # bytes of a file that small regions share
+
+
+def whole_lines(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole cache lines."""
+    return -(-nbytes // _LINE) * _LINE
 
 
 class RegionHandle(NamedTuple):
-    """Where bytes lie: what another process needs to map them."""
+    """All that another process needs to map a region."""
 
     pid: int
     descriptor: int
@@ -29,58 +34,55 @@ class RegionHandle(NamedTuple):
     nbytes: int
 
 
-class Region:
-    """Bytes of this process that others map.
+class Region(NamedTuple):
+    """Bytes of this process, and the handle by which others map them."""
 
-    Attributes:
-        memory: the bytes.
-        handle: for the others.
-    """
+    memory: np.ndarray
+    handle: RegionHandle
 
-    __slots__ = ("handle", "memory")
+    def part(self, first: int, nbytes: int) -> Region:
+        handle = self.handle._replace(first=self.handle.first + first, nbytes=nbytes)
+        return Region(self.memory[first : first + nbytes], handle)
 
-    def __init__(self, memory: np.ndarray, handle: RegionHandle) -> None:
-        self.memory, self.handle = memory, handle
+
+_NOTHING = Region(np.empty(0, np.uint8), RegionHandle(0, 0, 0, 0, 0, 0))
 
 
 class Segments:
-    """Makes regions. A file in memory for each large one; small ones share some, which are kept."""
+    """Makes regions. A large region is a file in memory of its own; small ones share files, which are kept."""
 
     def __init__(self) -> None:
-        self._slab: np.ndarray | None = None
-        self._slab_handle: RegionHandle | None = None
-        self._used = 0
+        self._rest = _NOTHING  # of the file that small regions share
 
     def make(self, nbytes: int) -> Region:
         """`nbytes` of zeros. Raises: OSError, MemoryError."""
         if nbytes >= _SLAB // 4:
-            memory, handle = self._file(nbytes)
-            return Region(memory[:nbytes], handle._replace(nbytes=nbytes))
-        room = -(-max(nbytes, 1) // _LINE) * _LINE
-        if self._slab is None or self._used + room > _SLAB:
-            (self._slab, self._slab_handle), self._used = self._file(_SLAB), 0
-        first, self._used = self._used, self._used + room
-        assert self._slab_handle is not None
-        # Of the memoryview: a slice of a slice of an array refers to the whole array only.
-        memory = self._slab[first : first + nbytes]
-        return Region(memory, self._slab_handle._replace(first=first, nbytes=nbytes))
+            return _region_of_file(nbytes)
+        room = whole_lines(max(nbytes, 1))
+        if room > len(self._rest.memory):
+            self._rest = _region_of_file(_SLAB)
+        region = self._rest.part(0, nbytes)
+        self._rest = self._rest.part(room, len(self._rest.memory) - room)
+        return region
 
-    def _file(self, nbytes: int) -> tuple[np.ndarray, RegionHandle]:
-        descriptor = _new_file()
-        try:
-            os.truncate(descriptor, nbytes)
-            memory = mapped(descriptor, nbytes, own=nbytes)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # Open as long as the memory is used: the others open it through this process.
-        weakref.finalize(memory.base, os.close, descriptor).atexit = False
-        inode = os.fstat(descriptor).st_ino
-        return memory, RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes)
+
+def _region_of_file(nbytes: int) -> Region:
+    descriptor = _new_file()
+    try:
+        os.truncate(descriptor, nbytes)
+        memory = mapped(descriptor, nbytes, own=nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    # The others open the file through this process, so it stays open while the memory is used. Each part of the array
+    # refers to its base.
+    weakref.finalize(memory.base, os.close, descriptor).atexit = False
+    inode = os.fstat(descriptor).st_ino
+    return Region(memory[:nbytes], RegionHandle(os.getpid(), descriptor, inode, nbytes, 0, nbytes))
 
 
 def _new_file() -> int:
-    """Raises: OSError where this process may not open more, by its hard limit."""
+    """Raises: OSError: this process has as many files open as its hard limit allows."""
     try:
         return anonymous_file()
     except OSError as error:
@@ -93,10 +95,7 @@ def _new_file() -> int:
 
 
 class Buffers:
-    """Regions that are used again and again, by size.
-
-    For requests: what the other side is to read or to fill. Called by: any thread.
-    """
+    """Recycled regions, by size, which the other side of a request reads or fills. Called by: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,17 +103,18 @@ class Buffers:
         self._free: dict[int, list[Region]] = {}
 
     def take(self, nbytes: int) -> Region:
-        """A region of at least `nbytes`; give it back."""
-        # Few sizes, so that what is kept is at most twice the largest. Pages that are not written take no memory.
+        """A region of at least `nbytes`, to be given back."""
+        # There are few sizes, so that idle memory is at most twice the largest. Unwritten pages take no memory.
         size = max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes else _PAGE
         with self._lock:
             free = self._free.get(size)
             return free.pop() if free else self._segments.make(size)
 
-    def give_back(self, region: Region) -> None:
-        """Nobody uses it any more, here or elsewhere."""
-        with self._lock:
-            self._free.setdefault(region.handle.nbytes, []).append(region)
+    def give_back(self, region: Region | None) -> None:
+        """Recycle a region that nobody uses any more, here or elsewhere."""
+        if region is not None:
+            with self._lock:
+                self._free.setdefault(region.handle.nbytes, []).append(region)
 
 
 class Mappings:
@@ -124,8 +124,8 @@ class Mappings:
         self._files: dict[tuple[int, int, int], np.ndarray] = {}
 
     def at(self, handle: RegionHandle) -> np.ndarray:
-        """The bytes there. Raises: OSError when the process has died before."""
-        key = (handle.pid, handle.descriptor, handle.inode)
+        """The region's bytes. Raises: OSError: the process had died before."""
+        key = handle[:3]
         memory = self._files.get(key)
         if memory is None:
             path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
@@ -140,6 +140,6 @@ class Mappings:
         return memory[handle.first : handle.first + handle.nbytes]
 
     def forget(self, pid: int | None) -> None:
-        """The process has died."""
+        """Unmap the regions of a process that has died."""
         for key in [key for key in self._files if key[0] == pid]:
             del self._files[key]

@@ -155,7 +155,9 @@ def test_what_a_function_did_before_it_is_repeated_counts_once() -> None:
 
         def twice() -> None:
             step(0)
-            with strategy.extended.job.client.within(1):  # as a worker that repeats the first does
+            with strategy.extended.job.client.numbers.within(
+                1
+            ):  # as a worker that repeats the first does
                 step(0)
 
         coordinator.schedule(twice)

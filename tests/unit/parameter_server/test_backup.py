@@ -9,16 +9,23 @@ import torch
 
 from mpistrat import errors
 from mpistrat.parameter_server import protocol
-from mpistrat.parameter_server.backup import ABANDON, CHANGED
-from mpistrat.parameter_server.gate import ADMIT, HOLD, Push
-from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.protocol import NewArray, Update, Updates
+from mpistrat.parameter_server.idempotency import session_of
+from mpistrat.parameter_server.protocol import (
+    ENDED,
+    FAILED,
+    MAY_BEGIN,
+    NewArray,
+    Push,
+    Step,
+    Update,
+    Updates,
+)
+from mpistrat.parameter_server.replication import ABANDON, CHANGED
 from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
-from mpistrat.parameter_server.staleness import ENDED, FAILED, MAY_BEGIN
+from mpistrat.parameter_server.snapshot import ADMIT, HOLD
 from mpistrat.parameter_server.tensors import TensorSpec, inline, unpack
-from mpistrat.parameter_server.update_numbers import session_of
 from support.parameter_servers.recorded_rpc import RecordedRpc
 
 KEY, PRIMARY, BACKUP, CLIENT, OTHER = 3, 8, 9, 1, 2

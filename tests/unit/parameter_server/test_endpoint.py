@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.parameter_server.rpc.channel import LOST
+from mpistrat.parameter_server.rpc.channel import LOST, read_message
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
-from mpistrat.parameter_server.rpc.unpickling import read_message
 
 NOTICE, ANSWER = 0, 2
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.parameter_server.gate import (
+from mpistrat.parameter_server.snapshot import (
     ADMIT,
     HOLD,
     RELEASE,

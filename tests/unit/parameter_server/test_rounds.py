@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mpistrat.indexed_slices import IndexedSlices
-from mpistrat.parameter_server.optimizer_steps import OptimizerSteps, Step
+from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
+from mpistrat.parameter_server.protocol import Step
 from mpistrat.parameter_server.rpc.segments import Segments
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
 from mpistrat.parameter_server.tables import Table

@@ -33,6 +33,9 @@ class Channel:
         self.lost.update(source for source, message in batch if message is LOST)
         return batch
 
+    def shares_memory_with(self, rank: int) -> bool:
+        return False
+
     def has_died(self, rank: int) -> bool:
         return rank in self.lost | self.dead
 

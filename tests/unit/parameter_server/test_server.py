@@ -7,14 +7,21 @@ import pytest
 import torch
 
 from mpistrat import errors
-from mpistrat.parameter_server.gate import ADMIT, HOLD, RELEASE, Push
-from mpistrat.parameter_server.optimizer_steps import Step
-from mpistrat.parameter_server.protocol import NewArray, Update, Updates
+from mpistrat.parameter_server.protocol import (
+    ENDED,
+    FAILED,
+    MAY_BEGIN,
+    NewArray,
+    Push,
+    Step,
+    Update,
+    Updates,
+)
 from mpistrat.parameter_server.rpc.remote_errors import portable_error
 from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServerOptimizer
-from mpistrat.parameter_server.staleness import ENDED, FAILED, MAY_BEGIN
+from mpistrat.parameter_server.snapshot import ADMIT, HOLD, RELEASE
 from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec, inline, unpack
 from support.parameter_servers.recorded_rpc import RecordedRpc
 

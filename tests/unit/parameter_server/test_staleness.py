@@ -1,12 +1,12 @@
 """Stale synchronous parallel: who may begin a step, and who holds whom back."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.staleness import MAY_BEGIN, STEPS, ServerClock, WorkerClock
+from mpistrat.parameter_server.protocol import MAY_BEGIN, STEPS
+from mpistrat.parameter_server.staleness import ServerClock, WorkerClock
 from support.parameter_servers.recorded_rpc import RecordedRpc
 
 
@@ -68,14 +68,16 @@ def test_rounds_are_told_before_anybody_may_begin() -> None:
     assert len(rpc.replies) == 1
 
 
-class _Client:
+class _Routes:
     """Of a worker, whose requests go to the clocks of servers in this process."""
 
     def __init__(self, rank, servers):
         self.servers, self.rpc, self._rank = list(range(len(servers))), self, rank
         self._rpcs, self._clocks = zip(*servers, strict=True)
         self.called = 0
-        self.routes = SimpleNamespace(copies_of=lambda server: (server,))
+
+    def copies_of(self, server):
+        return (server,)
 
     def next_push(self, servers):
         return None
@@ -98,7 +100,7 @@ class _Client:
 @pytest.mark.parametrize(("k", "num_servers"), [*itertools.product([0, 1, 3, None], [1, 3])])
 def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
     servers = [clock_of([0, 1, 2])[:2] for _ in range(num_servers)]
-    clients = [_Client(rank, servers) for rank in range(3)]
+    clients = [_Routes(rank, servers) for rank in range(3)]
     clocks = [WorkerClock(client, k) for client in clients]
     rng = np.random.default_rng(num_servers)
     most = 0
@@ -121,7 +123,7 @@ def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
 
 def test_a_step_that_sent_something_to_combine_ends_when_all_have_ended_it() -> None:
     servers = [clock_of([0, 1])[:2] for _ in range(2)]
-    one, other = (_Client(rank, servers) for rank in range(2))
+    one, other = (_Routes(rank, servers) for rank in range(2))
     clock = WorkerClock(one, 0)
     clock.end()  # nothing was sent
     WorkerClock(other, 0).end()

@@ -1,0 +1,225 @@
+"""Primary-backup replication: a server's backup, which is another server, goes on with its arrays when it has died.
+
+The primary forwards all changes of the arrays made on it, in the order in which it makes them, and answers for a change
+when the backup has made it, too. Clients send the requests that the primary has not answered again, to the backup. A
+reader may see a change that is not answered for yet. That change is lost if the primary and the client both die.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from mpistrat.arrays import Array
+from mpistrat.errors import UnavailableError
+from mpistrat.machine.notices import tell
+from mpistrat.parameter_server import protocol
+from mpistrat.parameter_server.protocol import NewArray, Updates
+from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
+from mpistrat.parameter_server.rpc.segments import Buffers, Region
+from mpistrat.parameter_server.snapshot import Gate
+from mpistrat.parameter_server.store import Store, outcome_of
+from mpistrat.parameter_server.tables import Table
+from mpistrat.parameter_server.tensors import PackedTensor, inline, pack
+
+# Notices between the two. CHANGE: number, method, source and body of a change. CHANGED: the number of a change that was
+# tried, and why it could not be made, or "". ABANDON: the backup is to forget everything.
+CHANGE, CHANGED, ABANDON = "change of a backup", "changed backup", "abandon backup"
+
+
+@dataclass
+class Forwarded:
+    """A change that was forwarded.
+
+    Attributes:
+        failed: whether it failed on the primary; to be set before the next message is read.
+        region: memory that the message refers to, if there is any.
+        waiting: calls that wait until the backup has made it.
+    """
+
+    number: int
+    region: Region | None = None
+    failed: bool = False
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Backup:
+    """A server's backup, as the server sees it.
+
+    Args: rank: of the backup; None for a server without one.
+    """
+
+    def __init__(self, rpc: RpcEndpoint, rank: int | None) -> None:
+        self._rpc, self._rank = rpc, rank
+        self._buffers = Buffers()
+        self._names: dict[int, str] = {}  # of the arrays that the backup has, by key
+        self._forwarded: deque[Forwarded] = deque()
+        self._count = 0
+        rpc.handle(CHANGED, lambda source, body: self._changed(*body))
+
+    def covers(self, keys: Iterable[int]) -> bool:
+        """Whether the backup has these arrays."""
+        return self._rank is not None and all(key in self._names for key in keys)
+
+    def forward(
+        self, method: str, source: int, body: Any, region: Region | None = None
+    ) -> Forwarded:
+        """Let the backup, if there is one, make the change that `source` asked for."""
+        forwarded = Forwarded(self._count + 1, region)
+        if self._rank is not None:
+            self._rpc.notify(self._rank, CHANGE, (forwarded.number, method, source, body))
+            self._count = forwarded.number  # after what may fail
+            self._forwarded.append(forwarded)
+        return forwarded
+
+    def forward_new(self, source: int, new: NewArray, table: Table) -> None:
+        """Let the backup make an array that was made here, and that nobody changes before it is answered for."""
+        if self._rank is None:
+            return
+        value: PackedTensor | None = None
+        if new.value is not None:
+            value = table.shared if self._shares_memory(self._rank) else inline(table.array)
+        self.forward(protocol.CREATE, source, new._replace(value=value))
+        self._names[new.key] = new.name
+
+    def forward_updates(
+        self, source: int, updates: Updates, operands: Sequence[Array]
+    ) -> Forwarded:
+        """Args: operands: of all updates. They are packed in this process's memory: the client's goes with it."""
+        shares_memory = self._rank is not None and self._shares_memory(self._rank)
+        packed, region = pack(operands, self._buffers if shares_memory else None)
+        parts = iter(packed)
+        again = [
+            update._replace(operand=list(islice(parts, len(update.operand))))
+            for update in updates.updates
+        ]
+        return self.forward(protocol.UPDATE, source, updates._replace(updates=again), region)
+
+    def when_safe(self, call: Callable[[], None]) -> None:
+        """Call it when the backup has made all changes forwarded so far; now, where there are none."""
+        if self._forwarded:
+            self._forwarded[-1].waiting.append(call)
+        else:
+            call()
+
+    def lost(self, rank: int) -> None:
+        if rank == self._rank:
+            self._end()
+
+    def _shares_memory(self, rank: int) -> bool:
+        return self._rpc.channel.shares_memory_with(rank)
+
+    def _changed(self, number: int, why_not: str) -> None:
+        if self._rank is None:
+            return
+        forwarded = self._forwarded[0]
+        assert forwarded.number == number, (forwarded.number, number)
+        if bool(why_not) != forwarded.failed:
+            self._rpc.notify(self._rank, ABANDON)  # before an answer for what the backup lacks
+            names = ", ".join(map(repr, self._names.values()))
+            tell(
+                f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, for that "
+                f"came to differ: {why_not or 'it could do what failed here'}"
+            )
+            self._end()
+            return
+        self._forwarded.popleft()
+        self._buffers.give_back(forwarded.region)
+        for call in forwarded.waiting:
+            call()
+
+    def _end(self) -> None:
+        self._rank = None
+        forwarded, self._forwarded = self._forwarded, deque()
+        for change in forwarded:
+            for call in change.waiting:
+                call()
+
+
+class BackupCopies:
+    """The copies of another server's arrays, on the server that is its backup.
+
+    They change only as the primary says, in its order, until it has died.
+
+    Args:
+        store: this server's own, which shares its memory with the copies, and gets them when the primary has died.
+        gate: remembers what has passed the primary's gate, for clients that ask this server in its place.
+        taken_over: is called when `store` has got the copies.
+    Attributes:
+        copies: a store of their own.
+        primary: the primary's rank, once it has forwarded something.
+        names: of the arrays, by key.
+        given_up: the names of arrays whose copies came to differ.
+    """
+
+    def __init__(
+        self, rpc: RpcEndpoint, store: Store, gate: Gate, taken_over: Callable[[], None]
+    ) -> None:
+        self._rpc, self._own, self._gate, self._taken_over = rpc, store, gate, taken_over
+        self.copies = store.beside()
+        self._is_over = False  # the primary's changes do not count any more
+        self.primary: int | None = None
+        self.names: dict[int, str] = {}
+        self.given_up: dict[int, str] = {}
+        rpc.handle(CHANGE, self._change)
+        rpc.handle(ABANDON, lambda source, _: self._give_up())
+
+    def claim(self, key: int) -> None:
+        """Take over if this array is among the copies: clients ask here when the primary has died.
+
+        Raises: UnavailableError: the array's copy was given up.
+        """
+        if key in self.given_up:
+            raise UnavailableError(
+                f"{self.given_up[key]!r} is lost: the server that kept it has died, and its replica had been given up "
+                "before; the job must be started again, from its last checkpoint"
+            )
+        if key in self.copies.by_key:
+            self._take_over()
+
+    def lost(self, rank: int) -> None:
+        if rank == self.primary:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """What the primary may still have sent does not count: clients ask again, here."""
+        self._is_over = True
+        self._own.adopt(self.copies)
+        self._taken_over()
+
+    def _change(self, primary: int, body: tuple[int, str, int, Any]) -> None:
+        number, method, source, change = body
+        self.primary = primary
+        outcome = outcome_of(partial(self._make, method, source, change))
+        why_not = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else ""
+        self._rpc.notify(primary, CHANGED, (number, why_not))
+
+    def _make(self, method: str, source: int, change: Any) -> None:
+        if self._is_over:  # only a primary that lives against all evidence gets this error
+            raise RuntimeError("another server has taken over")
+        store = self.copies
+        if method == protocol.CREATE:
+            self.names[change.key] = store.create(change).name
+        elif method == protocol.UPDATE:
+            self._gate.passed(source, change.push)
+            store.update(source, change)
+        elif method == protocol.MAKE_OPTIMIZER:
+            store.make_optimizer(*change)
+        elif method == protocol.LOAD_OPTIMIZER_STATE:
+            store.load_optimizer_state(*change)
+        elif method == protocol.DROP_GRADIENTS:
+            store.optimizers.forget(source, change)
+        elif method == protocol.END_ROUNDS:
+            before, who_ended = change
+            for name, error in store.optimizers.end_rounds(before, who_ended.__getitem__):
+                raise RuntimeError(f"the step of {name!r}") from error
+        else:
+            raise ValueError(f"a backup knows no change {method!r}")
+
+    def _give_up(self) -> None:
+        self.given_up, self.names = self.names, {}
+        self.copies = self._own.beside()  # drops the arrays, and their optimizers' state

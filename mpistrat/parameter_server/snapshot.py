@@ -1,0 +1,177 @@
+"""Consistent snapshot: a client reads all servers as they are at one time.
+
+The client pauses updates on every server, one after the other, and then drains the pushes that some servers have made
+and others not: their parts pass the gates, so that what the client reads has a push on all its servers, or on none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mpistrat.errors import UnavailableError
+from mpistrat.parameter_server.protocol import Push
+from mpistrat.parameter_server.routes import Routes
+from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
+
+# The client's messages: a request to pause, a request to let these parts of pushes pass, and a notice to go on.
+HOLD, ADMIT, RELEASE = "hold", "admit", "release"
+# Pushes per client and part. A client waits for a push before it begins the next, in each of its threads.
+REMEMBERED = 16
+
+_PartOfPush = tuple[int, int, "int | None"]  # client, number, part
+
+
+class Gate:
+    """Of a server: other clients' changes wait here while one client holds it.
+
+    Args: when_safe: calls its argument when all that has passed outlives this server.
+    """
+
+    def __init__(
+        self,
+        rpc: RpcEndpoint,
+        when_safe: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
+        self._rpc, self._when_safe = rpc, when_safe
+        self._holder: int | None = None
+        self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
+        self._next: deque[tuple[int, Request]] = deque()  # HOLD requests of other clients
+        self._passed: dict[tuple[int, int | None], deque[Push]] = defaultdict(
+            lambda: deque(maxlen=REMEMBERED)
+        )  # by client and part
+        self._admitted: set[_PartOfPush] = set()  # may pass, and have not come yet
+        self._admission: Request | None = None  # is answered when all of these have come
+        rpc.handle(HOLD, self._hold)
+        rpc.handle(ADMIT, self._admit)
+        rpc.handle(RELEASE, lambda source, _: self._release(source))
+
+    def enter(self, source: int, push: Push | None, work: Callable[[], None]) -> None:
+        """Call `work` now, or when the gate is open again. Args: push: where other servers get parts of it, too."""
+        part = push and (source, push.number, push.part)
+        admitted = part in self._admitted
+        if self._holder not in (None, source) and not admitted:
+            self._held.append((source, push, work))
+            return
+        self.passed(source, push)
+        work()
+        if part and admitted:
+            self._admitted.discard(part)
+            self._answer_if_all_came()
+
+    def passed(self, source: int, push: Push | None) -> None:
+        """Remember that a push has passed, here or on the server whose backup this is."""
+        if push is not None:
+            self._passed[source, push.part].append(push)
+
+    def lost(self, rank: int) -> None:
+        """Wait for nothing of a rank that has died."""
+        self._admitted = {part for part in self._admitted if part[0] != rank}
+        self._answer_if_all_came()
+        self._release(rank)
+
+    def _hold(self, source: int, request: Request) -> None:
+        if self._holder is not None:
+            self._next.append((source, request))
+            return
+        self._holder = source
+        passed = {which: list(pushes) for which, pushes in self._passed.items()}
+        self._rpc.reply(source, request.ticket, passed)
+
+    def _admit(self, source: int, request: Request) -> None:
+        self._admission = request
+        self._admitted = set(request.body)
+        self._enter_again()  # also what the dead have sent: it has come whole
+        lost = self._rpc.channel.lost
+        self._admitted = {part for part in self._admitted if part[0] not in lost}
+        self._answer_if_all_came()
+
+    def _enter_again(self) -> None:
+        held, self._held = self._held, []
+        for change in held:
+            self.enter(*change)
+
+    def _answer_if_all_came(self) -> None:
+        if self._admission is not None and not self._admitted and self._holder is not None:
+            self._when_safe(partial(self._rpc.reply, self._holder, self._admission.ticket))
+            self._admission = None
+
+    def _release(self, source: int) -> None:
+        self._next = deque(waiting for waiting in self._next if waiting[0] != source)
+        if self._holder != source:
+            return
+        self._holder, self._admission = None, None
+        self._admitted.clear()
+        self._enter_again()
+        if self._next:
+            self._hold(*self._next.popleft())
+
+
+@contextlib.contextmanager
+def consistent_snapshot(routes: Routes) -> Iterator[None]:
+    """Inside, nobody else changes anything on the servers. Called by: a client."""
+    held: list[int] = []
+    try:
+        while not _hold_all(routes, held):  # a server has died meanwhile, and its backup goes on
+            _release_all(routes, held)
+        yield
+    finally:
+        _release_all(routes, held)
+
+
+def _hold_all(routes: Routes, held: list[int]) -> bool:
+    """Args: held: gets the servers that were asked, also those that have not answered in time.
+
+    Returns: False where it is to be done again. Raises: UnavailableError, StallError.
+    """
+    living = list(dict.fromkeys(map(routes.holder_of, routes.servers)))
+    passed: dict[int, Any] = {}
+    try:
+        for server in living:  # all clients ask in this order: no two hold some servers each
+            held.append(server)
+            passed[server] = routes.rpc.call(server, HOLD).wait()
+        missing = not_yet_everywhere(passed, routes.holder_of)
+        for reply in [routes.rpc.call(server, ADMIT, missing[server]) for server in living]:
+            reply.wait()
+    except UnavailableError:
+        if any(map(routes.is_lost_with, routes.servers)):
+            raise
+        return False
+    return True
+
+
+def _release_all(routes: Routes, held: list[int]) -> None:
+    while held:
+        routes.rpc.notify(held.pop(), RELEASE)
+
+
+def not_yet_everywhere(
+    passed: Mapping[int, Mapping[tuple[int, int | None], Sequence[Push]]],
+    holder: Callable[[int], int] = lambda server: server,
+) -> dict[int, set[_PartOfPush]]:
+    """By server, the parts of pushes that still have to pass there, because other parts have passed elsewhere.
+
+    Args:
+        passed: each server's answer, by client and part. Threads of a client may send in another order than that of
+            numbers.
+        holder: the server that goes on in a server's place.
+    """
+    missing: dict[int, set[_PartOfPush]] = {server: set() for server in passed}
+    for of_clients in passed.values():
+        for (client, some_part), pushes in of_clients.items():
+            for push in pushes:
+                for server in push.servers:
+                    to = holder(server)
+                    part = None if some_part is None else server
+                    if to in passed and not _knows(passed[to].get((client, part), ()), push.number):
+                        missing[to].add((client, push.number, part))
+    return missing
+
+
+def _knows(passed: Sequence[Push], number: int) -> bool:
+    """Whether a server's pushes have this one, or it is so old that the server has forgotten it."""
+    known = [push.number for push in passed]
+    return number in known or (len(known) == REMEMBERED and number < min(known))
