@@ -7,6 +7,8 @@ stack lies the default strategy in its replica context.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +19,9 @@ class AnyStrategy(Protocol):
 
     @property
     def extended(self) -> Any: ...
+
+    @property
+    def is_default(self) -> bool: ...
 
     @property
     def num_replicas_in_sync(self) -> int: ...
@@ -56,26 +61,18 @@ class _PerThread(threading.local):
 
 
 per_thread = _PerThread()
-_default_mode: Mode | None = None
 
 
-def set_default_mode(mode: Mode) -> None:
-    """Called once, by the module of the default strategy."""
-    global _default_mode
-    _default_mode = mode
+@functools.cache
+def _default_mode() -> Mode:
+    """Made when a program first asks outside every strategy: its module stands above this one in the layers."""
+    mode: Mode = importlib.import_module("mpistrat.strategies.default").MODE
+    return mode
 
 
 def current_mode() -> Mode:
     modes = per_thread.modes
-    if modes:
-        return modes[-1]
-    if _default_mode is None:
-        # The default strategy stands above this module in the layers and registers itself here.
-        import importlib
-
-        importlib.import_module("mpistrat.strategies.default")
-    assert _default_mode is not None
-    return _default_mode
+    return modes[-1] if modes else _default_mode()
 
 
 def get_strategy() -> Any:
@@ -86,9 +83,7 @@ def get_strategy() -> Any:
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is in force on this thread."""
     modes = per_thread.modes
-    return bool(modes) and (
-        _default_mode is None or modes[-1].strategy is not _default_mode.strategy
-    )
+    return bool(modes) and not modes[-1].strategy.is_default
 
 
 def get_replica_context() -> Any:

@@ -36,6 +36,8 @@ class Strategy:
     `OneDeviceStrategy` for one device.
     """
 
+    # Whether it stands where a program has entered no strategy.
+    is_default = False
     # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
     workers_combined = 1
 

@@ -200,3 +200,13 @@ class CrossDeviceOps:
 def _check_op(reduce_op: ReduceOp) -> None:
     if not isinstance(reduce_op, ReduceOp):
         raise ValueError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, got {reduce_op!r}")
+
+
+def sums_of_rank(
+    custom: CrossDeviceOps,
+    pairs: Sequence[tuple[Any, Any]],
+    options: CommunicationOptions | None = None,
+) -> list[Any]:
+    """The sums over this rank's replicas of (value, destinations) pairs, by the user's policy. Not collective."""
+    local = custom.batch_reduce(ReduceOp.SUM, pairs, options)
+    return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]

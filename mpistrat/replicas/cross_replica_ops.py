@@ -13,6 +13,7 @@ from mpistrat.cross_device_ops.cross_device_ops import (
     check_destinations,
     components_of,
     place,
+    sums_of_rank,
 )
 from mpistrat.cross_device_ops.ordered_all_reduce import OrderedAllReduce
 from mpistrat.errors import InvalidArgumentError
@@ -55,7 +56,7 @@ class CrossReplicaOps:
 
     Attributes:
         over_ranks: what combines the replicas of all ranks.
-        has_custom_ops: the user gave a policy of their own.
+        custom: the policy that the user gave for the components on one rank; None where there is none.
     """
 
     def __init__(
@@ -70,8 +71,7 @@ class CrossReplicaOps:
         self.communicator = communicator
         self.num_local_replicas = replicas_of_ranks[communicator.rank]
         self.num_replicas = sum(replicas_of_ranks)
-        self._custom = cross_device_ops
-        self.has_custom_ops = cross_device_ops is not None
+        self.custom = cross_device_ops
         self.options = options
         self._take_apart = take_apart
         self.over_ranks = (
@@ -115,7 +115,7 @@ class CrossReplicaOps:
             )
         op, label = calls[0].op, calls[0].label
         values = list(zip(*(call.leaves for call in calls), strict=True))
-        if self._custom is not None:
+        if self.custom is not None:
             with self.communicator.raising_together():
                 operands = [PerReplica(components_of(PerReplica(value))) for value in values]
             return self.batch_reduce(op, [(value, value) for value in operands], options)
@@ -251,24 +251,16 @@ class CrossReplicaOps:
         """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
-        if self._custom is None:
+        if self.custom is None:
             return self._batch_reduce_over_ranks(op, pairs, options)
         if self.communicator.size == 1:
-            return self._custom.batch_reduce(op, pairs, options)
+            return self.custom.batch_reduce(op, pairs, options)
         with self.communicator.raising_together():
-            firsts = self.sum_by_custom_ops(pairs, options)
+            firsts = sums_of_rank(self.custom, pairs, options)
         totals = self.over_ranks.all_reduce(ReduceOp.SUM, [(value,) for value in firsts], options)
         if op is ReduceOp.MEAN:
             totals = [arrays.true_divide(t, self.num_replicas) for t in totals]
         return [place(total, where) for total, (_, where) in zip(totals, pairs, strict=True)]
-
-    def sum_by_custom_ops(
-        self, pairs: Sequence[tuple[Any, Any]], options: CommunicationOptions | None = None
-    ) -> list[Any]:
-        """The sums over this rank's replicas of (value, destinations) pairs, by the user's policy. Not collective."""
-        assert self._custom is not None
-        local = self._custom.batch_reduce(ReduceOp.SUM, pairs, options)
-        return [v.values[0] if isinstance(v, DistributedValues) else v for v in local]
 
     def _batch_reduce_over_ranks(
         self,
@@ -301,8 +293,8 @@ class CrossReplicaOps:
     def _join(
         self, value: Any, axis: int, options: CommunicationOptions | None, label: str
     ) -> arrays.Array:
-        if self.communicator.size == 1 and self._custom is not None:
-            return self._custom.gather(value, self.components(value)[0], axis, options)
+        if self.communicator.size == 1 and self.custom is not None:
+            return self.custom.gather(value, self.components(value)[0], axis, options)
         with self.communicator.raising_together():
             components = components_of(PerReplica(self._components_of_rank(value)))
             accumulation.check_no_slices(components)
@@ -311,7 +303,7 @@ class CrossReplicaOps:
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
-        return (self._custom or self.over_ranks).broadcast(tensor, destinations)
+        return (self.custom or self.over_ranks).broadcast(tensor, destinations)
 
     def aggregate(self, aggregation: VariableAggregation, operand: Any, label: str) -> Any:
         """Combine what the replicas of all ranks give to a variable. Called by every rank.

@@ -173,7 +173,7 @@ class ReplicasOfRank(Replicas):
         if self._is_alone:
             return list(leaves)
         ops = self._ops
-        if self.count == 1 and not ops.has_custom_ops:
+        if self.count == 1 and ops.custom is None:
             return ops.over_ranks.all_reduce(op, list(zip(leaves)), options, label)
 
         def merge(strategy: AnyStrategy, calls: Any) -> list[Any]:

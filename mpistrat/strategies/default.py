@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from mpistrat.context import Mode, has_strategy, set_default_mode
+from mpistrat.context import Mode, has_strategy
 from mpistrat.input import InputContext
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.strategies.replicated import ReplicatedExtended
@@ -43,14 +43,14 @@ class _DefaultExtended(ReplicatedExtended):
 class _DefaultStrategy(Strategy):
     """One replica on the CPU; everything is the identity."""
 
+    is_default = True
+
     def __init__(self) -> None:
-        if _default:
+        if "MODE" in globals():
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
-        context = DefaultReplicaContext(self, 0)
-        parts = one_replica(self, "cpu:0", context)
+        self.context = DefaultReplicaContext(self, 0)
+        parts = one_replica(self, "cpu:0", self.context)
         super().__init__(_DefaultExtended(self, parts, wraps_values=False))
-        set_default_mode(Mode(self, context))
-        _default.append(self)
 
     def scope(self) -> Any:
         """Changes nothing; RuntimeError inside another strategy's scope."""
@@ -81,5 +81,5 @@ class _NoScope:
         pass
 
 
-_default: list[Strategy] = []
-_DefaultStrategy()
+_default = _DefaultStrategy()
+MODE = Mode(_default, _default.context)

@@ -39,9 +39,7 @@ class AggregatingVariable(DistributedVariable):
                 f"variable {self.name!r} has one copy for all replicas: to update it inside run, give it "
                 "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
             )
-        context = get_replica_context()
-        assert context is not None
-        return context.merge_call(self._merge_update, (method, operand))
+        return get_replica_context().merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         combined = strategy.extended.cross_replica_ops.aggregate(

@@ -286,9 +286,7 @@ class MirroredVariable(DistributedVariable):
             return self.read_value()
         if per_thread.updated_replica is not None or self.aggregation is VariableAggregation.NONE:
             return self._own_copy_update(replica, method, operand)
-        context = get_replica_context()
-        assert context is not None
-        return context.merge_call(self._merge_update, (method, operand))
+        return get_replica_context().merge_call(self._merge_update, (method, operand))
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         combined = strategy.extended.cross_replica_ops.aggregate(

@@ -208,7 +208,7 @@ def _why_never(parts: ModuleParts, shares: bool) -> str:
     if parts.group.deterministic:
         # What is accumulated once more after its bucket has left would be added in another order.
         return "deterministic=True"
-    if parts.ops.has_custom_ops:
+    if parts.ops.custom is not None:
         return "a cross_device_ops of the program's own sees all gradients first"
     return ""
 

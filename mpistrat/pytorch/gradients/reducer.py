@@ -272,9 +272,11 @@ class GradientReducer:
         contributions: list[list[Any]] = [own.gradients for own in everyone]
         snapshots = [own.buffers for own in everyone]
         with spans.current.range("reduce gradients"):
-            if parts.ops.has_custom_ops:
+            if parts.ops.custom is not None:
                 with self._communicator.raising_together():
-                    contributions = [sums_by_custom_ops(parts.ops, parameters, contributions)]
+                    contributions = [
+                        sums_by_custom_ops(parts.ops.custom, parameters, contributions)
+                    ]
             piggybacks = list(parts.piggybacks)
             counts = context.strategy.runs, self.steps
             agreed = agree(self._communicator, counts, contributions, sent, snapshots, piggybacks)

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpistrat.cross_device_ops.cross_device_ops import sums_of_rank
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import PerReplica
 
 if TYPE_CHECKING:
+    from mpistrat.cross_device_ops import CrossDeviceOps
     from mpistrat.cross_device_ops.all_reduce import MpiAllReduce
-    from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 
 Gradient = torch.Tensor | None  # None where a replica has not used the parameter
 
 
 def sums_by_custom_ops(
-    ops: CrossReplicaOps, parameters: Sequence[Any], contributions: Sequence[Sequence[Gradient]]
+    custom: CrossDeviceOps, parameters: Sequence[Any], contributions: Sequence[Sequence[Gradient]]
 ) -> list[Gradient]:
     """By slot, what this rank's replicas contribute together, added up by the program's own `cross_device_ops`.
 
@@ -31,7 +32,7 @@ def sums_by_custom_ops(
         if parameter is not None and any(g is not None for g in gradients):
             slots.append(slot)
             pairs.append((PerReplica(_components(parameter, gradients)), parameter.detach()))
-    for slot, total in zip(slots, ops.sum_by_custom_ops(pairs), strict=True):
+    for slot, total in zip(slots, sums_of_rank(custom, pairs), strict=True):
         is_rows = isinstance(total, IndexedSlices)
         sums[slot] = _sparse(total, parameters[slot]) if is_rows else total
     return sums
