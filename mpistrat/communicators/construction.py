@@ -26,7 +26,7 @@ from mpistrat.communicators.transports.transport import Transport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import job_end
-from mpistrat.liveness.node_records import see_each_other, watch_of
+from mpistrat.liveness.node_records import records_of_all, watch_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 from mpistrat.settings import shared_bytes, trace_folder
@@ -113,7 +113,7 @@ def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
         node.Free()
         return _ways_in_pieces(mpi, PipelinedTransport(mpi, watch))
     several = node.size < comm.size
-    if not several or not all(comm.allgather(see_each_other(node, watch.record))):
+    if not several or not all(comm.allgather(records_of_all(node, watch.record) is not None)):
         node.Free()
         return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
     carriers = min(sizes)

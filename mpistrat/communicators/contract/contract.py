@@ -79,7 +79,7 @@ class Contract(Unchecked):
         self._thread = 0  # the one that is, or was last, inside a collective
         self._forked = False
         self._abandoned: BaseException | None = None  # what this rank left its last call for
-        os.register_at_fork(after_in_child=_Forked(self))
+        _contracts.add(self)
 
     @property
     def called_at(self) -> str:  # type: ignore[override]
@@ -183,13 +183,13 @@ class _Inside(contextlib.AbstractContextManager[None]):
     __exit__ = leave
 
 
-class _Forked:
-    """Marks a contract in a forked child, without keeping it alive in the parent."""
+# Those of this process: in a forked child nobody may call them.
+_contracts: weakref.WeakSet[Contract] = weakref.WeakSet()
 
-    def __init__(self, contract: Contract) -> None:
-        self._contract = weakref.ref(contract)
 
-    def __call__(self) -> None:
-        contract = self._contract()
-        if contract is not None:
-            contract._forked = True
+def _forbid_all() -> None:
+    for contract in _contracts:
+        contract._forked = True
+
+
+os.register_at_fork(after_in_child=_forbid_all)
