@@ -11,14 +11,14 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-_SMALLEST = 1 << 16  # below, the allocators recycle pages themselves
+_SMALLEST = 1 << 16  # bytes; the allocators recycle smaller memory themselves
 
 
 def _references(buffers: list[np.ndarray], index: int) -> int:
     return sys.getrefcount(buffers[index])
 
 
-# To a buffer that nothing but this module uses. Counted, because it depends on the interpreter's version.
+# References to a buffer that nothing but this module uses. Their number depends on the interpreter's version.
 _OWN_REFERENCES = _references([np.empty(0)], 0)
 
 
@@ -35,7 +35,7 @@ class RecycledBuffers:
 
     @classmethod
     def of(cls, buffers: list[np.ndarray]) -> RecycledBuffers:
-        """Only these, which nothing else refers to."""
+        """Hands out these buffers only. Nothing else may refer to them."""
         recycled = cls(kept=len(buffers))
         recycled._buffers = buffers
         return recycled
@@ -78,7 +78,7 @@ class RecycledBuffers:
         return self._buffers[index]
 
     def _idle(self, least: int, most: float) -> int | None:
-        """The first idle buffer of so many bytes."""
+        """The index of the first idle buffer of `least` to `most` bytes."""
         for i in range(len(self._buffers)):
             if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
                 return i

@@ -1,6 +1,6 @@
-"""What a way for buffers on GPUs needs of torch and of CuPy: pointers, streams, events, pinned memory.
+"""What transports for GPUs need of torch and CuPy: pointers, streams, events, pinned memory.
 
-Neither is imported before a buffer of it comes. Streams and events are the library's own objects.
+A library is imported when its first buffer comes. Streams and events are the library's own objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeviceLibrary(Protocol):
     index: int
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
-        """Around calls that use the current device."""
+        """A context in which this GPU is the current device."""
 
     def here(self, buffer: Array) -> Array:
         """`buffer`, or a copy on this GPU if it is on another."""
@@ -33,31 +33,31 @@ class DeviceLibrary(Protocol):
         """An uninitialized array on the current device. `dtype`: the library's, or its name."""
 
     def pointer(self, buffer: Array) -> int:
-        """Where its memory begins."""
+        """The address of its memory."""
 
     def flat(self, buffer: Array) -> Array:
         """The same memory in one dimension."""
 
     def new_stream(self) -> Any:
-        """One that does not wait for the default stream."""
+        """A stream that does not wait for the default stream."""
 
     def current_stream(self) -> Any:
-        """That of the program."""
+        """The stream that the program submits to."""
 
     def handle(self, stream: Any) -> int:
         """The `cudaStream_t` of a stream."""
 
     def record(self, stream: Any) -> Any:
-        """An event: what `stream` has been given so far is done."""
+        """An event that comes when all that `stream` holds now is done."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether all before the event is done. Returns at once."""
+        """Whether the event has come. Returns at once."""
 
     def pinned(self, nbytes: int) -> Array:
-        """Page-locked host memory, bytes of the library that `fetch` and `send` take."""
+        """Page-locked host memory for `fetch`, as an array of bytes."""
 
     def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
-        """Begin to copy the flat `buffer` into pinned `memory`; what is returned is a host array over it."""
+        """Begin to copy the flat `buffer` into pinned `memory`. Returns: a host array over that memory."""
 
     def send(self, host: Array, buffer: Array, stream: Any) -> None:
         """Begin to copy what `fetch` returned back into `buffer`."""
