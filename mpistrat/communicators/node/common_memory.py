@@ -15,14 +15,16 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import arithmetic_of, scale
-from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.shared_memory import anonymous_file, forget_written, mapped, share
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.node.blocks import Blocks
 
 PAGE = mmap.PAGESIZE
 # Bytes that are combined before the next, while they are in the caches.
