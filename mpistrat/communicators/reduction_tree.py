@@ -52,7 +52,7 @@ class ReductionTree:
         self.sums = [part for part, _ in sums]
 
     def _are_halves(self, left: range, right: range) -> bool:
-        """Whether they are halves of a subtree. The left one is a power of two wide; the last replica may cut the other."""
+        """Whether they are halves of a subtree. The left one is a power of two wide; the end may cut the right one."""
         end = left.start + 2 * len(left)
         starts = left.start % (2 * len(left)) == 0 and left.stop == right.start
         return starts and right.stop == min(end, self.replicas)
