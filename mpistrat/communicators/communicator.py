@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -143,3 +144,17 @@ class Communicator(abc.ABC):
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
                 raise RuntimeError(f"rank {rank} {what}: {theirs}")
+
+
+@contextlib.contextmanager
+def raising_on_all(communicator: Communicator, what: str) -> Iterator[None]:
+    """What the body raises on any rank is raised on all of them: see `Communicator.raise_any`.
+
+    Collective at its end; the body need not be.
+    """
+    error = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    communicator.raise_any(error, what)
