@@ -57,7 +57,7 @@ class RandomStates:
             _seed_rank(some, first)
         missing = self._set_torch(some, first, of)
         if own is not None and own.get("device") is not None:
-            extended.set_device_random_state(own["device"])
+            extended.replicas.set_device_random_state(own["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",
@@ -90,7 +90,7 @@ class RandomStates:
                 generators.append(seeded_generators(_seed_of_replica(some, replica)))
             else:
                 generators.append(saved["torch"][replica - saved["first_replica"]])
-        set_generators_of(extended, generators)
+        set_generators_of(extended.replicas, generators)
         return missing
 
 
