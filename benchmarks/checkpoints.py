@@ -74,13 +74,13 @@ def pauses(model: str, directory: Path, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = program(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     communicator = all_ranks()
     with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:
         top = Path(communicator.broadcast_object(own))
-        rows = [pauses(model, top / model, given.rounds) for model in given.models]
+        rows = [pauses(model, top / model, arguments.rounds) for model in arguments.models]
         communicator.barrier()
-    report("asynchronous checkpoints", rows, given.json("checkpoints"))
+    report("asynchronous checkpoints", rows, arguments.json("checkpoints"))
 
 
 if __name__ == "__main__":

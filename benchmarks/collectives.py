@@ -20,9 +20,9 @@ from mpistrat.tools.bench.sweep import sizes
 def main() -> None:
     parser = program(__doc__, rounds=15)
     parser.add_argument("--maxbytes", type=number_of_bytes, default="64M")
-    given = parser.parse_args()
-    rows, left_out = compare_all_reduces(sizes(4096, given.maxbytes, 4), given.rounds)
-    report("all_reduce over one node", rows, given.json("collectives"), left_out)
+    arguments = parser.parse_args()
+    rows, left_out = compare_all_reduces(sizes(4096, arguments.maxbytes, 4), arguments.rounds)
+    report("all_reduce over one node", rows, arguments.json("collectives"), left_out)
     large = [row for row in rows if row["bytes"] >= 1 << 20]
     if all_ranks().rank == 0:
         for name in (name for name in large[0] if " / " in name or name == "in place"):

@@ -68,7 +68,8 @@ def steps(name: str, directory: Path, num_rounds: int) -> list[dict[str, Any]]:
             "a step with": contestant,
             "ms": us / 1000,
             "more us": statistics.median(
-                one - other for one, other in zip(rounds[contestant], rounds[NEITHER], strict=True)
+                mine - theirs
+                for mine, theirs in zip(rounds[contestant], rounds[NEITHER], strict=True)
             ),
             "ratio": us / medians(rounds)[NEITHER],
             "samples": [sample / 1000 for sample in rounds[contestant]],
@@ -80,13 +81,15 @@ def steps(name: str, directory: Path, num_rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = program(__doc__, ROUNDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     communicator = all_ranks()
     with tempfile.TemporaryDirectory(prefix="mpistrat-checkpoints-") as own:
         top = Path(communicator.broadcast_object(own))
-        rows = [row for name in given.models for row in steps(name, top / name, given.rounds)]
+        rows = [
+            row for name in arguments.models for row in steps(name, top / name, arguments.rounds)
+        ]
         communicator.barrier()
-    report("training step", rows, given.json("fault_tolerance"))
+    report("training step", rows, arguments.json("fault_tolerance"))
 
 
 if __name__ == "__main__":

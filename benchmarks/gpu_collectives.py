@@ -23,8 +23,8 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 def main() -> None:
     parser = program(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: only tries the program")
-    given = parser.parse_args()
-    kind = given.device
+    arguments = parser.parse_args()
+    kind = arguments.device
     devices = ["cpu:0"] if kind == "cpu" else None
     strategy = ms.MultiWorkerMirroredStrategy(devices=devices)
     communicator = strategy.extended.communicator
@@ -57,7 +57,7 @@ def main() -> None:
 
         contestants = {"mpistrat": ours, "plain copies": through_host, "gloo": by_gloo}
         repeat = max(2, min(50, (1 << 26) // nbytes))
-        rounds = compare(contestants, repeat, given.rounds)
+        rounds = compare(contestants, repeat, arguments.rounds)
         times = medians(rounds)
         rows += [
             {
@@ -69,7 +69,7 @@ def main() -> None:
             }
             for who, us in times.items()
         ]
-    report(f"all_reduce on {kind}", rows, given.json("gpu_collectives"))
+    report(f"all_reduce on {kind}", rows, arguments.json("gpu_collectives"))
 
 
 if __name__ == "__main__":

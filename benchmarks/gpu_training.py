@@ -65,8 +65,8 @@ def contestants(work: Work, strategy: ms.Strategy) -> dict[str, Step]:
 def main() -> None:
     parser = program(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: only tries the program")
-    given = parser.parse_args()
-    kind = given.device
+    arguments = parser.parse_args()
+    kind = arguments.device
     strategy = ms.MultiWorkerMirroredStrategy(
         gradients="mean", devices=["cpu:0"] if kind == "cpu" else None
     )
@@ -85,7 +85,7 @@ def main() -> None:
     for name, model in MODELS.items():
         work = Work(model, model.examples_per_rank, all_ranks().rank, device)
         calls = {who: steps(step) for who, step in contestants(work, strategy).items()}
-        times = medians(compare(calls, 2, given.rounds))
+        times = medians(compare(calls, 2, arguments.rounds))
         rows += [
             {
                 "model": name,
@@ -95,7 +95,7 @@ def main() -> None:
             }
             for who, us in times.items()
         ]
-    report(f"training step on {kind}", rows, given.json("gpu_training"))
+    report(f"training step on {kind}", rows, arguments.json("gpu_training"))
 
 
 if __name__ == "__main__":

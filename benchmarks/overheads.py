@@ -33,12 +33,12 @@ def empty() -> None:
 
 
 def run_of_nothing(num_rounds: int) -> list[dict[str, Any]]:
-    one = ms.OneDeviceStrategy("cpu:0")
+    on_device = ms.OneDeviceStrategy("cpu:0")
     ranks = ms.MultiWorkerMirroredStrategy()
     two = ms.MirroredStrategy(["cpu:0", "cpu:1"], comm=MPI.COMM_SELF)
     rounds = compare(
         {
-            "one replica, OneDevice": lambda: one.run(empty),
+            "one replica, OneDevice": lambda: on_device.run(empty),
             "one replica, MultiWorkerMirrored": lambda: ranks.run(empty),
             "two replicas in one rank": lambda: two.run(empty),
         },
@@ -64,8 +64,7 @@ def all_reduce(num_rounds: int) -> list[dict[str, Any]]:
     rows = []
 
     def measure(elements: int, repeat: int) -> None:
-        context = ms.get_replica_context()
-        assert context is not None
+        context: Any = ms.get_replica_context()
         send = np.ones(elements, np.float32)
         receive = np.empty_like(send)
         rounds = compare(
@@ -108,14 +107,13 @@ def structures(num_rounds: int) -> list[dict[str, Any]]:
     rows = []
 
     def measure(elements: int) -> None:
-        context = ms.get_replica_context()
-        assert context is not None
+        context: Any = ms.get_replica_context()
         parts = [torch.ones(elements) for _ in range(TENSORS)]
         named = {f"layer {i}": part for i, part in enumerate(parts)}
-        one = torch.ones(TENSORS * elements)
+        whole = torch.ones(TENSORS * elements)
         rounds = compare(
             {
-                "one": lambda: context.all_reduce("sum", one),
+                "one": lambda: context.all_reduce("sum", whole),
                 "list": lambda: context.all_reduce("sum", parts),
                 "dictionary": lambda: context.all_reduce("sum", named),
             },
@@ -160,8 +158,7 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
         num_rounds=num_rounds,
     )
     record, call = RankRecord(None), text_of("all_reduce(sum, float32, ())", "train.py:33 in step")
-    board = record.new_board(0, 2)
-    assert board is not None
+    board: Any = record.new_board(0, 2)
     rounds |= compare(
         {"the ring entry alone": lambda: record.enter(board, 1, *call)},
         repeat=10000,
@@ -183,12 +180,12 @@ def agreement(num_rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    given = program(__doc__).parse_args()
-    report("strategy.run", run_of_nothing(given.rounds), given.json("run"))
+    arguments = program(__doc__).parse_args()
+    report("strategy.run", run_of_nothing(arguments.rounds), arguments.json("run"))
     if MPI.COMM_WORLD.size > 1:
         for measured in (all_reduce, structures, agreement):
             name = measured.__name__
-            report(name, measured(given.rounds), given.json(name))
+            report(name, measured(arguments.rounds), arguments.json(name))
 
 
 if __name__ == "__main__":

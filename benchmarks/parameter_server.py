@@ -111,7 +111,7 @@ class TensorFlow:
 
     def __init__(self, python: str) -> None:
         self._noise = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             [python, str(Path(__file__).with_name("tensorflow_parameter_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -121,36 +121,32 @@ class TensorFlow:
         self.left_out = self._answer().get("left_out")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(SECONDS_PER_ANSWER)
 
     def _answer(self) -> dict[str, Any]:
         output = self._process.stdout
-        assert output is not None
         ready, _, _ = select.select([output], [], [], SECONDS_PER_ANSWER)
         line = output.readline() if ready else ""
         if not line:
             self._process.kill()
             self._noise.seek(0)
             raise RuntimeError(f"TensorFlow gave no answer: {self._noise.read()[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
 
 def copying(nbytes: int) -> Callable[[int], float]:
-    given = np.ones(nbytes // 4, np.float32)
-    other = given.copy()
+    source = np.ones(nbytes // 4, np.float32)
+    target = source.copy()
 
     def take(steps: int) -> float:
         started = time.perf_counter()
         for _ in range(steps):
-            np.copyto(other, given)
+            np.copyto(target, source)
         return time.perf_counter() - started
 
     return take
@@ -186,7 +182,7 @@ def row(
     return {
         "step": name,
         **{f"{contestant} us": us for contestant, us in times.items()},
-        **{f"{one} per second": 1e6 / times[one] for one in (OURS, PEER) if one in times},
+        **{f"{who} per second": 1e6 / times[who] for who in (OURS, PEER) if who in times},
         **ratios,
         "wrong": wrong,
         "samples": rounds,
@@ -199,21 +195,21 @@ def main() -> int:
     parser.add_argument(
         "--tensorflow", metavar="PYTHON", default=sys.executable, help="which has TensorFlow (this)"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     where = surroundings(all_ranks())
     strategy = ms.ParameterServerStrategy(num_ps=1)
     coordinator = ms.coordinator.ClusterCoordinator(strategy)  # only the chief comes here
-    tensorflow = TensorFlow(given.tensorflow)
+    tensorflow = TensorFlow(arguments.tensorflow)
     peer = tensorflow if tensorflow.left_out is None else None
     left_out = {PEER: tensorflow.left_out} if tensorflow.left_out else {}
     rows = [
-        row(coordinator, peer, *one, num_rounds=given.rounds)
-        for one in ROWS_OF_TABLE
-        if one[0] in given.works
+        row(coordinator, peer, work, nbytes, name, arguments.rounds)
+        for work, nbytes, name in ROWS_OF_TABLE
+        if work in arguments.works
     ]
     tensorflow.close()
     report = table_report("parameter server", rows, where, left_out)
-    report.publish(given.json("parameter_server"))
+    report.publish(arguments.json("parameter_server"))
     return int(report.wrong)
 
 

@@ -79,29 +79,29 @@ def main() -> int:
         help="which has TensorFlow, for parameter_server.py (this)",
     )
     parser.add_argument("--quick", action="store_true", help="sees whether all programs run")
-    given = parser.parse_args()
-    launcher = Launcher.named(names[given.mpi])
-    given.folder.mkdir(parents=True, exist_ok=True)
-    runs = [(given.ranks, one) for one in programs(given.ranks, given.quick)]
-    runs += [(3, one) for one in programs_with_a_server(given.quick, given.tensorflow)]
+    arguments = parser.parse_args()
+    launcher = Launcher.named(names[arguments.mpi])
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    runs = [(arguments.ranks, words) for words in programs(arguments.ranks, arguments.quick)]
+    runs += [(3, words) for words in programs_with_a_server(arguments.quick, arguments.tensorflow)]
+    # Forked ranks need not import torch; to see whether a program runs they will do.
+    run_python = functools.partial(launcher.run_python, forked=arguments.quick, cwd=TOP)
+    prefix = f"{arguments.folder.resolve()}/{arguments.mpi}"
 
     failed = []
-    for ranks, arguments in runs:
-        prefix = f"{given.folder.resolve()}/{given.mpi}-{ranks}-ranks-"
-        program = [part.replace("PREFIX", prefix) for part in arguments]
-        # Forked ranks need not import torch; to see whether a program runs they will do.
-        run = functools.partial(launcher.run_python, ranks, *program, forked=given.quick, cwd=TOP)
-        if not succeeds(run, " ".join(arguments)):
-            failed.append(" ".join(arguments))
+    for ranks, words in runs:
+        program = [word.replace("PREFIX", f"{prefix}-{ranks}-ranks-") for word in words]
+        if not succeeds(functools.partial(run_python, ranks, *program), " ".join(words)):
+            failed.append(" ".join(words))
     links = {"": (), "bfloat16-": ("--communication-options", "wire_dtype=bfloat16")}
     for name, options in links.items():
         slow = ["benchmarks/slow_link.py", "--mpi", launcher.name, *options]
-        slow += ["--json", f"{given.folder.resolve()}/{given.mpi}-2x2-ranks-{name}"]
-        slow += ["--models", "mlp", "--steps", "2"] if given.quick else []
+        slow += ["--json", f"{prefix}-2x2-ranks-{name}"]
+        slow += ["--models", "mlp", "--steps", "2"] if arguments.quick else []
         command, environment = [sys.executable, *slow], launcher.environment()
         if not succeeds(functools.partial(run_job, command, environment, cwd=TOP), " ".join(slow)):
             failed.append(" ".join(slow))
-        if given.quick:
+        if arguments.quick:
             break
     for command_line in failed:
         print(f"FAILED: {command_line}")

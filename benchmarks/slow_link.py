@@ -40,21 +40,21 @@ def wire_limit_ms(gradient_bytes: int, rate: str) -> float:
     return 2 * (NODES - 1) / NODES * gradient_bytes * 8 / bits_per_second(rate) * 1e3
 
 
-def measure(given: argparse.Namespace, model: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+def measure(arguments: argparse.Namespace, model: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     """The surroundings and the row of `model`."""
     file = folder / f"{model}.json"
     command: list[str | Path] = ["-m", "mpistrat.tools.bench", "train", "--model", model]
-    command += ["--steps", str(given.steps), "--json", file]
-    if given.communication_options:
-        command += ["--communication-options", given.communication_options]
-    with two_nodes(folder, given.rate) as nodes:
-        launcher = Launcher.named(given.mpi)
-        job = nodes.run_python(launcher, given.ranks_per_node, *command, seconds=SECONDS)
+    command += ["--steps", str(arguments.steps), "--json", file]
+    if arguments.communication_options:
+        command += ["--communication-options", arguments.communication_options]
+    with two_nodes(folder, arguments.rate) as nodes:
+        launcher = Launcher.named(arguments.mpi)
+        job = nodes.run_python(launcher, arguments.ranks_per_node, *command, seconds=SECONDS)
     if job.returncode:
         raise RuntimeError(f"mpistrat-bench train ended with {job.returncode}:\n{job.output}")
     content = json.loads(file.read_text())
     row = content["rows"][0]
-    wire = wire_limit_ms(row["gradient_bytes"], given.rate)
+    wire = wire_limit_ms(row["gradient_bytes"], arguments.rate)
     return content["surroundings"], {
         "model": model,
         "parameters": row["parameters"],
@@ -77,15 +77,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--communication-options", metavar="KEY=VALUE,...")
     parser.add_argument("--json", help="prefix of the file to write")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if reason := why_not():
         print(f"not measured: {reason}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        measured = [measure(given, model, Path(folder)) for model in given.models]
-    title = f"training step over {given.rate}, {NODES} nodes x {given.ranks_per_node} ranks"
+        measured = [measure(arguments, model, Path(folder)) for model in arguments.models]
+    title = f"training step over {arguments.rate}, {NODES} nodes x {arguments.ranks_per_node} ranks"
     report = table_report(title, [row for _, row in measured], measured[0][0])
-    report.publish(given.json and f"{given.json}slow_link.json")
+    report.publish(arguments.json and f"{arguments.json}slow_link.json")
     return 0
 
 

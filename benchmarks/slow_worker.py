@@ -59,7 +59,7 @@ def stepper(strategy: Any, busy_seconds: float, idle_seconds: float) -> Callable
     return lambda: strategy.run(replica_step)
 
 
-def told(control: MPI.Intracomm, source: int) -> Any:
+def receive(control: MPI.Intracomm, source: int) -> Any:
     """The next message; whoever waits for it sleeps."""
     while not control.iprobe(source=source):
         time.sleep(0.001)
@@ -80,10 +80,10 @@ def fast_alone_and_beside(
     for _ in range(num_rounds):
         samples["alone"].append(steps_per_second())
         control.send("go", SLOW)
-        told(control, SLOW)
+        receive(control, SLOW)
         samples["beside"].append(steps_per_second())
         control.send("stop", SLOW)
-        samples["slow"].append(told(control, SLOW))
+        samples["slow"].append(receive(control, SLOW))
     control.send("end", SLOW)
     middle = medians(samples)
     return {
@@ -97,14 +97,14 @@ def fast_alone_and_beside(
 
 
 def slow_when_asked(control: MPI.Intracomm, step: Callable[[], Span]) -> None:
-    while told(control, FAST) == "go":
+    while receive(control, FAST) == "go":
         step()
         control.send("going", FAST)
         started, steps = time.perf_counter(), 0
         while not control.iprobe(source=FAST):
             step()
             steps += 1
-        told(control, FAST)
+        receive(control, FAST)
         control.send(steps / (time.perf_counter() - started), FAST)
 
 
@@ -112,7 +112,7 @@ def fast_within_bound(
     control: MPI.Intracomm, step: Callable[[], Span], max_staleness: int
 ) -> dict[str, Any]:
     spans = [step() for _ in range(SLOW_STEPS)]
-    slow: list[Span] = told(control, SLOW)
+    slow: list[Span] = receive(control, SLOW)
     slow_ends = [ended for _, ended in slow]
     ahead = [done - bisect.bisect(slow_ends, began) for done, (began, _) in enumerate(spans)]
     return {
@@ -128,9 +128,9 @@ def fast_within_bound(
 def main() -> int:
     parser = program(__doc__)
     parser.add_argument("--max-staleness", type=int)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     where = surroundings(all_ranks())
-    control, bound = MPI.COMM_WORLD.Dup(), given.max_staleness
+    control, bound = MPI.COMM_WORLD.Dup(), arguments.max_staleness
     strategy = ms.compat.v1.ParameterServerStrategy(num_ps=1, max_staleness=bound)
     # Only the workers come here.
     if control.rank == SLOW:
@@ -142,12 +142,12 @@ def main() -> int:
         return 0
     step = stepper(strategy, COMPUTE_SECONDS, 0)
     row = (
-        fast_alone_and_beside(control, step, given.rounds)
+        fast_alone_and_beside(control, step, arguments.rounds)
         if bound is None
         else fast_within_bound(control, step, bound)
     )
     report = table_report(TITLE, [row], where)
-    report.publish(given.json("slow_worker" if bound is None else f"slow_worker-{bound}"))
+    report.publish(arguments.json("slow_worker" if bound is None else f"slow_worker-{bound}"))
     return int(report.wrong)
 
 

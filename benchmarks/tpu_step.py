@@ -161,12 +161,12 @@ def median_of_ratios(ours: list[float], theirs: list[float]) -> float:
 
 
 def main() -> None:
-    given = program(__doc__, ROUNDS).parse_args()
-    path = given.json("tpu_step")
+    arguments = program(__doc__, ROUNDS).parse_args()
+    path = arguments.json("tpu_step")
     if all_ranks().size == 1:
-        report("training step on an XLA device", steps(given.rounds), path)
+        report("training step on an XLA device", steps(arguments.rounds), path)
     else:
-        report("sums of gradients on XLA devices", sums(given.rounds), path)
+        report("sums of gradients on XLA devices", sums(arguments.rounds), path)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ MODELS = {"4.2 M": "mlp", "25 M": "mlp-large"}
 def main() -> None:
     parser = program(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS.values(), default=[*MODELS.values()])
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for name, model in MODELS.items():
-        if model not in given.models:
+        if model not in arguments.models:
             continue
         work = work_of(model, None)
         peers, left_out = training_contestants(work)
@@ -39,8 +39,10 @@ def main() -> None:
                 work, CentralStorageStrategy([work.device], gradients="mean")
             ),
         }
-        rows += [{"parameters": name, **row} for row in compare_training(contestants, given.rounds)]
-    report("training step of an MLP", rows, given.json("training_step"), left_out)
+        rows += [
+            {"parameters": name, **row} for row in compare_training(contestants, arguments.rounds)
+        ]
+    report("training step of an MLP", rows, arguments.json("training_step"), left_out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.checkpoint.lazy_mapping import LazyMapping
 from mpistrat.checkpoint.object_states import (
     has_common_state,
     has_state_of_rank,
@@ -40,7 +41,7 @@ class Checkpoint:
         RuntimeError: the job has several ranks, and no strategy is known.
 
     Attributes:
-        objects: those given, "random" (the generators of torch, Python and NumPy), "strategy" (what must stay the same
+        objects: those of Args, "random" (generators of torch, Python and NumPy), "strategy" (what must stay the same
             for a deterministic job) and, with a wire format, "residuals" (what it holds back). Others may be added, on
             all ranks, and any may be deleted.
         strategy: theirs.
@@ -81,12 +82,12 @@ class Checkpoint:
 
     def rank_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The states of objects that are this rank's own: those for other ranks, too, and those that stay with it."""
-        told: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
         staying: dict[str, Any] = {}
         for name, value in self.stateful_objects().items():
             if has_state_of_rank(value):
-                (staying if stays_with_rank(value) else told)[name] = value.rank_state_dict()
-        return told, staying
+                (staying if stays_with_rank(value) else shared)[name] = value.rank_state_dict()
+        return shared, staying
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all objects, in memory: it shares the arrays that the objects' own `state_dict()`s share.
@@ -95,9 +96,9 @@ class Checkpoint:
         Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "own": {name: state}}; other ranks'
             may be put beside in "ranks".
         """
-        told, staying = self.rank_states()
+        shared, staying = self.rank_states()
         rank = self.strategy.extended.communicator.rank
-        return {"common": dict(self.common_states()), "ranks": {rank: told}, "own": staying}
+        return {"common": dict(self.common_states()), "ranks": {rank: shared}, "own": staying}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, on this or on another number of ranks. Called by: every rank.
@@ -114,7 +115,7 @@ class Checkpoint:
                 value.load_state_dict(common[name])
         for name, value in objects.items():
             if has_state_of_rank(value):
-                states = {rank: own[name]} if name in own else _OfObject(ranks, name)
+                states = {rank: own[name]} if name in own else _of_object(ranks, name)
                 value.load_rank_state_dicts(states)
 
     def _objects_of(self, common: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,24 +132,13 @@ class Checkpoint:
         return found
 
 
-class _OfObject(Mapping[int, Any]):
+def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int, Any]:
     """The states of one object, by the ranks that saved."""
-
-    def __init__(self, ranks: Mapping[int, Mapping[str, Any]], name: str) -> None:
-        self._ranks, self._name = ranks, name
-
-    def __getitem__(self, rank: int) -> Any:
-        return self._ranks[rank][self._name]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return len(self._ranks)
+    return LazyMapping(ranks, lambda rank: ranks[rank][name])
 
 
 def _strategy_of(objects: Any) -> Strategy:
-    found = [one for one in map(_known_strategy, objects) if one is not None]
+    found = [strategy for value in objects if (strategy := _known_strategy(value)) is not None]
     if has_strategy():
         found.append(get_strategy())
     if len(set(map(id, found))) > 1:

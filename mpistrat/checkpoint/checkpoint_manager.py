@@ -8,18 +8,17 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.directory import Directory, OpenDirectory, Unfinished
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
+from mpistrat.communicators import raising_on_all
 from mpistrat.context import require_cross_replica
 from mpistrat.machine.notices import tell
-
-T = TypeVar("T")
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
@@ -51,13 +50,14 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._directory = Directory(directory)
         self._keep = keep
-        self._extended = checkpoint.strategy.extended
-        self._communicator = self._extended.communicator
+        self._role = checkpoint.strategy.extended.checkpoints
+        self._communicator = checkpoint.strategy.extended.communicator
         self._snapshots = Snapshots()
         self._saving: Saving | None = None
         self._claimed = False
+        self._open: OpenDirectory | None = None  # where this rank completes checkpoints
         self._seconds_to_save = 0.0  # of those before
-        atexit.register(_tell_unraised, weakref.ref(self))
+        atexit.register(_report_unraised, weakref.ref(self))
 
     @property
     def directory(self) -> str:
@@ -88,22 +88,20 @@ class CheckpointManager:
         """
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.claim")
-        if self._claimed or not self._extended.checkpoints.saves:
+        if self._claimed or not self._role.saves:
             return
-
-        def open_directory() -> str | None:
-            if communicator.rank > 0:
-                return None
-            self._directory.open()
-            return self._directory.sample()
-
-        opened = self._on_all_ranks(open_directory, f"could not claim {self.directory}")
-        sample = communicator.broadcast_object(opened, label="directory of checkpoints")
-        try:
-            self._on_all_ranks(lambda: _wait_to_see(sample), f"could not see {self.directory}")
-        finally:
+        sample = ""
+        with raising_on_all(communicator, f"could not claim {self.directory}"):
             if communicator.rank == 0:
-                self._directory.remove(sample)
+                self._open = self._directory.open()
+                sample = self._open.sample()
+        sample = communicator.broadcast_object(sample, label="directory of checkpoints")
+        try:
+            with raising_on_all(communicator, f"could not see {self.directory}"):
+                _wait_to_see(sample)
+        finally:
+            if self._open is not None:
+                self._open.remove(sample)
         self._claimed = True
 
     def save(self, step: int | None = None, *, wait: bool = True) -> str:
@@ -120,28 +118,21 @@ class CheckpointManager:
         began = time.monotonic()
         communicator = self._communicator
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
-        if not self._extended.checkpoints.saves:
+        if not self._role.saves:
             return self.latest_checkpoint or self.directory
         self.wait()
         self.claim()
         # Some states are collective.
-        with communicator.raising_together(), self._extended.checkpoints.unchanging():
+        with communicator.raising_together(), self._role.unchanging():
             state = self.checkpoint.state_dict()
         checkpoint, files = self._begin(step, state)
         del state
-        lost = communicator.contract.has_lost_a_rank
-        if communicator.rank > 0:
-            self._saving = SavingOfRank(checkpoint, files, began, lost, communicator.rank)
+        if self._open is None:
+            self._saving = SavingOfRank(checkpoint, files, began, communicator)
         else:
+            done = self._role.completed
             self._saving = SavingOfAll(
-                checkpoint,
-                files,
-                began,
-                lost,
-                communicator.size,
-                self._directory,
-                self._keep,
-                self._extended.checkpoints.completed,
+                checkpoint, files, began, communicator, self._open, self._keep, done
             )
         self._saving.start()
         if wait:
@@ -150,52 +141,34 @@ class CheckpointManager:
         return checkpoint.path
 
     def _begin(self, step: int | None, state: Mapping[str, Any]) -> tuple[Unfinished, Files]:
-        """Copy the state; rank 0 tells what the checkpoint is called. One message: training stands still meanwhile."""
+        """Copy the state; rank 0 names the checkpoint. One message: training stands still meanwhile."""
         communicator = self._communicator
-        files: Files = {}
-        told: Unfinished | None = None
+        rank, files = communicator.rank, dict[str, Any]()
+        begun: Unfinished | None = None
         error: Exception | None = None
         try:
             step = None if step is None else _checked_step(step)
-            files = self._snapshot(state)
-            if communicator.rank == 0:
-                told = self._directory.begin(step)
+            own = {**state["ranks"][rank], **state["own"]}
+            files.update(self._snapshots.of_rank(rank, own))
+            if self._open is not None:
+                files.update(self._snapshots.common(state["common"]))
+                begun = self._open.begin(step)
         except Exception as failed:
             error = failed
         try:
             asked = communicator.all_gather_object(
-                (step, error is None, told), label="begin of a checkpoint"
+                (step, error is None, begun), label="begin of a checkpoint"
             )
+            steps = [asked_step for asked_step, _, _ in asked]
+            if error is None and len(set(map(repr, steps))) > 1:
+                error = ValueError(f"the ranks save different steps: {steps}, by rank")
+            if error is not None or not all(is_well for _, is_well, _ in asked):
+                communicator.raise_any(error, "could not begin a checkpoint")
         except BaseException:
-            if told is not None:
-                self._directory.give_up(told)
+            if self._open is not None and begun is not None:
+                self._open.give_up(begun)
             raise
-        steps = [entry[0] for entry in asked]
-        if error is None and len(set(map(repr, steps))) > 1:
-            error = ValueError(f"the ranks save different steps: {steps}, by rank")
-        if error is not None or not all(entry[1] for entry in asked):
-            if told is not None:
-                self._directory.give_up(told)
-            communicator.raise_any(error, "could not begin a checkpoint")
         return asked[0][2], files
-
-    def _snapshot(self, state: Mapping[str, Any]) -> Files:
-        rank = self._communicator.rank
-        files = dict(self._snapshots.of_rank(rank, {**state["ranks"][rank], **state["own"]}))
-        if rank == 0:
-            files.update(self._snapshots.common(state["common"]))
-        return files
-
-    def _on_all_ranks(self, work: Callable[[], T], what: str) -> T:
-        """What `work` gives here. Its error on any rank is raised on all. Collective, but `work` is not."""
-        results: list[T] = []
-        error = None
-        try:
-            results.append(work())
-        except Exception as failed:
-            error = failed
-        self._communicator.raise_any(error, what)
-        return results[0]
 
     def wait(self) -> None:
         """Return when the last save is on disk. Raises: on all ranks, what kept it from getting there."""
@@ -207,14 +180,13 @@ class CheckpointManager:
         while True:
             finished = saving.finished.is_set()
             mine = finished, saving.error is None, saving.written
-            told = communicator.all_gather_object(mine, label="whether a checkpoint is written")
-            if all(entry[0] for entry in told):
+            everyone = communicator.all_gather_object(mine, label="whether a checkpoint is written")
+            all_well = all(is_well for _, is_well, _ in everyone)
+            if all(is_finished for is_finished, _, _ in everyone):
                 break
-            if not all(entry[1] for entry in told):
+            if not all_well:
                 saving.abandon()
-            saving.heard.update(
-                (r, entry[2]) for r, entry in enumerate(told) if entry[2] is not None
-            )
+            saving.heard.update((r, w) for r, (_, _, w) in enumerate(everyone) if w is not None)
             if finished:
                 time.sleep(pause)
             else:
@@ -222,10 +194,10 @@ class CheckpointManager:
             pause = min(2 * pause, _LONGEST_PAUSE)
         self._seconds_to_save = self.seconds_to_save
         self._saving = None
-        if not all(entry[1] for entry in told):
+        if not all_well:
             self._claimed = False  # the directory may not be what it was
-            if communicator.rank == 0:
-                self._directory.give_up(saving.checkpoint)
+            if self._open is not None:
+                self._open.give_up(saving.checkpoint)
         communicator.raise_any(
             saving.error, f"could not write its part of {saving.checkpoint.path}"
         )
@@ -239,22 +211,21 @@ class CheckpointManager:
             object; what the objects raise.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
-        if not self._extended.checkpoints.restores:
+        if not self._role.restores:
             self._follow()
             return
-        with self._extended.checkpoints.telling_failure("restored"):
+        with self._role.telling_failure("restored"):
             self.wait()
-            of_rank_0 = (
-                self._on_all_ranks(  # absolute before others, in another working directory, see it
-                    lambda: os.path.abspath(path) if self._communicator.rank == 0 else None,
-                    f"could not restore {path!r:.60}",
-                )
-            )
-            chosen = self._communicator.broadcast_object(of_rank_0, label="checkpoint to restore")
-            stored = self._on_all_ranks(lambda: self._read(chosen), f"could not read {chosen}")
+            absolute = None
+            with raising_on_all(self._communicator, f"could not restore {path!r:.60}"):
+                if self._communicator.rank == 0:  # others may be in other working directories
+                    absolute = os.path.abspath(path)
+            chosen = self._communicator.broadcast_object(absolute, label="checkpoint to restore")
+            with raising_on_all(self._communicator, f"could not read {chosen}"):
+                stored = self._read(chosen)
             states = self._load(stored)
-        self._extended.checkpoints.tell_followers("restored", (chosen, states))
-        self._extended.checkpoints.completed(chosen, restored=True)
+        self._role.tell_followers("restored", (chosen, states))
+        self._role.completed(chosen, restored=True)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -263,20 +234,20 @@ class CheckpointManager:
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
-        if not self._extended.checkpoints.restores:
+        if not self._role.restores:
             return self._follow()
-        with self._extended.checkpoints.telling_failure("restored"):
+        with self._role.telling_failure("restored"):
             self.wait()
             path, states = self._restore_newest()
-        self._extended.checkpoints.tell_followers("restored", (path, states))
+        self._role.tell_followers("restored", (path, states))
         if path is not None:
-            self._extended.checkpoints.completed(path, restored=True)
+            self._role.completed(path, restored=True)
         return path
 
     def _follow(self) -> str | None:
         """Go on from what another rank has restored. Returns: its path."""
         path: str | None
-        path, states = self._extended.checkpoints.follow("restored")
+        path, states = self._role.follow("restored")
         if states is not None:
             load_as_follower(self.checkpoint, states)
         return path
@@ -284,12 +255,12 @@ class CheckpointManager:
     def _restore_newest(self) -> tuple[str | None, dict[str, Any] | None]:
         communicator = self._communicator
 
-        def look() -> tuple[list[str], list[str]]:
-            whole, wrong = self._directory.checkpoints() if communicator.rank == 0 else ([], [])
-            return [path for path, _ in reversed(whole)], wrong
-
-        looked = self._on_all_ranks(look, "could not look for checkpoints")
-        paths, wrong = communicator.broadcast_object(looked, label="checkpoints that there are")
+        found: tuple[list[str], list[str]] = [], []
+        with raising_on_all(communicator, "could not look for checkpoints"):
+            if communicator.rank == 0:
+                whole, damaged = self._directory.checkpoints()
+                found = [path for path, _ in reversed(whole)], damaged
+        paths, wrong = communicator.broadcast_object(found, label="checkpoints that there are")
         for path in paths:
             stored, error = None, None
             try:
@@ -298,8 +269,7 @@ class CheckpointManager:
                 error = str(failed)
             errors = communicator.all_gather_object(error, label="whether a checkpoint is readable")
             wrong += sorted(set(filter(None, errors)))
-            if not any(errors):
-                assert stored is not None
+            if stored is not None and not any(errors):
                 if wrong and communicator.rank == 0:
                     warnings.warn(
                         f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=3
@@ -321,10 +291,10 @@ class CheckpointManager:
         """Returns: what followers load, where there are any."""
         states = None
         # Some loading is collective.
-        with self._communicator.raising_together(), self._extended.checkpoints.unchanging():
-            if self._extended.checkpoints.has_followers:
-                states = states_for_followers(self.checkpoint, stored)
-            self.checkpoint.load_state_dict(stored)
+        with self._communicator.raising_together(), self._role.unchanging():
+            if self._role.has_followers:
+                states = states_for_followers(self.checkpoint, stored.state)
+            self.checkpoint.load_state_dict(stored.state)
             have_loaded(self.checkpoint)
         self._communicator.raise_any(None, "could not restore")
         return states
@@ -352,7 +322,7 @@ def _wait_to_see(folder: str) -> None:
         time.sleep(0.05)
 
 
-def _tell_unraised(reference: weakref.ref[CheckpointManager]) -> None:
+def _report_unraised(reference: weakref.ref[CheckpointManager]) -> None:
     """At exit, when the threads have ended."""
     manager = reference()
     saving = None if manager is None else manager._saving

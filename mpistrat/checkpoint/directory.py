@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 
 from mpistrat.checkpoint import durable_files
-from mpistrat.checkpoint.directory_lock import DirectoryLock, Seen
+from mpistrat.checkpoint.directory_lock import DirectoryLock
 from mpistrat.checkpoint.manifest import Manifest, read_manifest
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -29,7 +29,7 @@ class Unfinished:
     Attributes:
         folder: in which; rank 0 makes it.
         path: its name when it is complete.
-        step: which the program gave.
+        step: the program's number.
         number: by which checkpoints are ordered.
     """
 
@@ -40,83 +40,84 @@ class Unfinished:
 
 
 class Directory:
-    """Looking needs nothing; what writes is for one process of the job that writes."""
+    """A directory as everybody sees it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
-        self._lock: DirectoryLock | None = None
 
     def checkpoints(self) -> tuple[list[tuple[str, Manifest]], list[str]]:
         """The whole ones, oldest first, and what is wrong with the others."""
         whole: list[tuple[str, Manifest]] = []
         wrong = []
-        for name in self._names():
+        for name in self.names():
             if _COMPLETE.fullmatch(name):
                 path = os.path.join(self.path, name)
                 try:
                     whole.append((path, read_manifest(path)))
-                except ValueError as error:
-                    wrong.append(str(error))
                 except FileNotFoundError as error:
                     if os.path.isdir(path):  # else it was deleted meanwhile
                         wrong.append(f"{error.filename} is missing")
-                except OSError as error:
+                except (ValueError, OSError) as error:
                     wrong.append(str(error))
         whole.sort(key=lambda entry: entry[1].number)
         return whole, wrong
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         try:
             return os.listdir(self.path)
         except FileNotFoundError:
             return []
 
-    def open(self) -> None:
-        """Be the job that writes, and remove what killed ones have left, as far as that is possible.
+    def open(self) -> OpenDirectory:
+        """Be the job that writes. Raises: RuntimeError when another job is; OSError."""
+        return OpenDirectory(self)
 
-        Raises: RuntimeError when another job is; OSError.
-        """
-        if not os.path.isdir(self.path):
-            durable_files.make_folders(self.path)
-        lock = DirectoryLock.of(self.path)
-        if lock.seen is None:
-            for name in self._names() if lock.held else ():
+
+class OpenDirectory:
+    """A directory into which this process writes, for its job. What killed jobs have left is removed.
+
+    "As far as that is possible": on NFS, not what somebody reads.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory, self._path = directory, directory.path
+        if not os.path.isdir(self._path):
+            durable_files.make_folders(self._path)
+        self._lock = DirectoryLock.of(self._path)
+        if self._lock.is_new and self._lock.held:
+            for name in directory.names():
                 if name.startswith((_UNFINISHED, _DELETED)):
-                    self.remove(os.path.join(self.path, name))
-        self._lock = lock
+                    self.remove(os.path.join(self._path, name))
         self._look()
 
     def _look(self) -> None:
-        assert self._lock is not None
-        whole, _ = self.checkpoints()
+        whole, _ = self._directory.checkpoints()
         newest = whole[-1][1] if whole else Manifest(-1, 0, 0, {})
-        self._lock.seen = Seen(newest.step, frozenset(self._names()))
+        self._lock.newest, self._lock.names = newest.step, frozenset(self._directory.names())
         self._lock.number = max(self._lock.number, newest.number)
+        self._lock.is_new = False
 
     def begin(self, step: int | None) -> Unfinished:
-        """Names for a new checkpoint, of which nothing is on disk yet; after `open`, it asks no disk either.
+        """Names for a new checkpoint, of which nothing is on disk yet; it asks no disk either.
 
         Args:
             step: None is the one after the newest.
         """
-        assert self._lock is not None
-        assert self._lock.seen is not None
-        newest, names = self._lock.seen
         if step is None:
-            step = newest + 1
+            step = self._lock.newest + 1
         name = f"step-{step:08}"
-        names = names | self._lock.under_way
+        names = self._lock.names | self._lock.under_way
         found = [match for match in map(_COMPLETE.fullmatch, names) if match]
         taken = [int(match[2] or 1) for match in found if int(match[1]) == step]
         if taken:
             name += f".{max(taken) + 1}"
         self._lock.under_way.add(name)
         self._lock.number += 1
-        path = os.path.join(self.path, name)
+        path = os.path.join(self._path, name)
         return Unfinished(self._new_folder(name), path, step, self._lock.number)
 
     def _new_folder(self, name: str) -> str:
-        return os.path.join(self.path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
+        return os.path.join(self._path, f"{_UNFINISHED}{name}-{os.urandom(4).hex()}")
 
     def sample(self) -> str:
         """Make a folder, to be seen by others and removed."""
@@ -132,23 +133,17 @@ class Directory:
         Manifest(step, number, ranks, files).write(unfinished.folder)
         durable_files.sync_folder(unfinished.folder)
         durable_files.rename(unfinished.folder, unfinished.path)
-        assert self._lock is not None
-        assert self._lock.seen is not None
         name = os.path.basename(unfinished.path)
-        self._lock.seen = Seen(step, self._lock.seen.names | {name})
-        self._end(unfinished)
+        self._lock.newest, self._lock.names = step, self._lock.names | {name}
+        self._lock.under_way.discard(name)
 
     def give_up(self, unfinished: Unfinished) -> None:
         """It cannot be completed: remove what was written of it."""
         self._delete(unfinished.folder)
-        self._end(unfinished)
-
-    def _end(self, unfinished: Unfinished) -> None:
-        assert self._lock is not None
         self._lock.under_way.discard(os.path.basename(unfinished.path))
 
     def remove(self, path: str) -> None:
-        """Remove what is no checkpoint, as far as that is possible: on NFS, not what somebody reads."""
+        """Remove what is no checkpoint, as far as that is possible."""
         import shutil  # here, because it makes importing mpistrat slower
 
         if os.path.isdir(path) and not os.path.islink(path):
@@ -159,7 +154,7 @@ class Directory:
 
     def keep_newest(self, count: int) -> None:
         """Delete all whole checkpoints but the newest `count`, as far as that is possible."""
-        whole, _ = self.checkpoints()
+        whole, _ = self._directory.checkpoints()
         for path, _ in whole[:-count]:
             self._delete(path)
         self._look()
@@ -167,7 +162,7 @@ class Directory:
     def _delete(self, path: str) -> None:
         """Remove a folder, as far as that is possible. By another name first: nobody counts it, or adds to it, then."""
         name = os.path.basename(path).removeprefix(_UNFINISHED)
-        deleted = os.path.join(self.path, f"{_DELETED}{name}-{os.urandom(4).hex()}")
+        deleted = os.path.join(self._path, f"{_DELETED}{name}-{os.urandom(4).hex()}")
         with contextlib.suppress(OSError):
             durable_files.rename(path, deleted)
             self.remove(deleted)

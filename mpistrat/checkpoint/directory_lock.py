@@ -7,33 +7,22 @@ import errno
 import fcntl
 import os
 import weakref
-from typing import NamedTuple
 
 NAME = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
 
 
-class Seen(NamedTuple):
-    """What there was when this process last looked.
-
-    Attributes:
-        step: of the newest checkpoint; -1 where there was none.
-        names: all in the directory.
-    """
-
-    step: int
-    names: frozenset[str]
-
-
 class DirectoryLock:
-    """Held by this process until nobody in it refers to it; the kernel releases that of a process that is killed.
+    """Held by this process until nothing in it refers to it; the kernel releases that of a process that is killed.
 
     A forked child does not have it.
 
     Attributes:
         held: False where the file system has no locks: then nobody knows whether another job is there.
-        seen: in the directory, by whichever of this process's managers; None before any has looked.
+        is_new: whether none of this process's managers has looked yet.
+        newest, names: the step of the newest checkpoint, -1 where there was none, and all names in the directory, when
+            one of them last looked.
         number: of the save that was begun last, or of the newest that was there.
         under_way: names of the checkpoints that this process has begun and not ended: several where a strategy has
             lost a rank.
@@ -41,7 +30,7 @@ class DirectoryLock:
 
     @classmethod
     def of(cls, directory: str) -> DirectoryLock:
-        """That of `directory`; managers of one process share it.
+        """The lock of `directory`; managers of one process share it.
 
         Raises: RuntimeError when another process has it; OSError.
         """
@@ -59,7 +48,9 @@ class DirectoryLock:
         self._close.atexit = False
         os.fchmod(file, 0o600)
         self.held = True
-        self.seen: Seen | None = None
+        self.is_new = True
+        self.newest = -1
+        self.names: frozenset[str] = frozenset()
         self.number = 0
         self.under_way: set[str] = set()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,27 +47,16 @@ class RandomStates:
         extended = self._strategy.extended
         replicas = StatesOfReplicas(states, extended.communicator.rank)
         some, of, first = replicas.some, replicas.of, extended.first_replica_id
-        missing = []
         own = of(first)
         if own is not None and own["first_replica"] == first:
             version, words, gauss = own["python"]
             random.setstate((version, tuple(words.tolist()), gauss))
             np.random.set_state(own["numpy"])
         else:
+            own = None
             _seed_rank(some, first)
-        if some["torch"]:
-            from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
-
-            generators = []
-            for replica in range(first, first + extended.num_local_replicas):
-                saved = of(replica)
-                if saved is None:
-                    missing.append(replica)
-                    generators.append(seeded_generators(_seed_of_replica(some, replica)))
-                else:
-                    generators.append(saved["torch"][replica - saved["first_replica"]])
-            set_generators_of(extended.replicas, generators)
-        if own is not None and own["first_replica"] == first and own.get("device") is not None:
+        missing = self._set_torch(some, first, of)
+        if own is not None and own.get("device") is not None:
             extended.replicas.set_device_random_state(own["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
             warnings.warn(
@@ -82,13 +71,27 @@ class RandomStates:
         Args: saved: of another rank.
         """
         _seed_rank(saved, first)
-        if saved["torch"]:
-            from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
+        self._set_torch(saved, first, lambda replica: None)
 
-            extended = self._strategy.extended
-            replicas = range(first, first + extended.num_local_replicas)
-            states = [seeded_generators(_seed_of_replica(saved, replica)) for replica in replicas]
-            set_generators_of(extended.replicas, states)
+    def _set_torch(
+        self, some: Mapping[str, Any], first: int, of: Callable[[int], Any]
+    ) -> list[int]:
+        """Give replicas, numbered from `first`, their generators' states. Returns: those that `of` has no state of."""
+        if not some["torch"]:
+            return []
+        from mpistrat.pytorch.virtual_replicas import seeded_generators, set_generators_of
+
+        extended = self._strategy.extended
+        generators, missing = [], []
+        for replica in range(first, first + extended.num_local_replicas):
+            saved = of(replica)
+            if saved is None:
+                missing.append(replica)
+                generators.append(seeded_generators(_seed_of_replica(some, replica)))
+            else:
+                generators.append(saved["torch"][replica - saved["first_replica"]])
+        set_generators_of(extended.replicas, generators)
+        return missing
 
 
 def _seed_rank(saved: Mapping[str, Any], first: int) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint import durable_files
-from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.directory import OpenDirectory, Unfinished
 from mpistrat.checkpoint.manifest import sealed, unsealed
+from mpistrat.communicators import Communicator
 
 SECONDS_WITHOUT_PROGRESS = 300.0
 _SECONDS_BETWEEN_LOOKS = 0.005, 0.25
@@ -38,22 +39,22 @@ class Saving(abc.ABC):
     """A save that is under way: this rank's part of it.
 
     Args:
-        checkpoint: which is saved.
+        checkpoint: the one that is saved.
         files: this rank's, by name.
         began: when it was asked for, by `time.monotonic()`.
-        lost: tells whether a rank has failed, so that this cannot be completed.
+        communicator: over the ranks that save; nothing is sent over it.
 
     Attributes:
-        checkpoint: as given.
+        checkpoint: as in Args.
         written: (bytes, CRC-32) of this rank's files by name, once they are on disk and noted; None before, and on
             rank 0.
         seconds: from `began` until this rank's thread had done its part; 0.0 before, and when that failed.
         error: why this rank failed, once `finished` is set.
-        heard: what other ranks have written, if they told it.
+        heard: what other ranks have written, as far as they have said so.
     """
 
     def __init__(
-        self, checkpoint: Unfinished, files: Files, began: float, lost: Callable[[], bool]
+        self, checkpoint: Unfinished, files: Files, began: float, communicator: Communicator
     ) -> None:
         self.checkpoint = checkpoint
         self.seconds = 0.0
@@ -62,7 +63,9 @@ class Saving(abc.ABC):
         self.heard: dict[int, Written] = {}
         self.finished = threading.Event()
         self._abandoned = threading.Event()
-        self._files, self._began, self._lost = files, began, lost
+        self._files, self._began = files, began
+        self._rank, self._ranks = communicator.rank, communicator.size
+        self._lost = communicator.contract.has_lost_a_rank  # then this cannot be completed
 
     def start(self) -> None:
         # No daemon: the interpreter waits for it at its end, before MPI is finalized.
@@ -102,18 +105,7 @@ class Saving(abc.ABC):
 
 
 class SavingOfRank(Saving):
-    """That of a rank but 0."""
-
-    def __init__(
-        self,
-        checkpoint: Unfinished,
-        files: Files,
-        began: float,
-        lost: Callable[[], bool],
-        rank: int,
-    ) -> None:
-        super().__init__(checkpoint, files, began, lost)
-        self._rank = rank
+    """A rank's but 0."""
 
     def _begin(self) -> None:
         """Rank 0 makes the folder: then one that was given up is not made again."""
@@ -137,22 +129,20 @@ class SavingOfRank(Saving):
 
 
 class SavingOfAll(Saving):
-    """Rank 0's, which completes the checkpoint when all `ranks` have written, and calls `completed` with its path."""
+    """Rank 0's, which completes the checkpoint when all ranks have written, and calls `completed` with its path."""
 
     def __init__(
         self,
         checkpoint: Unfinished,
         files: Files,
         began: float,
-        lost: Callable[[], bool],
-        ranks: int,
-        directory: Directory,
+        communicator: Communicator,
+        directory: OpenDirectory,
         keep: int,
         completed: Callable[[str], None],
     ) -> None:
-        super().__init__(checkpoint, files, began, lost)
-        self._ranks, self._directory, self._keep = ranks, directory, keep
-        self._completed = completed
+        super().__init__(checkpoint, files, began, communicator)
+        self._directory, self._keep, self._completed = directory, keep, completed
 
     def _begin(self) -> None:
         durable_files.make_folder(self.checkpoint.folder)
@@ -168,7 +158,7 @@ class SavingOfAll(Saving):
         self._directory.keep_newest(self._keep)
 
     def _note_of(self, rank: int) -> Written:
-        """Wait for it, and take it away, with what that rank wrote."""
+        """Wait for the note of a rank, and remove it. Returns: what that rank wrote."""
         note, folder = self._note(rank), self.checkpoint.folder
         progress: Any = None
         since = time.monotonic()
@@ -189,7 +179,7 @@ class SavingOfAll(Saving):
                     "sees it"
                 )
             self._abandoned.wait(_pause_after(now - since))
-        with contextlib.suppress(FileNotFoundError):  # heard of, and not yet seen
+        with contextlib.suppress(FileNotFoundError):  # heard of, but not seen yet
             with open(note, "rb") as file:
                 written: Any = unsealed(file.read(), note)
             os.unlink(note)

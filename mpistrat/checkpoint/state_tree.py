@@ -82,13 +82,12 @@ class Encoder:
         kind = type(value).__name__
         encoded: dict[str, Json]
         if all(type(key) is str for key in value):
-            items = {key: self.encode(one, (*path, key)) for key, one in value.items()}
-            encoded = {"dict": items}
+            encoded = {"dict": {k: self.encode(v, (*path, k)) for k, v in value.items()}}
         else:
             encoded = {
                 "pairs": [
-                    [self.encode(key, (*path, "a key")), self.encode(one, (*path, str(key)))]
-                    for key, one in value.items()
+                    [self.encode(k, (*path, "a key")), self.encode(v, (*path, str(k)))]
+                    for k, v in value.items()
                 ]
             }
         if kind != "dict":
@@ -112,47 +111,31 @@ class Encoder:
 
 
 def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    """What was encoded as `tree`, whose arrays are `stored`. Those that it returns share their memory."""
+    """What was encoded as `tree`, whose arrays are `stored`. The arrays that it returns share their memory."""
     if isinstance(tree, list):
-        return [decode(one, stored) for one in tree]
+        return [decode(element, stored) for element in tree]
     if not isinstance(tree, dict):
         return tree
     kind = next(iter(tree), "nothing")
     content: Any = tree.get(kind)
     if kind in ("dict", "pairs"):
-        return _mapping(kind, tree, stored)
-    if kind == "tensor":
-        return stored[content].tensor()
-    if kind == "array":
-        return stored[content].array()
-    if kind == "scalar":
-        return stored[content].array()[()]
-    if kind == "tuple":
-        return tuple(decode(content, stored))
-    if kind == "float":
-        return float(content)
-    if kind == "complex":
-        return complex(*decode(content, stored))
-    if kind == "bytes":
-        return base64.b64decode(content)
+        return _decoded_mapping(kind, tree, stored)
+    if kind in ("tensor", "array", "scalar"):
+        array = stored[content]
+        return array.tensor() if kind == "tensor" else array.array()[... if kind == "array" else ()]
     if kind in ("size", "dtype", "device"):
-        import torch
-
-        if kind == "size":
-            return torch.Size(content)
-        return torch.device(content) if kind == "device" else _dtype(content)
-    raise ValueError(f"an unknown kind of value: {tree!r:.80}")
+        return _of_torch(kind, content)
+    if kind not in _DECODERS:
+        raise ValueError(f"an unknown kind of value: {tree!r:.80}")
+    return _DECODERS[kind](decode(content, stored))
 
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {name!r}")
-    return dtype
-
-
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "float": float,
+    "complex": lambda parts: complex(*parts),
+    "bytes": base64.b64decode,
+}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
@@ -160,12 +143,24 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
+def _of_torch(kind: str, content: Any) -> Any:
+    import torch
+
+    if kind == "size":
+        return torch.Size(content)
+    if kind == "device":
+        return torch.device(content)
+    dtype = getattr(torch, content, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {content!r}")
+    return dtype
+
+
+def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
+    pairs = tree["dict"].items() if kind == "dict" else decode(tree["pairs"], stored)
     if kind == "dict":
-        items = [(key, decode(one, stored)) for key, one in tree["dict"].items()]
-    else:
-        items = [(decode(key, stored), decode(one, stored)) for key, one in tree["pairs"]]
-    mapping = _MAPPINGS[tree.get("of", "dict")](items)
+        pairs = [(key, decode(value, stored)) for key, value in pairs]
+    mapping = _MAPPINGS[tree.get("of", "dict")](pairs)
     if "metadata" in tree:
         mapping._metadata = decode(tree["metadata"], stored)
     return mapping

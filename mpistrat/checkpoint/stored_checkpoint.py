@@ -9,14 +9,16 @@ manifest.json            sizes and checksums of all these
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpistrat.checkpoint import durable_files
+from mpistrat.checkpoint.lazy_mapping import LazyMapping
 from mpistrat.checkpoint.manifest import read_manifest
 from mpistrat.checkpoint.saving import Files
 from mpistrat.checkpoint.state_tree import Encoder, decode
@@ -41,13 +43,13 @@ class Snapshots:
         self._kept.clear()
 
     def common(self, states: Mapping[str, Any]) -> Files:
-        """Of the states that are the same on all ranks, by object."""
+        """Args: states: those that are the same on all ranks, by object."""
         files: dict[str, Any] = {}
         trees = {name: self._encode(name, name, state, files) for name, state in states.items()}
         return {**files, _STATE: map(_json, [trees])}
 
     def of_rank(self, rank: int, states: Mapping[str, Any]) -> Files:
-        """Of those that are this rank's own."""
+        """Args: states: this rank's own, by object."""
         files: dict[str, Any] = {}
         tree = self._encode(_of_rank(rank), "", states, files)
         return {**files, f"{_of_rank(rank)}.json": map(_json, [tree])}
@@ -71,10 +73,12 @@ def _json(tree: Any) -> bytes:
     return json.dumps(tree, indent=1, allow_nan=False).encode()
 
 
-class StoredCheckpoint(Mapping[str, Any]):
-    """One that is read: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand.
+class StoredCheckpoint:
+    """A checkpoint that is read.
 
     Raises: ValueError, which names the file, for one that is damaged; OSError.
+    Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand. Of
+        "common" all names are there, and the states that were wanted.
     """
 
     def __init__(self, path: str, wanted: Container[str]) -> None:
@@ -82,26 +86,20 @@ class StoredCheckpoint(Mapping[str, Any]):
         self.manifest = read_manifest(path)
         trees = self._json(_STATE)
         states = {name: self._decode(name, tree) for name, tree in trees.items() if name in wanted}
-        self._content = {"common": _Common(states, trees), "ranks": _Ranks(self)}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def of_rank(self, rank: int) -> Any:
-        return self._decode(_of_rank(rank), self._json(f"{_of_rank(rank)}.json"))
+        self.state: dict[str, Mapping[Any, Any]] = {
+            "common": LazyMapping(trees, states.__getitem__),
+            "ranks": LazyMapping(range(self.manifest.ranks), functools.cache(self._read_rank)),
+        }
 
     def verify_ranks(self, rank: int, size: int) -> None:
         """What the ranks wrote of their own: rank `rank` of `size` looks at its share. Raises: ValueError."""
-        for one in range(rank, self.manifest.ranks, size):
+        for writer in range(rank, self.manifest.ranks, size):
             for name in self.manifest.files:
-                if name.startswith(_of_rank(one)):
+                if name.startswith(_of_rank(writer)):
                     self._read(name)
+
+    def _read_rank(self, rank: int) -> Any:
+        return self._decode(_of_rank(rank), self._json(f"{_of_rank(rank)}.json"))
 
     def _read(self, name: str) -> np.ndarray:
         if name not in self.manifest.files:
@@ -114,38 +112,3 @@ class StoredCheckpoint(Mapping[str, Any]):
     def _decode(self, file: str, tree: Any) -> Any:
         name = file + _ARRAYS
         return decode(tree, parse(self._read(name)) if name in self.manifest.files else {})
-
-
-class _Common(Mapping[str, Any]):
-    """The states that were wanted; it names all that there are."""
-
-    def __init__(self, states: Mapping[str, Any], names: Iterable[str]) -> None:
-        self._states, self._names = states, tuple(names)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._states[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class _Ranks(Mapping[int, Any]):
-    def __init__(self, stored: StoredCheckpoint) -> None:
-        self._stored = stored
-        self._read: dict[int, Any] = {}
-
-    def __getitem__(self, rank: int) -> Any:
-        if not 0 <= rank < len(self):
-            raise KeyError(rank)
-        if rank not in self._read:
-            self._read[rank] = self._stored.of_rank(rank)
-        return self._read[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self)))
-
-    def __len__(self) -> int:
-        return self._stored.manifest.ranks

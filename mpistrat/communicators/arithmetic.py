@@ -15,7 +15,7 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators.host_views import view_of
 
-# Whether MPI can reduce them: what only memory could would go wrong as soon as a message is needed.
+# The dtypes that MPI can reduce. Memory takes no others: they would fail as soon as a message is needed.
 KNOWN_TO_MPI = frozenset(
     ["float32", "float64", "complex64", "complex128"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
@@ -26,28 +26,28 @@ SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
 
 
 class Arithmetic(abc.ABC):
-    """Of one dtype and operation. Pieces are what `view` made."""
+    """Combines pieces of memory, of one dtype, by one operation. Pieces are what `view` returns."""
 
     itemsize: int
 
     @abc.abstractmethod
     def view(self, memory: np.ndarray) -> Any:
-        """Bytes as elements."""
+        """The bytes of `memory` as elements."""
 
     @abc.abstractmethod
     def elements(self, buffer: Array) -> Any:
-        """All of `buffer`, in its shape; its own memory."""
+        """The elements of `buffer`, in its shape and in its own memory."""
 
     @abc.abstractmethod
     def totals(self, elements: int) -> Any:
-        """Memory for what is to be combined further, uninitialized: float32 where the dtype is a shorter float."""
+        """Uninitialized memory for results that are combined further: float32 where the dtype is a shorter float."""
 
     @abc.abstractmethod
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
-        """The sum (or what the operation is) of `pieces`, in their order, times `scale`, into `out`.
+        """Put the sum (or maximum, or minimum) of `pieces`, in their order and times `scale`, into `out`.
 
-        `out` may be one of the pieces, of which the others are left as they are. It warns of nothing and raises
-        nothing, as MPI: the program's own settings would let one rank raise where others wait.
+        `out` may be one of the pieces; the others stay as they are. NumPy warns of nothing and raises nothing here:
+        by the program's own settings one rank would raise where others wait.
         """
 
 
@@ -62,7 +62,7 @@ def can_combine(buffer: Array, op: str) -> bool:
 
 
 def arithmetic_of(buffer: Array, op: str) -> Arithmetic:
-    """For the elements of `buffer` and "sum", "max" or "min". Raises: TypeError where `can_combine` is false."""
+    """What combines the elements of `buffer` by "sum", "max" or "min". Raises: TypeError unless `can_combine`."""
     name = dtype_name(buffer)
     if not can_combine(buffer, op):
         raise TypeError(
@@ -81,9 +81,9 @@ def _arithmetic(name: str, op: str, of_torch: bool) -> Arithmetic:
 def share_of(
     nbytes: int, itemsize: int, ranks: int, carriers: int | None = None
 ) -> list[tuple[int, int]]:
-    """The bytes of a buffer that each of `ranks` combines: first and end of whole elements, as equal as they can be.
+    """Share a buffer out: the first byte and the end, by rank, of whole elements, as equally as possible.
 
-    Args: carriers: how many ranks, from the first, have a share; None: all.
+    Args: carriers: the number of ranks, from the first, that have a share; None: all.
     """
     carriers = carriers or ranks
     elements = nbytes // itemsize
@@ -108,7 +108,7 @@ class _Quiet(threading.local):
 
 
 def _settings_belong_to_a_context() -> bool:
-    """As they do since NumPy 2; before, they belonged to a thread."""
+    """Whether NumPy keeps its settings in a context, as since version 2, and not in a thread."""
     before = np.geterr()
     other: Any = "warn" if before["invalid"] == "ignore" else "ignore"
     contextvars.copy_context().run(np.seterr, invalid=other)
@@ -121,7 +121,7 @@ _quiet = _Quiet()
 
 
 def scale(buffer: Array, factor: float | None) -> None:
-    """Multiply `buffer` in place; NumPy warns of nothing and raises nothing. None leaves it."""
+    """Multiply `buffer` in place; NumPy warns of nothing and raises nothing. None leaves `buffer` as it is."""
     if factor is None:
         return
     if isinstance(buffer, np.ndarray):

@@ -20,7 +20,7 @@ _threads: dict[Communicator, CommunicationThread] = {}
 class CommunicationThread:
     """Runs what is submitted, in this order, in collectives of a communicator that nobody else uses.
 
-    There they move on by themselves; MPI's nonblocking ones, on the program's thread, only while it asks for them.
+    These collectives proceed by themselves; MPI's nonblocking ones, on the program's thread, only while it polls them.
 
     Args:
         communicator: of this thread only. MPI must have been started with MPI_THREAD_MULTIPLE.

@@ -1,9 +1,10 @@
-"""What every communicator can do."""
+"""What a program can ask of a communicator."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -21,8 +22,8 @@ class Communicator(abc.ABC):
     """One group of ranks. Every method is collective: all ranks call it, in the same order.
 
     Buffers are C-contiguous NumPy arrays or CPU tensors. `label`, as that of a `Reduction`, says in words what is
-    exchanged (a structure, parameter names); it is part of what the ranks must agree on. Where a `Reduction` is taken,
-    the name of an operation, "sum", "max" or "min", stands for the plain one.
+    exchanged (a structure, parameter names); the ranks must agree on it. In place of a `Reduction`, methods take the
+    name of its operation, "sum", "max" or "min".
 
     Attributes:
         rank: this process's number in the group, 0 <= rank < size.
@@ -63,13 +64,13 @@ class Communicator(abc.ABC):
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
-        """Add up what the ranks hold of `tree`, into `sums[0]`: equal however replicas are spread over ranks.
+        """Add up the sums that ranks hold of `tree`, into `sums[0]`. It does not matter which rank holds which.
 
         Args:
-            sums: [as many as this rank holds, ...], floating point, of the same shape and dtype on every rank but for
-                their number; undefined afterwards but for the first. 16-bit floats are added up in float32, and rounded
-                at the end: they are replicas' own values, never sums, which would have been rounded before.
-            tree: over what the ranks of this communicator hold; equal on all of them.
+            sums: floating point, of shape [sums that this rank holds, ...]; equal on every rank but for their number.
+                Afterwards all but the first are undefined. 16-bit floats are added up in float32 and rounded at the
+                end: they must be replicas' own values, for sums of them would have been rounded before.
+            tree: of the ranks of this communicator; equal on all of them.
             reduction: a sum.
         """
 
@@ -77,7 +78,7 @@ class Communicator(abc.ABC):
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         """Combine `buffer` of all ranks into rank `root`'s; the others' stays as it is.
 
-        As `all_reduce`; but 16-bit floats are rounded before they are scaled, and once more afterwards.
+        As `all_reduce`, but 16-bit floats are rounded before they are scaled and once more afterwards.
         """
 
     @abc.abstractmethod
@@ -109,15 +110,15 @@ class Communicator(abc.ABC):
         """The communicator of the ranks that gave the same `color`, ordered by `key`, then rank."""
 
     def by(self, implementation: CommunicationImplementation) -> Communicator:
-        """What moves the bytes of the same ranks by `implementation`: itself for AUTO, or where there is no choice.
+        """The communicator that moves the bytes of the same ranks by `implementation`; this one for AUTO.
 
-        Not collective, but ranks must use the same. NCCL moves memory of GPUs: for all else it is AUTO.
+        Not collective, but all ranks must use the same. NCCL moves memory of GPUs: for all else it is AUTO.
         """
         return self
 
     @abc.abstractmethod
     def explain(self) -> str:
-        """By which ways bytes move, a line for each. Not collective."""
+        """For people: the ways by which bytes move, a line for each. Not collective."""
 
     def raise_together(self, error: Exception) -> NoReturn:
         """Raise `error` in place of a collective whose operands this rank found to be wrong.
@@ -127,7 +128,7 @@ class Communicator(abc.ABC):
         self.contract.raise_together(error)
 
     def raising_together(self) -> contextlib.AbstractContextManager[None]:
-        """Around the checks of this rank's operands: `raise_together` for what they raise."""
+        """Around the checks of this rank's operands: their errors go to `raise_together`."""
         return RaisingTogether(self.raise_together)
 
     def raise_any(self, error: Exception | None, what: str) -> None:
@@ -143,3 +144,17 @@ class Communicator(abc.ABC):
         for rank, theirs in enumerate(everyone):
             if theirs is not None:
                 raise RuntimeError(f"rank {rank} {what}: {theirs}")
+
+
+@contextlib.contextmanager
+def raising_on_all(communicator: Communicator, what: str) -> Iterator[None]:
+    """What the body raises on any rank is raised on all of them: see `Communicator.raise_any`.
+
+    Collective at its end; the body need not be.
+    """
+    error = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    communicator.raise_any(error, what)

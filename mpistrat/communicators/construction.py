@@ -1,4 +1,4 @@
-"""Our communicator over the ranks of the user's: what moves its bytes, and what watches over it.
+"""Makes our communicator over the ranks of the user's. Only this file names the transports of hosts.
 
 mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -26,7 +26,7 @@ from mpistrat.communicators.transports.transport import Transport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import job_end
-from mpistrat.liveness.node_records import see_each_other, watch_of
+from mpistrat.liveness.node_records import records_of_all, watch_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 from mpistrat.settings import shared_bytes, trace_folder
@@ -74,7 +74,7 @@ def communicator_for(
 
 
 def discard(comm: MPI.Intracomm) -> None:
-    """Let go of our communicators over the ranks of `comm`, one of which has failed, and of the memory they share."""
+    """Let go of our communicators over the ranks of `comm`, one of which has failed, and of their memory."""
     cached = cast("dict[str, Router] | None", comm.Get_attr(_CACHED))
     for communicator in (cached or {}).values():
         for implementation in CommunicationImplementation:
@@ -84,9 +84,9 @@ def discard(comm: MPI.Intracomm) -> None:
 
 
 def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
-    """By which ways bytes move between the ranks of `mpi`, and this rank's watch in a communicator over them.
+    """The ways of bytes between the ranks of `mpi`, and this rank's watch in their communicator. Collective.
 
-    Collective. `name` is the communicator's.
+    Args: name: of the communicator.
     """
     watch = watch_of(mpi.comm, name)
     compressed: list[Transport] = []
@@ -105,7 +105,7 @@ def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
 
 
 def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
-    """Of ranks that do not all share memory."""
+    """The ways of ranks that do not all share memory."""
     comm = mpi.comm
     node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     sizes = comm.allgather(node.size)
@@ -113,7 +113,7 @@ def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
         node.Free()
         return _ways_in_pieces(mpi, PipelinedTransport(mpi, watch))
     several = node.size < comm.size
-    if not several or not all(comm.allgather(see_each_other(node, watch.record))):
+    if not several or not all(comm.allgather(records_of_all(node, watch.record) is not None)):
         node.Free()
         return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
     carriers = min(sizes)
@@ -131,6 +131,6 @@ def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
 
 
 def _ways_in_pieces(mpi: MpiTransport, pipelined: PipelinedTransport) -> Ways:
-    """Of ranks each of which is on a node of its own."""
+    """The ways of ranks each of which is on a node of its own."""
     compressed = CompressedTransport(Router(Ways(mpi, [pipelined])), SMALLEST)
     return Ways(mpi, [compressed, pipelined])

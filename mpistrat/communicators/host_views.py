@@ -32,13 +32,13 @@ def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:
 
 
 def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
-    """Uninitialized arrays as `view_of(buffer)` is, of the `shapes` in the rows; (1,) stands for a scalar's."""
+    """Uninitialized arrays like `view_of(buffer)`, each of the shape in a row of `shapes`; (1,) is that of a scalar."""
     dtype = view_of(buffer).dtype
     return [np.empty(tuple(shape) if buffer.ndim else (), dtype) for shape in shapes]
 
 
 def bytes_of(buffer: Array) -> np.ndarray:
-    """The memory of `buffer`. Raises: ValueError when it is not C-contiguous."""
+    """The memory of `buffer` as bytes. Raises: ValueError when it is not C-contiguous."""
     view = view_of(buffer)
     if not view.flags.c_contiguous:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The communicator of one process alone."""
+"""The communicator of one rank."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-_SMALLEST = 1 << 16  # below, the allocators recycle pages themselves
+_SMALLEST = 1 << 16  # bytes; the allocators recycle smaller memory themselves
 
 
 def _references(buffers: list[np.ndarray], index: int) -> int:
     return sys.getrefcount(buffers[index])
 
 
-# To a buffer that nothing but this module uses. Counted, because it depends on the interpreter's version.
+# References to a buffer that nothing but this module uses. Their number depends on the interpreter's version.
 _OWN_REFERENCES = _references([np.empty(0)], 0)
 
 
@@ -35,26 +35,19 @@ class RecycledBuffers:
 
     @classmethod
     def of(cls, buffers: list[np.ndarray]) -> RecycledBuffers:
-        """Only these, which nothing else refers to."""
+        """Hands out these buffers only. Nothing else may refer to them."""
         recycled = cls(kept=len(buffers))
         recycled._buffers = buffers
         return recycled
 
     def free(self, nbytes: int) -> np.ndarray | None:
         """The first `nbytes` of a buffer that is as large and that nothing refers to; None if there is none."""
-        for i in range(len(self._buffers)):
-            if (
-                self._buffers[i].nbytes >= nbytes
-                and _references(self._buffers, i) == _OWN_REFERENCES
-            ):
-                return self._buffers[i][:nbytes]
-        return None
+        index = self._idle(nbytes, math.inf)
+        return None if index is None else self._buffers[index][:nbytes]
 
     def are_idle(self) -> bool:
         """Whether nothing refers to any of the buffers."""
-        return all(
-            _references(self._buffers, i) == _OWN_REFERENCES for i in range(len(self._buffers))
-        )
+        return all(map(self._is_idle, range(len(self._buffers))))
 
     def like(self, array: Array) -> Array:
         """An array of the shape and dtype of `array`, a C-contiguous NumPy array or CPU tensor."""
@@ -79,12 +72,17 @@ class RecycledBuffers:
 
     def _take(self, nbytes: int) -> np.ndarray:
         """A buffer of exactly `nbytes` that no array shares; arrays made of it keep it in use."""
+        index = self._idle(nbytes, nbytes)
+        if index is None:
+            index, self._buffers = 0, [np.empty(nbytes, np.uint8), *self._buffers][: self._kept]
+        return self._buffers[index]
+
+    def _idle(self, least: int, most: float) -> int | None:
+        """The index of the first idle buffer of `least` to `most` bytes."""
         for i in range(len(self._buffers)):
-            if (
-                self._buffers[i].nbytes == nbytes
-                and _references(self._buffers, i) == _OWN_REFERENCES
-            ):
-                return self._buffers[i]
-        buffer = np.empty(nbytes, np.uint8)
-        self._buffers = [buffer, *self._buffers][: self._kept]
-        return buffer
+            if least <= self._buffers[i].nbytes <= most and self._is_idle(i):
+                return i
+        return None
+
+    def _is_idle(self, index: int) -> bool:
+        return _references(self._buffers, index) == _OWN_REFERENCES

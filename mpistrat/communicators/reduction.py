@@ -1,4 +1,4 @@
-"""What a reduction makes of the buffers of all ranks, as one value that is passed on whole."""
+"""How the buffers of all ranks are combined, as one value."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class Reduction:
     """How buffers are combined, element by element; equal on all ranks. Their dtype is that of the buffers.
 
     Attributes:
-        op: "sum", "max" or "min"; what the latter make of NaN may be NaN or a number.
+        op: "sum", "max" or "min"; the maximum or minimum of NaN and a number may be either.
         label: says what is reduced (a structure, parameter names). The ranks must agree on it.
-        scale: multiplied to the result; for floating point.
-        compressor: for sums of floats of 32 bits or fewer: adds up, in place, the slices that messages carry. Within a
-            node it is not used.
+        scale: a factor of the result, which must be floating point.
+        compressor: adds up, in place, the slices of a sum that go between nodes; for floats of 32 bits or fewer.
     """
 
     op: str = "sum"
@@ -47,13 +46,13 @@ class Reduction:
 
     @property
     def plain(self) -> Reduction:
-        """The operation alone."""
+        """The reduction by the same operation, without label, scale and compressor."""
         return reducing(self.op)
 
 
 @functools.lru_cache(maxsize=4096)
 def reducing(op: str = "sum", label: str = "", scale: float | None = None) -> Reduction:
-    """The `Reduction` of these; made once, then looked up."""
+    """The `Reduction` with these attributes; it is made once, then looked up."""
     return Reduction(op, label, scale)
 
 

@@ -1,8 +1,8 @@
-"""In which order values of replicas are added up, whichever rank they are on.
+"""The order in which the values of replicas are added up, whichever rank they are on; and adding up in that order.
 
-Neighbours first, (0, 1), (2, 3), …, then neighbouring pairs, and so on; an odd one goes up unchanged. That order is a
-function of the number of replicas alone. A rank, or a node, adds up as much of it as it can alone; what is left there
-are sums of whole subtrees, each named by the ids of its replicas, for others to add up further.
+Neighbours come first, (0, 1), (2, 3), …, then neighbouring pairs, and so on; an odd value goes up unchanged. The order
+depends on the number of replicas alone. A rank, or a node, adds up what it can of the tree alone. The sums that are
+left there are those of whole subtrees, each named by the ids of its replicas; other ranks add them up further.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ import numpy as np
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
 
-# What is between two additions stays in the caches.
+# Bytes that are added up before the next, so that sums stay in the caches.
 _CHUNK = 1 << 18
 
 
 class ReductionTree:
-    """The part of the tree above what the ranks of a group hold. Equal on all of them.
+    """The part of the tree above the sums that the ranks of a group hold. It is equal on all of them.
 
     Args:
-        replicas: how many there are in all.
-        held: for each rank of the group the subtrees whose sums it has.
+        replicas: their number in all.
+        held: by rank, the subtrees whose sums the rank has.
 
     Attributes:
-        replicas, held: as given.
         additions: pairs of positions in `held`, flattened: the second is added to the first, in this order.
         left: positions of the sums that are complete then, in the order of replicas.
-        sums: which subtrees these are.
+        sums: the subtrees of these sums.
     """
 
     def __init__(self, replicas: int, held: Iterable[Sequence[range]]) -> None:
@@ -40,7 +39,7 @@ class ReductionTree:
         self.held = tuple(tuple(parts) for parts in held)
         self.additions: list[tuple[int, int]] = []
         flat = [part for parts in self.held for part in parts]
-        # Finished subtrees, which wait for their right neighbours.
+        # Finished subtrees and their positions; they wait for their right neighbours.
         sums: list[tuple[range, int]] = []
         for position in sorted(range(len(flat)), key=lambda i: flat[i].start):
             sums.append((flat[position], position))
@@ -53,7 +52,7 @@ class ReductionTree:
         self.sums = [part for part, _ in sums]
 
     def _are_halves(self, left: range, right: range) -> bool:
-        """Of one subtree. The left half is a power of two wide; the right one may be cut off by the last replica."""
+        """Whether they are halves of a subtree. The left one is a power of two wide; the end may cut the right one."""
         end = left.start + 2 * len(left)
         starts = left.start % (2 * len(left)) == 0 and left.stop == right.start
         return starts and right.stop == min(end, self.replicas)
@@ -64,19 +63,19 @@ class ReductionTree:
         return all(len(parts) == 1 for parts in self.held)
 
     def within(self, ranks: Sequence[int]) -> ReductionTree:
-        """What some of the group's ranks can add up among themselves."""
+        """The tree of some of the ranks, which add up what they can among themselves."""
         return ReductionTree(self.replicas, [self.held[rank] for rank in ranks])
 
 
 @functools.lru_cache
 def tree_of_replicas(replicas: int, first: int, end: int) -> ReductionTree:
-    """What a rank can add up that has the replicas from `first` to before `end`; each counts as one of the group."""
+    """The tree of a rank's replicas, from `first` to before `end`; each of them counts as a rank of the group."""
     return ReductionTree(replicas, [[range(i, i + 1)] for i in range(first, end)])
 
 
 @functools.lru_cache
 def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
-    """Over what ranks hold after each has added up what it can of its replicas, which are in rank order."""
+    """The tree over the sums that are left when each rank has added up its replicas. Replicas are in rank order."""
     ends = itertools.accumulate(replicas_of_ranks)
     total = sum(replicas_of_ranks)
     mine = [
@@ -87,9 +86,9 @@ def tree_of_ranks(replicas_of_ranks: tuple[int, ...]) -> ReductionTree:
 
 
 class TreeSum(Arithmetic):
-    """Of pieces that are the sums that `tree` says its group holds, in this order.
+    """Adds up pieces, the sums that the ranks of `tree` hold, in its order.
 
-    What is combined is [sums that are left, elements], or where one is left [elements].
+    The result has the shape [sums that are left, elements], or [elements] where one sum is left.
     """
 
     def __init__(self, pairwise: Arithmetic, tree: ReductionTree) -> None:
@@ -115,11 +114,11 @@ class TreeSum(Arithmetic):
             self._combine([piece[chunk] for piece in pieces], [out[chunk] for out in outs], scale)
 
     def _combine(self, values: list[Any], outs: list[Any], scale: float | None) -> None:
-        """`outs` may be some of `values`: they are written only when nothing else of `values` is read any more."""
+        """Combine chunks. `outs` may be some of `values`: an `out` is written when no other value is read any more."""
         tree, combine = self._tree, self._pairwise.combine
         out_of = dict(zip(tree.left, outs, strict=True))
         last = {to: i for i, (to, _) in enumerate(tree.additions)}
-        own: set[int] = set()  # values that are memory of ours by now
+        own: set[int] = set()  # positions of values that are in memory of our own by now
         for i, (to, added) in enumerate(tree.additions):
             if to in out_of and i == last[to]:
                 combine((values[to], values[added]), out_of[to], scale)
@@ -139,7 +138,7 @@ class TreeSum(Arithmetic):
 
 
 def tree_sum_of(buffer: Array, tree: ReductionTree) -> TreeSum:
-    """For the elements of `buffer`. Raises: TypeError where MPI does not know them either."""
+    """What adds up the elements of `buffer`. Raises: TypeError for a dtype that MPI does not know either."""
     if not can_combine(buffer, "sum"):
         raise TypeError(
             f"{dtype_name(buffer)} cannot be added up in the order of replicas; convert it to float32 or float64 first"
@@ -148,5 +147,5 @@ def tree_sum_of(buffer: Array, tree: ReductionTree) -> TreeSum:
 
 
 def how_to_combine(buffer: Array, op: str, tree: ReductionTree | None = None) -> Arithmetic:
-    """In the order of `tree`; without one in that of the ranks."""
+    """What combines in the order of `tree`; without a tree, in that of the ranks."""
     return arithmetic_of(buffer, op) if tree is None else tree_sum_of(buffer, tree)

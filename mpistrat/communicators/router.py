@@ -24,22 +24,22 @@ from mpistrat.options import CommunicationImplementation
 if TYPE_CHECKING:
     from mpistrat.communicators.reduction_tree import ReductionTree
 
-# All-reduces, by operands, whose signatures and slots are kept; what is forgotten is made again.
+# Kinds of all-reduces whose signatures and slots are kept; what is forgotten is made again.
 _KNOWN_CALLS = 4096
 
 
 @dataclass(frozen=True)
 class Ways:
-    """By which ways the bytes of one group of ranks move.
+    """The ways by which the bytes of a group of ranks move.
 
     Attributes:
-        mpi: takes every call that no other transport takes, and what is no buffer.
-        transports: asked before it, in this order.
-        memory: that the ranks of a node share.
+        mpi: takes the calls that no other transport takes, and objects.
+        transports: are asked before `mpi`, in this order.
+        memory: what the ranks of a node have in common.
         slots: for small sums; None where not all ranks share a node's memory.
-        asked_for: the ways of those who ask for an implementation; where one is missing, these are.
-        of_part: the ways of some of the ranks, over which the first argument is, and their watch; the second one is the
-            name of their communicator. Collective over them. None: MPI alone.
+        asked_for: the ways for an implementation that a program asks for; if it is missing, these are.
+        of_part: makes the ways and the watch of some of the ranks, of their MPI and the name of their communicator.
+            Collective over them. None: they have MPI alone.
     """
 
     mpi: MpiTransport
@@ -68,12 +68,13 @@ class Router(Communicator):
     """Checks the contract of a call, records it, and hands it to the first transport that takes it.
 
     Args:
-        ways: of the ranks.
-        contract: what the ranks agree on, and where that is recorded. Without one, this is a group inside another.
+        ways: by which their bytes move.
+        contract: checks and records calls. Without it, this is a group inside another.
+        last_words: of the signature of each call.
 
     Attributes:
-        mpi: what moves what is no buffer.
-        splits: the communicators that were made of this one.
+        mpi: as of `ways`.
+        splits: the communicators that `split` has made.
     """
 
     def __init__(self, ways: Ways, contract: Unchecked = UNCHECKED, *last_words: str) -> None:
@@ -235,14 +236,14 @@ class _KnownSum(NamedTuple):
 
 
 class _KnownSums(dict[tuple[Any, ...], _KnownSum]):
-    """What is known of the all-reduces that were called, by all in which they may differ."""
+    """The signatures and slots of the all-reduces that were called, by all in which calls may differ."""
 
     def __init__(self, slots: SharedSlots | None, last_words: tuple[str, ...]) -> None:
         super().__init__()
         self._slots, self._last_words = slots, last_words
 
     def learn(self, key: tuple[Any, ...], buffer: Array, reduction: Reduction) -> _KnownSum:
-        """The signature of an all-reduce, and the slot that it takes. Raises: ValueError where there is no such one."""
+        """Remember an all-reduce. Raises: ValueError if `buffer` cannot be reduced so."""
         _check(reduction, buffer)
         words = reduction.op, *_words_of_buffer(buffer), *_words_of(reduction), *self._last_words
         slot = None
@@ -257,12 +258,12 @@ class _KnownSums(dict[tuple[Any, ...], _KnownSum]):
 def _entering(
     contract: Unchecked, last_words: tuple[str, ...]
 ) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """What is called with the words of a call, around it."""
+    """A function of the words of a call, whose result surrounds the call."""
     return lambda *words: contract.enter(signature_of(words + last_words))
 
 
 def _kind_of(buffer: Array) -> str:
-    """What buffers must be equal in on all ranks: those on devices may go another way."""
+    """The dtype and the kind of device: ranks must agree on both, for they decide which way a buffer goes."""
     name = dtype_name(buffer)
     if not is_on_accelerator(buffer):
         return name
@@ -274,7 +275,7 @@ def _words_of_buffer(buffer: Array) -> tuple[str, tuple[int, ...]]:
 
 
 def _words_of(reduction: Reduction) -> tuple[str, ...]:
-    """What the ranks must agree on, but for the operation."""
+    """What the ranks must agree on of a reduction, but for the operation."""
     if reduction.scale is None:
         return (reduction.label,)
     return reduction.label, f"times {reduction.scale!r}"

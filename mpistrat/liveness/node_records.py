@@ -41,15 +41,13 @@ def watch_of(comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
         record = _private_record()
         board = record.new_board(_hash(name), *board_of)
     assert board is not None
+    records = records_of_all(node, record) if node.size == comm.size else None
     peers = None
-    if node.size == comm.size and see_each_other(node, record):
-        everyone = node.allgather((record.path, board))
-        readable = _read_records([path for path, _ in everyone])
-        assert readable is not None
+    if records is not None:
         peers = [
-            (theirs.words, board)
-            for rank, (theirs, (_, board)) in enumerate(zip(readable, everyone, strict=True))
-            if rank != node.rank
+            (theirs.words, their_board)
+            for theirs, their_board in zip(records, node.allgather(board), strict=True)
+            if theirs.path != record.path
         ]
     cpus = os.sched_getaffinity(0)
     crowded = cpu_share(cpus, node.allgather(cpus)) < 1
@@ -57,11 +55,11 @@ def watch_of(comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
     return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
 
 
-def see_each_other(node: MPI.Intracomm, record: RankRecord) -> bool:
-    """Whether all ranks of `node` can read each other's `record`. Collective."""
-    readable = _read_records(node.allgather(record.path)) is not None
+def records_of_all(node: MPI.Intracomm, record: RankRecord) -> list[RankRecord] | None:
+    """The records of the ranks of `node`; None unless all can read all. Collective. Args: record: this rank's."""
+    records = _read_records(node.allgather(record.path))
     # Not allreduce: mpi4py's goes over a duplicate of its own, which is not revoked when a rank is lost.
-    return all(node.allgather(readable))
+    return records if all(node.allgather(records is not None)) else None
 
 
 def _hash(name: str) -> int:
@@ -152,7 +150,7 @@ def _start(record: RankRecord) -> None:
 
 
 def _read_records(paths: list[str | None]) -> list[RankRecord] | None:
-    """All ranks' records; None when one cannot be read here, as from another container."""
+    """None when a record cannot be read here, as from another container."""
     records = []
     for path in paths:
         if path is None:

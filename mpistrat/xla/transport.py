@@ -1,4 +1,4 @@
-"""Tensors of XLA devices, combined by XLA's own collectives inside the graph; all else goes by another communicator."""
+"""Tensors on XLA devices: XLA's own collectives combine them inside the graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class XlaTransport(Transport):
-    """Sums, and the like, of tensors on XLA devices are recorded, as all that is done with them.
+    """Records reductions of tensors on XLA devices in the graph, as all that a program does with them.
 
-    What has no collective of XLA's here (broadcasts, gathered parts, slices in a wire format) goes through host memory.
+    Broadcasts, gathers and sums with a compressor go through host memory.
 
     Args:
-        host: over the same ranks, for buffers on the host.
+        host: the communicator of the same ranks, for buffers on the host.
     """
 
     takes_device_buffers = True
@@ -55,7 +55,7 @@ class XlaTransport(Transport):
         out.copy_(total[self.rank * length : (self.rank + 1) * length])
 
     def _sum(self, buffer: Array, reduction: Reduction) -> Array:
-        """A new tensor: what `reduction` makes of it, but for the scale."""
+        """A new tensor, the result without the scale."""
         (total,) = self._runtime.all_reduce(reduction.op, [buffer])
         return total
 
@@ -88,10 +88,10 @@ def use_xla(communicator: Communicator, runtime: Runtime) -> str:
 
 
 def wrong_sum(communicator: Communicator, runtime: Runtime) -> str:
-    """What XLA made of a sum over all ranks that are known, and "" where it was right, on all of them.
+    """Try a sum over all ranks by XLA. Returns: what was wrong, the same on all ranks; "" if it was right.
 
-    Its CPU device returns the operand as if there were no other process, or aborts. So what it says of itself does not
-    count, and nothing is summed where it knows fewer devices than the ranks have.
+    XLA's CPU device returns the operand as if there were no other process, or aborts. So what XLA says of itself does
+    not count, and nothing is summed if XLA knows fewer devices than the ranks have.
     """
     size = communicator.size
     counts = communicator.all_gather_object(

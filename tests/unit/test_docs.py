@@ -13,6 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import wire_formats
+from mpistrat.settings import SETTINGS
 
 TOP = Path(__file__).parents[2]
 README = TOP / "README.md"
@@ -35,10 +36,6 @@ DOORS = (
     wire_formats,
 )
 
-each_page = pytest.mark.parametrize(
-    "page", PAGES, ids=[str(page.relative_to(TOP)) for page in PAGES]
-)
-
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
@@ -54,13 +51,12 @@ def test_readme_says_how_to_test() -> None:
     assert "\n    scripts/test " in text_of(README)
 
 
-@each_page
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]+))?\)", text_of(page)):
-        file = page.parent / target if target else page
-        assert file.is_file(), f"{page.name}: {target}"
-        if anchor:
-            assert anchor in anchors_of(file), f"{page.name}: {target}#{anchor}"
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]+))?\)", text_of(page)):
+            file = page.parent / target if target else page
+            assert file.is_file(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors_of(file), f"{page.name}: {target}#{anchor}"
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -68,13 +64,21 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@each_page
-def test_programs_name_what_exists(page: Path) -> None:
-    for program in re.findall(
-        r"^ *```python\n(.*?)^ *```", text_of(page), re.DOTALL | re.MULTILINE
-    ):
-        for name in names_in(ast.parse(program)):
-            assert exists(name), f"{page.name}: ms.{name}"
+def test_programs_name_what_exists() -> None:
+    for page in PAGES:
+        for program in re.findall(
+            r"^```python\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE
+        ):
+            for name in names_in(ast.parse(program)):
+                assert exists(name), f"{page.name}: ms.{name}"
+        for name in re.findall(r"`(?:ms|mpistrat)\.([\w.]*\w)", text_of(page)):
+            assert exists(name), f"{page.name}: {name}"
+
+
+def test_pages_name_the_settings_that_there_are() -> None:
+    known = {setting.name for setting in SETTINGS}
+    named = {name for page in PAGES for name in re.findall(r"MPISTRAT_\w+", text_of(page))}
+    assert named <= known | {"MPISTRAT_"}
 
 
 def exists(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to make the same call, found out before its bytes move."""
+"""How ranks find out, before bytes move, whether all are about to make the same call."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _READS_BEFORE_WAITING = 100
 class Agreement(abc.ABC):
     @abc.abstractmethod
     def agree(self, calls: int, digest: int) -> bool:
-        """Whether `digest`, of this rank's `calls`-th call, is every rank's. Waits until all have entered theirs."""
+        """Whether all ranks have the same `digest` of their `calls`-th call. Waits until all have entered it."""
 
 
 class BoardAgreement(Agreement):
     """Each rank writes one word, its digest and the last 8 bits of the call's number, and reads the others'.
 
-    A word that counts one call more than ours is as good as an equal one: its rank has seen that all agreed on our
-    call. It cannot be further ahead, for it waits there until we have written.
+    A word of the next call is as good as an equal one: its rank has seen that all agreed on our call. It cannot be
+    further ahead, for it waits there until we have written.
 
-    What a rank has written to shared memory before it agrees, the others can read once they have agreed; and it may
-    write there again when they agree on the next call.
+    When the ranks have agreed, they can read what a rank wrote to shared memory before; it may write there again when
+    they agree on the next call.
 
     Args:
-        fence: what comes before it is done before what comes after it; None where the processor sees to that.
+        fence: orders memory accesses before it and after it; None where the processor does so.
     """
 
     def __init__(self, watch: CommunicatorWatch, fence: Callable[[], None] | None = FENCE) -> None:
@@ -76,7 +76,7 @@ class BoardAgreement(Agreement):
 
 
 class MessageAgreement(Agreement):
-    """One 16-byte MAX of (h, -h): equal on all ranks exactly if both halves cancel."""
+    """A 16-byte MAX of (h, -h): the digests are equal on all ranks exactly if both halves cancel."""
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi = mpi

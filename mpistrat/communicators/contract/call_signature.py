@@ -1,4 +1,4 @@
-"""What a collective is called with: its operation and what must be equal on all ranks, as a tuple of few words."""
+"""The signature of a call: its operation and what must be equal on all ranks, as a tuple of few words."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mpistrat.liveness.record import text_of
 
 # The rest of a word of 64 bits is the call's number.
 DIGEST_BITS = 56
-# Of one signature; a program that calls a collective at more places has their texts made again.
+# Places whose texts a signature keeps; if a program makes a call at more places, texts are made again.
 _MOST_SITES = 256
 
 
 class CallSignature:
-    """One kind of call: made once, and looked up when the program makes such a call again.
+    """A kind of call. It is made once, and looked up when the program makes such a call again.
 
     Attributes:
         words: the operation, then what the ranks must agree on.
-        digest: of the words; equal on ranks that make the same call.
-        texts: what the record keeps of this call, by file, function and line of the program: as of `record.text_of`.
+        digest: a hash of the words, equal on ranks that make the same call.
+        texts: what the record keeps of this call, by file, function and line of the program; see `record.text_of`.
     """
 
     __slots__ = ("digest", "texts", "words")
@@ -33,7 +33,7 @@ class CallSignature:
         self.texts: dict[tuple[str, str, int], tuple[bytes, int]] = {}
 
     def learn(self, site: tuple[str, str, int]) -> tuple[bytes, int]:
-        """The text of a call that is made at `site` for the first time."""
+        """Make the text of a call that the program makes at `site` for the first time."""
         if len(self.texts) == _MOST_SITES:
             self.texts.clear()
         file, function, line = site
@@ -48,7 +48,7 @@ signature_of = functools.lru_cache(maxsize=4096)(CallSignature)
 
 
 def describe(words: tuple[Any, ...]) -> str:
-    """A collective as a user would write it."""
+    """The call as a user would write it."""
     operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"

@@ -12,7 +12,7 @@ from mpistrat.communicators.contract.call_signature import CallSignature
 from mpistrat.trace import profiler
 from mpistrat.trace.timeline import Timeline
 
-# Distinct calls, by call site, that are told once each; what is forgotten is told again.
+# Calls, by call site, that the timeline describes once each; what is forgotten is described again.
 _DISTINCT_CALLS = 4096
 
 
@@ -20,7 +20,7 @@ class CollectiveSpans:
     """Each call of a communicator is an event on `timeline`.
 
     Args:
-        name, size: of the communicator. By its name and the number of the call, `merging` finds what belongs together.
+        name, size: of the communicator. `merging` finds the ranks' events of one call by its name and number.
     """
 
     def __init__(self, timeline: Timeline, name: str, size: int) -> None:
@@ -51,16 +51,16 @@ class CollectiveSpans:
             self._timeline.add_collective(kind, self._entered, self._together, left, number)
 
     def _new_kind(self, signature: CallSignature, file: str, function: str, line: int) -> int:
-        told: dict[str, Any] = {"call": str(signature), "at": f"{file}:{line} in {function}"}
+        facts: dict[str, Any] = {"call": str(signature), "at": f"{file}:{line} in {function}"}
         nbytes = _bytes_of(signature.words)
         if nbytes is not None:
-            told["bytes"] = nbytes
-        told |= {"communicator": self._name, "ranks": self._size}
-        return self._timeline.kind(signature.words[0], "collective", **told)
+            facts["bytes"] = nbytes
+        facts |= {"communicator": self._name, "ranks": self._size}
+        return self._timeline.kind(signature.words[0], "collective", **facts)
 
 
 def _bytes_of(words: tuple[Any, ...]) -> int | None:
-    """Of this rank's buffer; None where the signature does not tell."""
+    """The size of this rank's buffer; None where the signature does not contain it."""
     for dtype, shape in itertools.pairwise(words):
         if isinstance(dtype, str) and isinstance(shape, tuple):
             bits = re.search(r"\d+", dtype)

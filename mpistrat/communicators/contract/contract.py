@@ -1,4 +1,4 @@
-"""What the ranks of a communicator do before bytes move: agree on the call, and record it."""
+"""The contract of a communicator: before bytes move, its ranks agree on the call and record it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 class Contract(Unchecked):
     """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when they differ.
 
-    Each call is described by a signature (operation, dtype, shape, label), whose digest the ranks
-    compare: on a board in shared memory if all of them are on one node, else by a message. Only if they
-    differ are the signatures themselves exchanged.
+    A signature describes each call (operation, dtype, shape, label). The ranks compare its digest, on a board in shared
+    memory if all of them are on one node, else by a message. They exchange signatures only if digests differ.
 
     Args:
         mpi: over the ranks.
-        name: the same on all ranks of the group, and different from all other groups' names.
-        watch: where the calls are recorded; None is memory that nobody else sees.
-        check: "always", or "never": then ranks that differ are not noticed before the bytes move.
-        timeline: where the calls are shown; None where they are not.
+        name, timeline: as of `Unchecked`.
+        watch: where the calls are recorded; None: in memory that nobody else sees.
+        check: "always"; with "never" ranks do not compare their calls.
     """
 
     watch: CommunicatorWatch
@@ -76,10 +74,12 @@ class Contract(Unchecked):
             self._spans = CollectiveSpans(timeline, name, self.size)
         self._inside = _Inside(self)
         self._called_at: tuple[CodeType, int] | None = None
-        self._thread = 0  # the one that is, or was last, inside a collective
+        self._thread = 0  # that is, or was last, inside a collective
         self._forked = False
-        self._abandoned: BaseException | None = None  # what this rank left its last call for
-        os.register_at_fork(after_in_child=_Forked(self))
+        self._abandoned: BaseException | None = (
+            None  # the error for which this rank left its last call
+        )
+        _contracts.add(self)
 
     @property
     def called_at(self) -> str:  # type: ignore[override]
@@ -160,7 +160,7 @@ class Contract(Unchecked):
 
 
 class _Inside(contextlib.AbstractContextManager[None]):
-    """The time between a rank's entering and its leaving a call."""
+    """The block of a call: it ends when the rank leaves the call."""
 
     __slots__ = ("_board", "_contract", "_record", "_spans")
 
@@ -183,13 +183,13 @@ class _Inside(contextlib.AbstractContextManager[None]):
     __exit__ = leave
 
 
-class _Forked:
-    """Marks a contract in a forked child, without keeping it alive in the parent."""
+# All contracts of this process. In a forked child their calls are errors.
+_contracts: weakref.WeakSet[Contract] = weakref.WeakSet()
 
-    def __init__(self, contract: Contract) -> None:
-        self._contract = weakref.ref(contract)
 
-    def __call__(self) -> None:
-        contract = self._contract()
-        if contract is not None:
-            contract._forked = True
+def _forbid_all() -> None:
+    for contract in _contracts:
+        contract._forked = True
+
+
+os.register_at_fork(after_in_child=_forbid_all)

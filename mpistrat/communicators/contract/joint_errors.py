@@ -1,4 +1,4 @@
-"""Errors that all ranks raise, so that none waits for another."""
+"""Errors that all ranks raise, so that no rank waits for another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RaisingTogether(contextlib.AbstractContextManager[None]):
 
 
 def is_raised_by_all(error: Exception) -> bool:
-    """Whether the other ranks know of it already: a collective has raised it on all of them."""
+    """Whether the other ranks know of `error` already, for a collective has raised it on all of them."""
     known = (CollectiveMismatchError, StallError, RankLostError)
     return isinstance(error, known) or getattr(error, "_mpistrat_raised_by_all", False)
 

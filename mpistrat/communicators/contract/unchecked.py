@@ -1,4 +1,4 @@
-"""What a communicator asks of its contract, where there is none."""
+"""The interface of a contract, and what stands in its place where calls are not checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Unchecked:
-    """No contract: of one rank alone, or of a group inside another, whose calls are checked and recorded there.
+    """The contract of one rank alone, or of a group inside another, where calls are checked and recorded already.
 
     Attributes:
         name: the same on all ranks of the group, and different from all other groups' names.
@@ -26,9 +26,9 @@ class Unchecked:
         timeline: where the calls are shown; None where they are not.
         agreement: how the ranks compare their calls; None where they do not.
         calls: how many collectives this rank has entered.
-        waiting_in: the signature of the collective this rank is inside of, else None. Read by the
-            watcher of `job_end` on another thread, as is `called_at`: it must not look at frames that run on.
-        called_at: where the program called the last collective: "train.py:33 in main".
+        waiting_in: the signature of the collective that this rank is in, or None. A thread of `job_end` reads it.
+        called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
+            must not look at frames that run on.
     """
 
     name = ""
@@ -46,11 +46,11 @@ class Unchecked:
         slot: Slot | None = None,
         payload: Any = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Return once all ranks have entered the same call; it lasts until the result's block ends.
+        """Return when all ranks have entered the same call. The call lasts until the result's block ends.
 
         Args:
-            cause: what has kept this rank from what the others do; they hear of it, if they do something else.
-            slot: where `payload` is put for the other ranks, who may read it when this returns.
+            cause: the error that has brought this rank here; the others hear of it if they enter another call.
+            slot: takes `payload`, which the other ranks may read when this returns.
         """
         return _NOTHING
 
@@ -62,7 +62,7 @@ class Unchecked:
         raise error
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
-        """The contract of some of the ranks, which `name` tells from other parts. Collective over them."""
+        """The contract of some of the ranks. Collective over them. `name` differs from that of other parts."""
         return self
 
     def abort(self, code: int) -> NoReturn:
@@ -70,7 +70,7 @@ class Unchecked:
         os._exit(code)
 
     def has_lost_a_rank(self) -> bool:
-        """Whether this rank knows that one has failed, and that the others go on without it. Not collective."""
+        """Whether this rank knows that a rank has failed and the others go on without it. Not collective."""
         group = None if self.watch is None else self.watch.revocable_group
         return group is not None and group.lost
 
@@ -78,7 +78,7 @@ class Unchecked:
         """How long this rank waited for others to enter collectives, of any communicator. Not collective.
 
         Args:
-            last: of how many seconds until now, at most 63.
+            last: the number of seconds until now that count, at most 63.
         """
         return 0.0 if self.watch is None else self.watch.record.seconds_waited(last)
 

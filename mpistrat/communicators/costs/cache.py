@@ -1,7 +1,7 @@
-"""Fitted costs, kept in a file from one job to the next.
+"""Costs in a file, which later jobs read.
 
-A file is named after what the costs depend on, and holds that, too. Whatever is wrong with it, or with the folder, is
-no error: the costs are measured again.
+The file's name is a hash of what the costs depend on; the file holds that, too. If anything is wrong with the file or
+its folder, the costs are measured again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.machine.private_files import make_folder
 
-# Counted up when a way comes to cost something else: what other versions have measured is not used.
+# Increased when the cost of a way changes, so that what other versions measured is not used.
 FORMAT = 2
-SECONDS_TO_LIVE = 7 * 86400.0  # what was measured on a busy machine is not for ever
-_SECONDS_AHEAD = 3600.0  # by which the clock of the node that wrote it may go fast
+SECONDS_TO_LIVE = 7 * 86400.0  # so that what was measured on a busy machine is forgotten
+_SECONDS_AHEAD = 3600.0  # the clock of the node that wrote the file may be so far ahead
 
 
 def path_of(folder: str, key: dict[str, Any]) -> str:
@@ -31,7 +31,7 @@ def path_of(folder: str, key: dict[str, Any]) -> str:
 
 
 def read(folder: str, key: dict[str, Any]) -> tuple[dict[str, Cost], float] | None:
-    """The costs of each way under `key`, and when they were measured, in seconds since 1970; None for none."""
+    """The costs of each way by `key`, and when they were measured, in seconds since 1970; None if there are none."""
     try:
         with open(path_of(folder, key), encoding="utf-8") as file:
             content = json.load(file)
@@ -45,14 +45,14 @@ def read(folder: str, key: dict[str, Any]) -> tuple[dict[str, Cost], float] | No
             for way, terms in content["costs"].items()
         }
         measured = float(content["measured"])
-    except Exception:  # of any kind: what somebody else has written there, or half of it
+    except Exception:  # of any class: somebody else may have written the file, or half of it
         return None
     terms = [term for cost in costs.values() for term in (cost.alpha, cost.beta, cost.error)]
     return (costs, measured) if all(math.isfinite(t) and t >= 0 for t in terms) else None
 
 
 def write(folder: str, key: dict[str, Any], costs: dict[str, Cost]) -> None:
-    """Put them there as a whole, whoever else writes at the same time; and remove files that nobody will read again."""
+    """Write the file as a whole, whoever else writes it at the same time; remove files that are too old to be read."""
     import tempfile  # here, because it makes importing mpistrat slower
 
     content = {

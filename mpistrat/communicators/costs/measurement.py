@@ -1,6 +1,7 @@
-"""Which way is the fastest for how many bytes: measured once by all ranks together, or read from an earlier job's file.
+"""What ways cost: all ranks measure them together, once, or read the file of an earlier job.
 
-Ranks must decide alike, so one of them fits the costs and tells the others, and a time is that of the slowest rank.
+Ranks must decide alike, so the first rank fits the costs and sends them to the others. A time is that of the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from mpistrat.machine.cpu_model import cpu_model
 from mpistrat.machine.network_links import network_links
 from mpistrat.settings import cache_folder, transport_settings
 
-# What is timed: from the least bytes that go another way than MPI's to more than the caches of a core hold.
+# Sizes that are timed: from the smallest that goes another way than MPI's to more than the caches of a core hold.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 LARGEST = SIZES[-1]
-# Of each way and size, beside the first, which finds pages and connections missing.
+# Rounds that are timed, after a first in which pages and connections are missing.
 ROUNDS = 9
-SECONDS = 0.3  # for all of them on a node; a call that has begun ends, too
+SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
 SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those of all ranks
-# Ranks that wait awake spin: one that had less of its core was disturbed by other programs, or by ranks without a core.
+# Ranks spin while they wait. If one had less of its core, other programs, or ranks without a core, disturbed it.
 LEAST_CPU_SHARE = 0.9
-# Where time ran out.
+# From so many bytes on a way is taken if time ran out.
 UNMEASURED = 1 << 18
-# By how much a way must be the dearer at LARGEST to be left out: what is larger gains by it.
+# A way that costs so many times as much at LARGEST is never taken; else it is for larger buffers, which gain by it.
 CLEARLY = 1.25
 
 Way = Callable[[np.ndarray], object]
@@ -43,12 +44,12 @@ costs_of_this_job: dict[str, Costs] = {}  # by key, where this process is the fi
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the ways between the ranks of one communicator, equal on all of them.
+    """The costs of the ways between the ranks of a communicator, equal on all of them.
 
     Attributes:
-        ways: by name; empty where time ran out.
-        origin: how they came to be known.
-        disturbed: other programs ran, too: what is so slow may be they.
+        ways: the costs by name; empty if time ran out.
+        origin: where they come from, for people.
+        disturbed: other programs ran, too, so that a way may look slower than it is.
     """
 
     ways: Mapping[str, Cost] = field(default_factory=dict)
@@ -56,9 +57,9 @@ class Costs:
     disturbed: bool = False
 
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
-        """Bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
+        """The number of bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
 
-        From LARGEST on it is taken anyway, unless it is clearly, by that factor, and undisturbedly the dearer there.
+        From LARGEST on it is taken, unless it costs more than `clearly` times as much there, undisturbed.
         """
         if not self.ways:
             return max(floor, UNMEASURED)
@@ -74,7 +75,7 @@ class Costs:
         return "\n".join([*lines, f"    {self.origin}"])
 
     def explain_from(self, smallest: float) -> str:
-        """From how many bytes on a way is taken, by these costs, and what they are."""
+        """For people: a way is taken from `smallest` bytes on, by these costs."""
         if self is NOT_MEASURED:
             return "once something large has been combined"
         sizes = "never" if math.isinf(smallest) else f"from {smallest:.0f} bytes on"
@@ -94,14 +95,14 @@ def costs_of(
     asleep: Collection[str] = (),
     seconds: float = SECONDS,
 ) -> Costs:
-    """What each of `ways` to all-reduce costs. Collective over `communicator`; it takes less than half a second.
+    """The costs of `ways` to all-reduce. Collective over `communicator`; it takes less than half a second.
 
     Args:
         ways: each combines an array of zeros, float32, in place with those of all ranks.
         mpi: the library's name and version.
-        ranks_of_nodes: how many ranks each node has, the same on all ranks.
-        abreast: how many communicators such as this one, over the same nodes, measure at the same time.
-        asleep: those of `ways` that leave the core while they wait.
+        ranks_of_nodes: the number of ranks of each node, the same on all ranks.
+        abreast: the number of such communicators over the same nodes that measure at the same time.
+        asleep: the ways that leave the core while they wait.
         seconds: for all calls; one that has begun ends, too.
     """
     mine = (cpu_model(), len(os.sched_getaffinity(0)), network_links())
@@ -128,7 +129,7 @@ def costs_of(
 
 
 def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> Costs | None:
-    """What another communicator of this process has measured, or another job."""
+    """The costs that another communicator of this process, or another job, has measured."""
     if repr(key) in costs_of_this_job:
         return costs_of_this_job[repr(key)]
     found = None if folder is None else cache.read(folder, key)
@@ -146,8 +147,8 @@ class Measured:
     """Times of calls, equal on all ranks.
 
     Attributes:
-        seconds: by round, size and way; the slowest rank's. There are fewer sizes where time ran out.
-        cpu_share: which part of the time in ways that wait awake the rank ran that ran least.
+        seconds: by round, size and way; of the slowest rank. There are fewer sizes if time ran out.
+        cpu_share: the share of its core that a rank had in ways that wait awake; the smallest of all ranks.
     """
 
     seconds: np.ndarray
@@ -163,7 +164,7 @@ def measure(
 ) -> Measured:
     """Time rounds of all ways and sizes, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
 
-    In a round each takes its turn, so that what else the machine does hits all of them alike.
+    In a round each way takes its turn, so that whatever else the machine does hits all of them alike.
     """
     buffers = [np.zeros(nbytes // 4, np.float32) for nbytes in sizes]
     rounds: list[list[np.ndarray]] = []

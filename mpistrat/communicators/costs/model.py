@@ -1,4 +1,4 @@
-"""What a collective costs by its size, fitted to a few measured times, and from which size on one way beats another.
+"""The cost of a collective by its size, fitted to a few measured times; from which size on one way beats another.
 
 t(S) = alpha + beta S: a start-up time, and a time for each byte (R. W. Hockney, "The communication challenge for MPP:
 Intel Paragon and Meiko CS-2", Parallel Computing 20, 1994). How both grow with the number of ranks is known for the
@@ -17,10 +17,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one way to move bytes.
+    """The cost of a way to move bytes.
 
     Attributes:
-        alpha: seconds, whatever the size.
+        alpha: seconds that do not depend on the size.
         beta: seconds per byte.
         error: of the fit: the root of the mean square of (fitted - measured) / measured.
     """
@@ -33,12 +33,12 @@ class Cost:
         return self.alpha + self.beta * nbytes
 
     def followed_by(self, other: Cost) -> Cost:
-        """Of one way after the other."""
+        """The cost of this way and then the other."""
         error = max(self.error, other.error)
         return Cost(self.alpha + other.alpha, self.beta + other.beta, error)
 
     def cheaper_from(self, other: Cost) -> float:
-        """Bytes from which on this costs no more than `other`; infinite where it comes to cost more."""
+        """The number of bytes from which on this costs no more than `other`; infinite for never."""
         if self.beta > other.beta or (self.beta == other.beta and self.alpha > other.alpha):
             return math.inf
         if self.alpha <= other.alpha:
@@ -54,10 +54,10 @@ class Cost:
 
 
 def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """The line with the least squares of relative errors: small sizes count as much as large ones. No term is negative.
+    """The line with the least squares of relative errors, so that small sizes count, too. No term is negative.
 
     Args:
-        nbytes, seconds: the same number of sizes and of times > 0; two at least.
+        nbytes, seconds: sizes, and as many times > 0; two at least.
     """
     times = np.asarray(seconds, float)
     largest = max(nbytes)
@@ -73,7 +73,7 @@ def fitted(nbytes: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def slowest(costs: Iterable[Cost]) -> Cost:
-    """What bounds all of them."""
+    """A cost that bounds all of them."""
     each = list(costs)
     return Cost(
         max(cost.alpha for cost in each),
@@ -83,9 +83,10 @@ def slowest(costs: Iterable[Cost]) -> Cost:
 
 
 def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int, Cost, Cost]:
-    """Where bytes come to cost more (they no longer fit into the caches): the last size of the first line, and both.
+    """Two lines: from some size on bytes cost more, for they do not fit into the caches.
 
-    Args: ascending, as of `fitted`; six at least. Each line gets three at least; the errors decide how many.
+    Args: as of `fitted`, in ascending order; six at least. Each line gets three at least, as the errors decide.
+    Returns: the last size of the first line, and both lines.
     """
 
     def error(cut: int) -> float:
@@ -98,13 +99,13 @@ def fitted_in_two(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[int,
 
 
 def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
-    """Of an all-reduce between `nodes`, by Rabenseifner's algorithm: reduce-scatter, then all-gather.
+    """The cost of an all-reduce between `nodes`, by Rabenseifner's algorithm: reduce-scatter, then all-gather.
 
-    Each has log2(N) steps (rounded up), and sends (N - 1) / N of the bytes (Thakur et al., section 4.5; what adding
-    them up costs is part of a byte's time here).
+    Each has log2(N) steps (rounded up), and sends (N - 1) / N of the bytes (Thakur et al., section 4.5; here the time
+    of a byte includes that of adding it up).
 
     Args:
-        latency: seconds of one message of no bytes.
+        latency: seconds of a message without bytes.
         seconds_per_byte: of a link.
     """
     steps = 2 * math.ceil(math.log2(nodes))
@@ -112,6 +113,6 @@ def over_nodes(nodes: int, latency: float, seconds_per_byte: float) -> Cost:
 
 
 def link(between: Cost, nodes: int) -> tuple[float, float]:
-    """The inverse of `over_nodes`: what one message, and one byte of a link, must cost. For two nodes or more."""
+    """The inverse of `over_nodes`: seconds of a message, and of a byte of a link. For two nodes or more."""
     unit = over_nodes(nodes, 1.0, 1.0)
     return between.alpha / unit.alpha, between.beta / unit.beta

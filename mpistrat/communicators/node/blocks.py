@@ -1,4 +1,4 @@
-"""Blocks of memory in which the ranks of a node meet, and hand each other what lies elsewhere."""
+"""Where the ranks of a node meet, and hand each other, block by block, what does not lie in the window."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
 PAGE = 4096
-# Of a rank's memory for what does not lie in the window: blocks in flight, the bytes of one, and what one rank combines
-# of it. What is larger than the caches goes through main memory once more; what is smaller costs more meetings.
+# Of each rank: blocks in flight, bytes of a block, and the bytes of it that one rank combines. A larger block goes
+# through main memory once more than through the caches; smaller blocks need more meetings.
 _SLOTS = 3
 _BLOCK = 1 << 20
 _WIDTH = 1 << 18
@@ -27,13 +27,13 @@ _TICK, _PLACE = 0, 8
 
 
 class Blocks(Mover):
-    """Where ranks meet, and hand each other blocks of what does not lie in the window.
+    """Where ranks meet and hand each other blocks.
 
-    The block of tick t is written before it, combined after it, and read after tick t + 1: so its slot may be written
-    again after tick t + 2, which needs three.
+    A block is written before tick t, combined after it, and read after tick t + 1. So its slot may be written again
+    after tick t + 2, which needs three slots.
 
     Attributes:
-        unbroken: around a whole collective; a collective may be part of another.
+        unbroken: surrounds a collective, which may be part of another.
     """
 
     NBYTES = PAGE + _SLOTS * _BLOCK  # of a segment
@@ -60,14 +60,14 @@ class Blocks(Mover):
                 wait_until(lambda words=words: words[_TICK] >= ticks, self._watch)  # type: ignore[misc]
         before_others_see()
 
-    def tell(self, place: int) -> list[int]:
-        """What every rank tells. Ranks meet in something else before they tell again."""
+    def exchange(self, place: int) -> list[int]:
+        """The places that all ranks call this with. Ranks must meet elsewhere before they call it again."""
         self._words[self.rank][_PLACE] = place
         self.tick()
         return [words[_PLACE] for words in self._words]
 
     def all_reduce(self, operands: Operands, takes: bool = True) -> None:
-        """Block after block: when one has been brought, the one before is combined, then taken.
+        """Block by block: while the next block is brought, this one is combined, then its result is taken.
 
         Args: takes: whether this rank takes the result.
         """
@@ -109,7 +109,7 @@ class Blocks(Mover):
     def combine_slice(
         self, how: Arithmetic, source: np.ndarray, bounds: Sequence[tuple[int, int]], out: Any
     ) -> None:
-        """`out`, elements as `how` has them, gets what all ranks have between this rank's `bounds`, in bytes."""
+        """Combine the bytes of all ranks between this rank's `bounds` into `out`, elements as `how` has them."""
         width = _width(self._size)
         first, end = bounds[self.rank]
         blocks = -(-max(stop - start for start, stop in bounds) // width)
@@ -135,7 +135,7 @@ class Blocks(Mover):
             slot[peer * width : peer * width + len(part)] = part
 
     def _brought(self, own: np.ndarray, width: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """What was brought to this rank before the last tick, by rank, with its `own`; and room for the result."""
+        """The pieces that all ranks brought to this rank before the last tick, and room for the result."""
         start = self.rank * width
         slots = self._slots[(self._ticks - 1) % _SLOTS]
         pieces = [slot[start : start + len(own)] for slot in slots]
@@ -155,7 +155,7 @@ class Blocks(Mover):
                     part[:] = slot[: len(part)]
 
     def gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Every rank's `mine`, in `parts` by rank, all of them bytes. `mine` may lie in this rank's part already."""
+        """Copy every rank's `mine` to its part on all ranks. All are bytes. `mine` may be this rank's part itself."""
         if mine.ctypes.data != parts[self.rank].ctypes.data:
             parts[self.rank][:] = mine
         with self.unbroken:
@@ -170,9 +170,9 @@ class Blocks(Mover):
 
 
 def _width(size: int, nbytes: int | None = None) -> int:
-    """Bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements.
+    """The bytes of a block that each of `size` ranks combines: whole cache lines, which hold whole elements.
 
-    Args: nbytes: of the whole buffer; of one that is smaller than a block, all ranks combine as much.
+    Args: nbytes: of the buffer. If it is smaller than a block, all ranks combine equal parts of it.
     """
     width = max(64, min(_WIDTH, _BLOCK // size // 64 * 64))
     return width if nbytes is None else min(width, max(64, -(-nbytes // (size * 64)) * 64))

@@ -1,12 +1,12 @@
 """Memory of which the ranks of a node keep one copy, though each may write all of it.
 
-Every rank owns a slice, and only the owner changes the copy there. All read the copy through views, mappings that are
-copied on write: what a rank writes into its view is its own, page by page, as if the memory were private, until it
-renews its view. So a program may do with such memory whatever it does with its own; what it leaves alone exists once.
+Every rank owns a slice, and only the owner changes the copy there. All ranks read the copy through views, mappings
+that are copied on write: a page that a rank writes in its view is its own until it renews the view. So a program may
+use such memory as its own, and pages that nobody writes exist once.
 
-The kernel does this for a MAP_PRIVATE mapping of a file in memory: as long as a page was not written, it is the page
-of the file itself, and shows what others write there. POSIX leaves that open, so it is tried before it is relied on.
-Which pages were written is told by /proc/self/pagemap, whatever wrote them.
+The kernel does this for a MAP_PRIVATE mapping of a file in memory: a page that was not written is the page of the file
+itself, and shows what others write there. POSIX leaves that open, so it is tried before it is relied on.
+/proc/self/pagemap says which pages were written, whatever wrote them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import arithmetic_of, scale
-from mpistrat.communicators.node.blocks import Blocks
 from mpistrat.communicators.node.shared_memory import anonymous_file, forget_written, mapped, share
 
+if TYPE_CHECKING:
+    from mpistrat.communicators.node.blocks import Blocks
+
 PAGE = mmap.PAGESIZE
-# Combined before the next, while it is in the caches.
+# Bytes that are combined before the next, while they are in the caches.
 _CHUNK = 1 << 18
-# Who writes a view between all renewals, as clipping does with gradients, is better served by copies of its own, which
-# are filled again: the page faults of dropping them cost ten times as much. Now and then they are dropped, to see.
+# A view that is written before every renewal, as clipping writes gradients, keeps its pages, and the copy goes into
+# them: dropping them costs page faults, ten times as much. After so many renewals they are dropped, in case it ended.
 _COPIED_TIMES = 50
 
 # <linux/fs.h>, Documentation/admin-guide/mm/pagemap.rst: a page in memory or swapped out, and one of a file.
@@ -36,19 +38,24 @@ _PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 class Part(NamedTuple):
-    """Bytes of which all ranks' contributions are summed."""
+    """Bytes from `first` to before `end` whose contributions are summed.
 
-    like: Array  # of their dtype
+    Attributes:
+        like: an array of their dtype.
+        added: the sum is added to what this rank's view holds there; otherwise it replaces that.
+    """
+
+    like: Array
     first: int
     end: int
-    added: bool  # to what this rank's view holds there; otherwise they replace it
+    added: bool
 
 
 class View:
     """A rank's mapping of a `CommonMemory`.
 
     Attributes:
-        memory: its bytes. A page that was written here is this rank's own, until it is renewed.
+        memory: its bytes. A page that was written here is this rank's own until it is renewed.
     """
 
     def __init__(self, memory: np.ndarray, shared: np.ndarray) -> None:
@@ -73,7 +80,7 @@ class View:
         return ((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _OF_FILE) == 0)
 
     def renew(self, pages: np.ndarray) -> None:
-        """Show the common copy in `pages`, booleans, of those that were written."""
+        """Show the common copy in `pages`, some of those that were written, as booleans."""
         if not pages.any():
             self._times_written = 0
             return
@@ -88,18 +95,18 @@ class View:
                 forget_written(self.memory[first:end])
 
     def detach(self, first: int, end: int) -> None:
-        """Let the pages from `first` to before `end` stay what they are, whatever becomes of the common copy."""
-        self.memory[first:end:PAGE] |= 0  # written, so they are this view's own
+        """Make the pages from `first` to before `end` this view's own, so that they stay as they are."""
+        self.memory[first:end:PAGE] |= 0
 
 
 class CommonMemory:
-    """One copy of `nbytes`, whole pages of zeros, that ranks of a node have in common.
+    """One copy of whole pages, zeros at first, that ranks of a node have in common.
 
     Attributes:
-        shared: the copy; a rank writes its slice only, and nobody reads meanwhile.
-        first, end: of this rank's slice, in bytes: whole pages.
-        contributions: by rank, memory for what is to be summed into the copy; empty where nothing is.
-        contribution: this rank's.
+        shared: the copy. A rank writes its slice only, while nobody reads.
+        first, end: the bounds of this rank's slice, in bytes: whole pages.
+        contributions: by rank, memory for what is summed into the copy; empty where nothing is.
+        contribution: this rank's memory of these.
     """
 
     def __init__(
@@ -130,7 +137,7 @@ class CommonMemory:
         summed: bool,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """The same on all ranks: the memory, or None and why there is none. Collective over ranks of one node.
+        """Make it; None, and why, on all ranks where they cannot. Collective over ranks of a node.
 
         Args:
             bounds: of this rank's slice.
@@ -171,7 +178,7 @@ class CommonMemory:
         return (None, failures[0]) if failures else (memory, "")
 
     def _try(self) -> str:
-        """What does not work as a view needs it; "" if all does. Leaves the memory as it was."""
+        """Try what views rely on. Returns: what does not work, "" if all does. The memory stays as it was."""
         view = self.view()
         place = self.first if self.first < self.end else 0
         before = view.memory[place]
@@ -191,7 +198,7 @@ class CommonMemory:
         return View(mapped(self._descriptor, len(self.shared), private=True), self.shared)
 
     def publish(self, view: View, pages: np.ndarray) -> None:
-        """Put what this rank wrote in `pages` of its view into its slice. Nobody reads meanwhile."""
+        """Copy `pages` of this rank's view to its slice. Nobody may read meanwhile."""
         for first, end in _runs(pages):
             first, end = max(first, self.first), min(end, self.end)
             if first < end:
@@ -217,7 +224,7 @@ class CommonMemory:
         chunk = _CHUNK // how.itemsize
         chunks = [slice(start, start + chunk) for start in range(0, len(out), chunk)]
         if self._across is None:
-            # What is added to may lie where the sum goes: the view shows what nobody wrote there.
+            # The operand of an addition may lie where the sum goes: a view shows pages of the copy.
             sums = how.view(np.empty(min(_CHUNK, end - first), np.uint8))
             for here in chunks:
                 total = sums[: len(out[here])] if part.added else out[here]

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node have in common, as a communicator gives it out."""
+"""What a communicator's ranks of a node have in memory together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class NodeMemory:
-    """That of ranks which have none in common. Every method is collective."""
+    """The interface; ranks that share no memory have this one. Every method is collective."""
 
     @property
     def window_capacity(self) -> int:
-        """Up to so many bytes `window_buffer` is not collective: all ranks have the window."""
+        """Up to so many bytes `window_buffer` is not collective, for all ranks have the window."""
         return 0
 
     def window_buffer(self, nbytes: int) -> np.ndarray | None:
@@ -37,8 +37,8 @@ class NodeMemory:
         """Memory of which each node keeps one copy, or None on all ranks, and why.
 
         Args:
-            nbytes: whole pages (`common_memory.PAGE`), equally many on all ranks.
-            summed: with memory for contributions, that `sum_into` sums.
+            nbytes: of whole pages (`common_memory.PAGE`), equal on all ranks.
+            summed: with memory for contributions, which `sum_into` sums.
         """
         return None, "bytes move by messages alone, as explain() says"
 
@@ -49,10 +49,9 @@ class NodeMemory:
         view: View,
         reduction: Reduction = SUM,
     ) -> None:
-        """Sum the contributions of all ranks, times the scale, into `memory`: what `common_memory(summed=True)` gave.
+        """Sum the contributions of all ranks, times the scale, into `memory`, made by `common_memory(summed=True)`.
 
-        Each rank sums what is in its slice. `view` does not show it before it is renewed in the pages that were
-        written there.
+        Each rank sums its slice. `view` shows the sum in pages that were written when it is renewed.
         """
         memory.sum(parts, view, reduction.scale)
 
@@ -61,11 +60,11 @@ NO_MEMORY = NodeMemory()
 
 
 class CheckedMemory(NodeMemory):
-    """A router's: its collective calls are checked and recorded.
+    """The memory of a router, whose collective calls are checked and recorded.
 
     Args:
         memory: of the same ranks.
-        enter: called with the words that the ranks must agree on; around the call.
+        enter: gets the words that the ranks must agree on; its result surrounds the call.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Memory that the ranks of a node share: a segment of each rank's, mapped by all.
+"""Memory that the ranks of a node share: each rank makes a segment, and all ranks map it.
 
-A segment is an anonymous file of the kernel's (memfd_create), which has no name, is not limited by the size of
-/dev/shm, and is gone with the last process that maps it, however that ended. Windows of MPI would be files in /dev/shm,
-which a container limits to 64 MB and which a killed job leaves behind.
+A segment is an anonymous file of the kernel's (memfd_create). It has no name, the size of /dev/shm does not limit it,
+and it is gone with the last process that maps it, however that ends. Windows of MPI would be files in /dev/shm, which a
+container limits to 64 MB, and which a killed job leaves behind.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def share(
 ) -> tuple[list[np.ndarray] | None, str]:
     """Every rank's segment of `nbytes` zeros, in rank order, as bytes; this rank's own stands at `rank`.
 
-    Collective over ranks of one node. A page counts as memory of the rank that writes it first; with `populate` all are
-    written now.
-    Returns: None for the segments where a rank could not make or map them, and why not.
+    Collective over ranks of a node. A page counts as memory of the rank that writes it first; with `populate` it is
+    this one.
+    Returns: the segments and ""; None and why, where a rank could not make or map them.
     """
     descriptor, why = -1, ""
     segments: list[np.ndarray] = []
@@ -74,12 +74,12 @@ def share(
 
 
 def own_bytes() -> int:
-    """Of all shared memory that counts as this process's and that is in use."""
+    """The bytes of shared memory in use that count as this process's."""
     return sum(_own.values())
 
 
 def anonymous_file() -> int:
-    """Its descriptor."""
+    """The descriptor of a new file in memory. Raises: OSError."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("mpistrat")
     # conda's Python was built for systems that did not have it yet.
@@ -100,10 +100,10 @@ def _opened(path: str, nbytes: int) -> np.ndarray:
 
 
 def mapped(descriptor: int, nbytes: int, *, own: int = 0, private: bool = False) -> np.ndarray:
-    """Bytes, unmapped once nothing refers to them. `private`: what is written there stays in this mapping.
+    """Map a file as bytes, until nothing refers to them. With `private`, what is written stays in this mapping.
 
-    By the C library: Python's mmap would keep a descriptor for each of them open.
-    Args: own: how many count as this process's.
+    The C library maps them: Python's mmap would keep a descriptor for each mapping open.
+    Args: own: the number of bytes that count as this process's.
     """
     read_write = mmap.PROT_READ | mmap.PROT_WRITE
     kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -121,7 +121,7 @@ def mapped(descriptor: int, nbytes: int, *, own: int = 0, private: bool = False)
 
 
 def forget_written(memory: np.ndarray) -> None:
-    """Whole pages of a private mapping are those of the file again. Raises: OSError."""
+    """Drop what was written to whole pages of a private mapping: they show the file again. Raises: OSError."""
     if _C.madvise(memory.ctypes.data, len(memory), mmap.MADV_DONTNEED) != 0:
         raise _error()
 
@@ -139,21 +139,21 @@ _lock = threading.Lock()
 
 
 def _full_barrier() -> None:
-    """Taking a lock twice: what a release has let go, the acquire after it of the same lock cannot overtake."""
+    """Take a lock twice: no access overtakes the release of a lock and the acquire of the same lock after it."""
     with _lock:
         pass
     with _lock:
         pass
 
 
-# Loads and stores before it are seen before those after it, by all ranks that share memory. Processors of the x86
-# family keep loads in their order, and stores in theirs, by themselves.
+# All ranks that share memory see loads and stores before the fence before those after it. Processors of the x86 family
+# keep the order of loads, and that of stores, by themselves.
 FENCE: Callable[[], None] | None = (
     None if platform.machine() in ("x86_64", "AMD64") else _full_barrier
 )
 
 
 def before_others_see() -> None:
-    """The fence, where one is needed."""
+    """Call the fence where the processor needs it."""
     if FENCE is not None:
         FENCE()

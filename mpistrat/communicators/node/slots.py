@@ -1,10 +1,10 @@
 """Small sums of the ranks of a node: they travel with the agreement, in slots of memory that all ranks see.
 
-Before a rank says which call it enters, it puts its buffer into its slot; once all have said it, every rank combines
-all slots by itself, in rank order. So a small sum takes one meeting, and no message.
+Before a rank says which call it enters, it puts its buffer into its slot. When all ranks have said it, every rank
+combines all slots, in rank order. So a small sum takes one meeting, and no message.
 
-A rank has two slots, and calls take turns: who enters call n + 2 has seen all ranks enter call n + 1, and so they have
-read the slots of call n. What orders these reads and writes on processors that reorder them is the agreement's fence.
+A rank has two slots, which calls take in turn: a rank that enters call n + 2 has seen all ranks enter call n + 1, so
+they have read the slots of call n. The agreement's fence orders these reads and writes on processors that reorder them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
 from mpistrat.communicators.reduction import Reduction
 
-# Of a buffer, in bytes: above, each rank would read more than a message brings.
+# Bytes of the largest buffer: of a larger one, each rank would read more than a message brings.
 LARGEST = 1 << 12
 _SLOTS = 2
 
 
 class Slot(NamedTuple):
-    """Where buffers of one dtype and shape are put, and combined from; a pair, for even and odd calls.
+    """Where all ranks put buffers of one dtype and shape. The places are pairs, for even and odd calls.
 
     Attributes:
-        how: what combines them.
-        own: this rank's.
-        pieces: those of all ranks, in rank order.
+        how: combines the buffers.
+        own: this rank's place.
+        pieces: the places of all ranks, in rank order.
     """
 
     how: Arithmetic
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 
 
 class SharedSlots:
-    """Those of the ranks of one communicator.
+    """The slots of the ranks of a communicator.
 
     Args:
         segments: shared memory, `NBYTES` of each rank, in rank order.
@@ -49,7 +49,7 @@ class SharedSlots:
         self._segments, self._rank = segments, rank
 
     def slot_for(self, buffer: Array, reduction: Reduction) -> Slot | None:
-        """None: `buffer` is too large, or nothing here combines its dtype. The same on all ranks."""
+        """The slot of a sum; None if `buffer` is too large, or its dtype unknown. The same on all ranks."""
         nbytes, shape = int(buffer.nbytes), tuple(buffer.shape)
         if nbytes > LARGEST or not can_combine(buffer, reduction.op):
             return None

@@ -1,4 +1,4 @@
-"""Buffers of the ranks of a node that lie in memory which all of them see: they are combined where they lie."""
+"""The window: memory that all ranks of a node see, in which buffers are combined where they lie."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.communicators.reduction_tree import how_to_combine
 from mpistrat.communicators.transports.transport import Mover, Operands
 
-# Combined and handed out before the next, while it is in the caches.
+# Bytes that are combined and handed out before the next, while they are in the caches.
 _CHUNK = 1 << 18
-# Results of different backwards, and of different dtypes, that may be in use at once.
+# Buffers of a window: results of different backwards, and of different dtypes, may be in use at once.
 _BUFFERS = 3
 NOWHERE = -1
 
 
 class Window(Mover):
-    """Buffers that are combined where they lie. Each rank hands out its own; the places need not be the same.
+    """Hands out buffers, and combines them where they lie. Their places may differ from rank to rank.
 
     Args:
-        segments: of `nbytes_for` the largest buffer.
+        segments: by rank, of `nbytes_for` the largest buffer.
         blocks: where the same ranks meet.
 
     Attributes:
@@ -52,7 +52,7 @@ class Window(Mover):
 
     @staticmethod
     def nbytes_for(largest: int) -> int:
-        """Of a segment for buffers of up to `largest` bytes."""
+        """The size of a segment for buffers of up to `largest` bytes."""
         return PAGE + _BUFFERS * -(-largest // PAGE) * PAGE
 
     def take(self, nbytes: int) -> np.ndarray | None:
@@ -60,7 +60,7 @@ class Window(Mover):
         return self._buffers.free(nbytes)
 
     def idle_bytes(self) -> int:
-        """Of this rank's segment, which it gives back with the window; 0 while anything refers to its buffers."""
+        """The bytes that this rank gives back with the window; 0 while anything refers to its buffers."""
         return len(self._segments[self.rank]) if self._buffers.are_idle() else 0
 
     def place_of(self, memory: np.ndarray) -> int:
@@ -71,13 +71,13 @@ class Window(Mover):
     def find(self, buffer: Array, out: Array | None) -> list[int] | None:
         """Where each rank's `buffer` begins in its segment; None unless all lie there. Collective.
 
-        What is found is what `all_reduce` combines next.
+        `all_reduce` combines the buffers that were found last.
         """
         if buffer.nbytes > self.capacity:
             return None
         mine = NOWHERE if out is not None else self.place_of(bytes_of(buffer))
         with self._blocks.unbroken:
-            self._places = self._blocks.tell(mine)
+            self._places = self._blocks.exchange(mine)
         return None if NOWHERE in self._places else self._places
 
     def all_reduce(self, operands: Operands) -> None:
@@ -95,7 +95,7 @@ class Window(Mover):
     def combine(
         self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int], out: Any
     ) -> None:
-        """`out`, elements as `how` has them, gets what all buffers hold between `bounds`, in bytes."""
+        """Combine what all buffers hold between `bounds`, in bytes, into `out`, elements as `how` has them."""
         for here, pieces in self._chunks(how, places, bounds):
             how.combine(pieces, out[..., here], None)
 
@@ -110,7 +110,7 @@ class Window(Mover):
     def _chunks(
         self, how: Arithmetic, places: Sequence[int], bounds: tuple[int, int]
     ) -> Iterator[tuple[slice, list[Any]]]:
-        """Which elements after `bounds[0]`, and these of all buffers, by rank."""
+        """Slices of the elements between `bounds`, and the elements of each slice in all buffers, by rank."""
         first, end = bounds
         buffers = [
             how.view(segment[place + first : place + end])

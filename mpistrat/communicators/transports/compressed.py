@@ -11,11 +11,11 @@ _DTYPES = ("float32", *SUMMED_AS_FLOAT32)
 
 
 class CompressedTransport(Transport):
-    """Hands sums whose reduction has a compressor to it; it stands before the transports that would send them whole.
+    """Hands sums to their reduction's compressor. It comes before the transports that would send them whole.
 
     Args:
-        messages: of the same ranks, for what the compressor sends.
-        smallest: bytes from which on it pays: a shorter message costs what an empty one does.
+        messages: a communicator of the same ranks, by which the compressor sends.
+        smallest: from so many bytes on a compressor is used. Below, a message costs what an empty one does.
     """
 
     def __init__(self, messages: Communicator, smallest: int = 0) -> None:

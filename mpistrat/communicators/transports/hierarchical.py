@@ -1,7 +1,7 @@
-"""Ranks of several nodes: large buffers are combined within each node, then slice by slice between the nodes.
+"""Large buffers of ranks on several nodes: combined within each node, then slice by slice between the nodes.
 
-Every rank of a node carries its slice, so that no one of them is the bottleneck, and each byte of a node crosses the
-network as often as if the node were one rank.
+Every rank of a node carries a slice, so that no rank is the bottleneck. Each byte crosses the network as often as if
+the node were one rank.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from mpistrat.communicators.transports.window import (
     is_combined_in_slices,
 )
 
-# Below, what is saved on the network is less than what the meetings within a node cost.
+# Below, the meetings within a node cost more than the network saves.
 SMALLEST = 1 << 16
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
-BY_NODE, BETWEEN = "by node", "slices between nodes"  # the former is memory, followed by the latter
+BY_NODE, BETWEEN = "by node", "slices between nodes"  # the first is memory, followed by the second
 
 
 class HierarchicalTransport(Transport, NodeMemory):
-    """Large buffers of ranks on several nodes.
+    """Moves large buffers of ranks on several nodes.
 
     Args:
         mpi: over all ranks.
         node: over this node's.
-        pipelined: over the ranks that stand where this one stands on their nodes; None where some node has none.
-        across: the same ranks, by every way; None where `pipelined` is.
-        carriers: the ranks of the smallest node: as many of each carry a slice.
+        pipelined: over the ranks of the same place on their nodes; None where a node has no such rank.
+        across: the communicator of these ranks; None where `pipelined` is.
+        carriers: the number of ranks of the smallest node. As many of each node carry a slice.
 
     Attributes:
-        costs: of its ways; known once the nodes have memory, at the first large buffer.
-        smallest: bytes from which on a buffer goes by node, by these costs.
+        costs: what its ways cost; they are measured when the nodes have memory, at the first large buffer.
+        smallest: from so many bytes on a buffer goes by node, by these costs.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._capacity = 0
         self._within = Router(Ways(node.mpi, [node]))
         self._parts: dict[ReductionTree, tuple[ReductionTree, ReductionTree]] = {}
-        # By rank: the rank that is the first of its node, and its place there.
+        # By rank: the first rank of its node, and its place there.
         first = node.mpi.comm.allgather(self.rank)[0]
         self._places: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
 
@@ -84,7 +84,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self if self._by_node(int(operands.buffer.nbytes)) else None
 
     def _by_node(self, nbytes: int) -> bool:
-        """Collective."""
+        """Whether a buffer goes by node. Collective."""
         if self._shared is None:
             self._shared = all(self.mpi.comm.allgather(self.node.shared_blocks() is not None))
             if self._shared:
@@ -92,7 +92,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return self._shared and nbytes >= self.smallest
 
     def _measure(self) -> None:
-        """From which size on going by node is faster than MPI over all ranks."""
+        """Find out from which size on going by node is faster than MPI over all ranks."""
         if self.pipelined is not None:
             self.pipelined.settle(self.carriers)
 
@@ -142,7 +142,7 @@ class HierarchicalTransport(Transport, NodeMemory):
         return (None, missing[0]) if missing else (memory, "")
 
     def all_reduce(self, operands: Operands) -> None:
-        """Within the node, slice by slice between the nodes, and within the node again."""
+        """Combine within the node, then slice by slice between the nodes, and collect the slices within the node."""
         blocks, window = self.node.shared_blocks(), self.node.window
         if blocks is None:
             self._refuse("all_reduce")
@@ -170,7 +170,7 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(target[first:end], [target[start:stop] for start, stop in bounds])
 
     def broadcast(self, operands: Operands) -> None:
-        """Within the root's node, from each of its carriers to those of the other nodes, and within these."""
+        """Send within the root's node, then from its carriers to those of the other nodes, then within these."""
         blocks = self.node.shared_blocks()
         if blocks is None:
             self._refuse("broadcast")
@@ -190,11 +190,11 @@ class HierarchicalTransport(Transport, NodeMemory):
             blocks.gather(mine, slices)
 
     def _peers(self) -> list[int]:
-        """The ranks of `across`, each by the first rank of its node."""
+        """The first ranks of the nodes that the ranks of `across` are on, in their order."""
         return [first for first, place in self._places if place == self.node.rank]
 
     def _parts_of(self, tree: ReductionTree) -> tuple[ReductionTree, ReductionTree]:
-        """What this node's ranks can add up of `tree`, and what `across` can of the rest."""
+        """The part of `tree` that this node's ranks add up, and the part that the ranks of `across` add up then."""
         if tree not in self._parts:
             nodes: dict[int, list[int]] = {}
             for rank, (first, _) in enumerate(self._places):
@@ -222,7 +222,7 @@ class HierarchicalTransport(Transport, NodeMemory):
 def _combined(
     across: Communicator, total: Array, reduction: Reduction, between: ReductionTree | None
 ) -> Array:
-    """A carrier's slice, combined with those of other nodes."""
+    """Combine a carrier's slice with those of other nodes."""
     if between is None:
         across.all_reduce(total, Reduction(reduction.op, compressor=reduction.compressor))
     else:

@@ -27,17 +27,17 @@ from mpistrat.communicators.reduction_tree import ReductionTree, tree_sum_of
 from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-# Bytes of short floats from which on two exchanges of them are cheaper than one reduction of float32.
+# From so many bytes of short floats on, two exchanges of them are cheaper than one reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
-# Of the sums that all ranks hold: up to here, a second message costs more than what it saves.
+# Bytes that all ranks hold together: up to here, a second message costs more than it saves.
 _WHOLE = 1 << 15
 
 
 class MpiTransport(Transport):
-    """MPI's own messages, which take every call. The last transport of a router, and what the others stand on.
+    """MPI's own messages, which take every call. It is a router's last transport, and others are built on it.
 
     Args:
-        comm: used by nobody else.
+        comm: nobody else uses it.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -78,7 +78,7 @@ class MpiTransport(Transport):
             scale(out, reduction.scale)
 
     def _all_reduce_by_tree(self, sums: Array, tree: ReductionTree, factor: float | None) -> None:
-        """By slices; small sums each rank adds up whole."""
+        """In slices; of small sums each rank adds up all."""
         how = tree_sum_of(sums, tree)
         held = [len(parts) for parts in tree.held]
         mine = bytes_of(sums).reshape(held[self.rank], -1)
@@ -103,7 +103,7 @@ class MpiTransport(Transport):
         total: np.ndarray,
         factor: float | None,
     ) -> None:
-        """Every rank gets its slice of all sums, combines it, and the slices are handed round.
+        """Every rank gets its slice of all sums, combines it and hands it round.
 
         Args:
             mine: the bytes of each of this rank's sums, all of the same length.
@@ -147,20 +147,20 @@ class MpiTransport(Transport):
             self.comm.Reduce_scatter_block(view_of(buffer), view_of(operands.target), op)
 
     def start_all_reduce(self, buffer: np.ndarray, op: str = "sum") -> Callable[[], bool]:
-        """Begin to combine `buffer` in place; what is returned says, and must be asked, whether it is done."""
+        """Begin to combine `buffer` in place. Call the result until it is true: then `buffer` is combined."""
         return self.comm.Iallreduce(MPI.IN_PLACE, buffer, OPS[op]).Test
 
     def broadcast(self, operands: Operands) -> None:
         self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)
 
     def shapes_of(self, buffer: Array) -> np.ndarray:
-        """Every rank's, a row each; that of a scalar is (1,)."""
+        """The shapes of all ranks' buffers, a row each; that of a scalar is (1,)."""
         shapes = np.empty((self.size, max(1, buffer.ndim)), np.int64)
         self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
         return shapes
 
     def all_gather(self, operands: Operands, shapes: np.ndarray | None = None) -> list[Array]:
-        """`shapes`: as of `shapes_of`, where they are known."""
+        """`shapes` is the result of `shapes_of`, where that was called already."""
         buffer = operands.buffer
         if shapes is None:
             shapes = self.shapes_of(buffer)
@@ -189,7 +189,7 @@ class MpiTransport(Transport):
 
 @contextlib.contextmanager
 def _elements_of(itemsize: int) -> Iterator[MPI.Datatype]:
-    """What to count in: MPI need not know the dtype, and bytes would be too many for its integers."""
+    """A datatype to count in: MPI need not know the dtype, and numbers of bytes exceed its integers."""
     element = MPI.BYTE.Create_contiguous(itemsize).Commit()
     try:
         yield element

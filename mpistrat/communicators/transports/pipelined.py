@@ -1,8 +1,8 @@
-"""Messages of large sums that leave the core to the program: MPI's blocking calls spin until the last byte is there.
+"""Messages of large sums that leave the core to the program.
 
-Between nodes a message waits for the network, and a thread that spins meanwhile takes the core from a backward() that
-could use it: of 1 Gbit/s, half of the core where ranks and their communication threads share it. So a buffer goes in
-pieces, several of them on their way, and the thread sleeps between looks at them.
+Between nodes a message waits for the network. MPI's blocking calls spin meanwhile, and take the core from a backward()
+that could use it: with 1 Gbit/s, half of the core that a rank shares with its communication thread. So a buffer goes in
+pieces, several of which are on their way, and the thread sleeps until it looks at them again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mpistrat.liveness.watch import CommunicatorWatch
 
 # Below, pieces gain nothing.
 SMALLEST = 1 << 16
-# Bytes that go to one rank at a time, while there are few; of each of _ON_THEIR_WAY pieces of the buffer.
+# Bytes of a piece that go to one rank, while ranks are few; so many pieces are on their way at a time.
 TO_EACH = 1 << 18
 _MOST_RANKS = 16
 _ON_THEIR_WAY = 4
-# By how much pieces may be dearer than MPI's own: a core that is left to the program is worth as much.
+# Pieces may cost so many times as much as MPI alone, for they leave the core to the program.
 _CLEARLY = 1.1
 IN_PIECES, MPI_ALONE = "in pieces, asleep meanwhile", "MPI"
 _TAG = 2
@@ -43,18 +43,18 @@ class PipelinedTransport(Transport):
 
     Args:
         mpi: over the same ranks.
-        watch: where a stall is told.
+        watch: where ranks that wait are watched.
 
     Attributes:
-        costs: of both ways; known from the first large sum on.
-        smallest: bytes from which on a sum goes in pieces, by these costs.
-        left: messages of a sum that this rank left in its middle, into memory that MPI may still write to.
+        costs: what both ways cost; they are measured at the first large sum.
+        smallest: from so many bytes on a sum goes in pieces, by these costs.
+        left: messages of a sum that this rank left in its middle; MPI may still write to their memory.
     """
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi, self._watch = mpi, watch
         self.rank, self.size = mpi.rank, mpi.size
-        # What is left of a sum that a rank leaves in its middle would be taken for the next one's.
+        # Messages of a sum that a rank left in its middle would be taken for those of the next sum.
         self._unbroken = Unbroken("combine large values with other nodes", "a sum")
         self.left: list[MPI.Request] = []
         self.costs = NOT_MEASURED
@@ -73,7 +73,7 @@ class PipelinedTransport(Transport):
         """Measure which way is the cheaper, unless that is known. Collective.
 
         Args:
-            abreast: how many communicators such as this one, over the same nodes, do so at the same time.
+            abreast: the number of such communicators over the same nodes that measure at the same time.
         """
         if self.costs is not NOT_MEASURED:
             return
@@ -95,9 +95,9 @@ class PipelinedTransport(Transport):
         self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 
     def all_reduce(self, operands: Operands) -> None:
-        """Of each piece, every rank gets its part of all buffers, combines it, and sends it to all.
+        """Every rank gets its part of each piece from all ranks, combines it, and sends it to all.
 
-        All ranks send and receive in the same order, so that messages need no numbers.
+        All ranks send and receive in the same order, so messages need no numbers.
         """
         how = arithmetic_of(operands.buffer, operands.reduction.op)
         source, target = bytes_of(operands.buffer), bytes_of(operands.target)
@@ -132,19 +132,19 @@ class PipelinedTransport(Transport):
                 raise
 
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
-        """Begin to send every rank its part of `source`; and this rank's part of everyone's, once it is there."""
+        """Begin to send every rank its part of `source`, and to receive this rank's part of all ranks' `source`."""
         bounds = share_of(len(source), how.itemsize, self.size)
         mine = source[slice(*bounds[self.rank])]
         parts = [mine if peer == self.rank else np.empty_like(mine) for peer in range(self.size)]
         return self._exchange([source[slice(*cut)] for cut in bounds], parts), parts
 
     def _gather(self, total: np.ndarray, bounds: Sequence[tuple[int, int]]) -> _Requests:
-        """Begin to give everyone this rank's part of `total`, and to get theirs."""
+        """Begin to send this rank's part of `total` to all, and to receive theirs."""
         parts = [total[slice(*cut)] for cut in bounds]
         return self._exchange([parts[self.rank]] * self.size, parts)
 
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> _Requests:
-        """By rank. The next rank comes first, so that not all send to the same one."""
+        """Both are by rank. The next rank comes first, so that not all send to the same rank."""
         comm = self._mpi.comm
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         requests = [comm.Irecv([received[peer], MPI.BYTE], peer, _TAG) for peer in others]

@@ -1,6 +1,6 @@
 """All ranks in a ring: each sends to the next and receives from the one before, a part of the buffer at a time.
 
-The bandwidth-optimal all-reduce that tf.distribute's RING means, too (P. Patarasuk, X. Yuan, "Bandwidth optimal
+It is the bandwidth-optimal all-reduce that tf.distribute calls RING, too (P. Patarasuk, X. Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations", Journal of Parallel and Distributed Computing 69, 2009): each rank
 sends 2 (p - 1) / p of the bytes in 2 (p - 1) steps. MPI has that algorithm among its own; this one is for programs that
 ask for it.
@@ -27,7 +27,7 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class RingTransport(Transport):
-    """Numbers by way of all ranks in turn.
+    """Sends numbers from rank to rank, in a ring.
 
     Args:
         mpi: over the same ranks.
@@ -56,12 +56,12 @@ class RingTransport(Transport):
         reduce_in_place(operands, around)
 
     def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
-        """A view for each rank, as equal as they can be; of few elements, some have none."""
+        """A view for each rank, of equal lengths as far as possible; of few elements, some ranks have none."""
         cuts = [len(flat) * rank // self.size for rank in range(self.size + 1)]
         return [flat[first:end] for first, end in itertools.pairwise(cuts)]
 
     def _combine(self, parts: Sequence[np.ndarray], op: str) -> None:
-        """Rank r's part r is combined; the others are somewhere on their way."""
+        """Combine part r on rank r. The other parts are left half combined."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         arrived = np.empty(max(map(len, parts)), parts[0].dtype)
         how = arithmetic_of(arrived, op)
@@ -72,14 +72,14 @@ class RingTransport(Transport):
             how.combine((mine, received), mine, None)
 
     def _hand_round(self, parts: Sequence[np.ndarray]) -> None:
-        """Every rank gets every part from the one before, once rank r has part r."""
+        """Every rank gets every part from the rank before it, when rank r has part r."""
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         for step in range(self.size - 1):
             sent, received = parts[(self.rank - step) % self.size], parts[before - step]
             self._exchange(sent, after, received, before)
 
     def _exchange(self, sent: np.ndarray, after: int, received: np.ndarray, before: int) -> None:
-        """Both at once: that all ranks send first cannot keep them from receiving."""
+        """Send and receive at once: if all ranks sent first, they could wait for each other."""
         self._mpi.comm.Sendrecv(sent, after, _TAG, received, before, _TAG)
 
     def reduce_scatter(self, operands: Operands) -> None:

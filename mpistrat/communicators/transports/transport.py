@@ -1,4 +1,4 @@
-"""What moves bytes between the ranks of one group, in one way."""
+"""A transport: one way of moving bytes between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Operands(NamedTuple):
-    """What a transport is called with. Each call reads those that it knows.
+    """What a transport is called with. Each call reads the operands that it has.
 
     Attributes:
         buffer: what is combined, handed out or collected.
         reduction: of `all_reduce`, `reduce` and `reduce_scatter`.
-        out: where `all_reduce` and `reduce_scatter` put the result; None: into `buffer`.
-        tree: `all_reduce` adds up in its order, as `Communicator.all_reduce_by_tree` does; None: in any order.
+        out: of `all_reduce` and `reduce_scatter`: the result goes there; None: into `buffer`.
+        tree: of `all_reduce`: its order, as of `Communicator.all_reduce_by_tree`; None: any order.
         root: of `reduce` and `broadcast`.
     """
 
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
 
 
 class Mover:
-    """Moves the bytes of the calls that it takes. They have the names of `Communicator`'s.
+    """Moves the bytes of the calls that it takes. Their names are those of `Communicator`.
 
     Every method is collective: all ranks of the group call it, in the same order.
 
@@ -85,7 +85,7 @@ class Transport(Mover, abc.ABC):
     """One way of moving buffers. A router asks its transports in turn, and the first that takes a call moves its bytes.
 
     Attributes:
-        takes_device_buffers: it takes buffers in the memory of an accelerator.
+        takes_device_buffers: buffers may be in the memory of an accelerator.
     """
 
     takes_device_buffers = False
@@ -101,11 +101,11 @@ class Transport(Mover, abc.ABC):
 
     @abc.abstractmethod
     def explain(self, rest: str) -> str:
-        """For people: which way this is, then `rest`, what the transports after this one say."""
+        """For people: this way, then `rest`, the text of the transports after this one."""
 
 
 class Unbroken(contextlib.AbstractContextManager[None]):
-    """Around a collective that a rank must not leave in its middle: the others wait for its part.
+    """Surrounds a collective that a rank must not leave in its middle, for the others wait for its part.
 
     Raises: RuntimeError on entering, after a collective that was left by an error.
     Args:
@@ -129,9 +129,9 @@ class Unbroken(contextlib.AbstractContextManager[None]):
 
 
 def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> None:
-    """An all-reduce by `combine`, which reduces a buffer in place. The scale is multiplied here.
+    """All-reduce by `combine`, which reduces a buffer in place, without the scale.
 
-    Floats of 16 and 8 bits are combined as float32 and rounded once.
+    It gets floats of 16 and 8 bits as float32; they are rounded once, after they have been scaled.
     """
     buffer, target, factor = operands.buffer, operands.target, operands.reduction.scale
     if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):

@@ -1,7 +1,7 @@
 """Collectives of the ranks of one node through memory that they share.
 
-A reduction is a reduce-scatter straight out of the peers' memory, then a copy of the rest: each rank combines one slice
-of every rank's buffer. What lies in the window already is combined where it is, and nothing is copied in.
+In a reduction each rank combines one slice of every rank's buffer, straight out of their memory, then copies the other
+slices. A buffer that lies in the window is combined where it is, and nothing is copied into shared memory.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mpistrat.communicators.transports.transport import Mover, Operands, Transpo
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.settings import shared_bytes
 
-# Below, MPI is not even compared with: two meetings in Python cost more than its whole message.
+# Below, MPI is always faster: two meetings in Python cost more than its whole message.
 SMALLEST = 1 << 15
 MEMORY, MPI = "memory", "MPI"  # the ways that are compared
 
 
 class WindowTransport(Transport, NodeMemory):
-    """Large buffers of ranks of one node.
+    """Moves large buffers of the ranks of a node.
 
     Args:
         mpi: over the same ranks.
         watch: where ranks that wait are watched.
-        limit: the most bytes that this process may share, in all; ranks go by who may share the least.
+        limit: the most bytes that this process may share in all. The smallest limit of a rank holds for all.
 
     Attributes:
-        why_not: why there is no shared memory, where there is none: then this takes nothing.
-        costs: of its ways; known once there is memory, at the first large buffer.
-        smallest: bytes from which on a buffer outside the window is combined through blocks, by these costs.
-        window: for buffers that lie in it; None until something has asked for a place there.
+        why_not: why the ranks share no memory; then this takes no call.
+        costs: what its ways cost; they are measured when there is memory, at the first large buffer.
+        smallest: from so many bytes on a buffer outside the window is combined through blocks, by these costs.
+        window: moves buffers that lie in it; None until a buffer there was asked for.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WindowTransport(Transport, NodeMemory):
         if blocks is None:
             return None
         if self.window is None or self.window.capacity < nbytes:
-            # The one in its place holds no memory until it is written, and then this one is gone.
+            # The new window holds no memory until it is written, and then the old one is gone.
             instead_of = 0 if self.window is None else self.window.idle_bytes()
             segments, why = self._share(Window.nbytes_for(nbytes), instead_of, populate=False)
             if segments is None:
@@ -83,7 +83,7 @@ class WindowTransport(Transport, NodeMemory):
         return self.window.take(nbytes)
 
     def shared_blocks(self) -> Blocks | None:
-        """Where the ranks meet, tried at the first call; None if they cannot share memory. Collective."""
+        """Where the ranks meet; None if they cannot share memory, which the first call tries. Collective."""
         if self._blocks is None and not self.why_not:
             segments, why = self._share(Blocks.NBYTES, populate=True)
             if segments is not None:
@@ -96,7 +96,7 @@ class WindowTransport(Transport, NodeMemory):
         return self._blocks
 
     def shared_slots(self) -> SharedSlots | None:
-        """For small sums; None where the ranks cannot share memory. Collective."""
+        """Slots for small sums; None where the ranks cannot share memory. Collective."""
         segments, _ = self._share(SharedSlots.NBYTES, populate=True)
         return None if segments is None else SharedSlots(segments, self.rank)
 
@@ -108,10 +108,10 @@ class WindowTransport(Transport, NodeMemory):
         carriers: int | None = None,
         across: Callable[[Array], None] | None = None,
     ) -> tuple[CommonMemory | None, str]:
-        """As of any communicator.
+        """As of `NodeMemory`.
 
         Args:
-            carriers: how many ranks, from the first, have a slice; None: all.
+            carriers: the number of ranks, from the first, that have a slice; None: all.
             across: as of `CommonMemory.make`.
         """
         blocks = self.shared_blocks()
@@ -127,7 +127,7 @@ class WindowTransport(Transport, NodeMemory):
     def _share(
         self, nbytes: int, instead_of: int = 0, *, populate: bool
     ) -> tuple[list[np.ndarray] | None, str]:
-        """As `share`; None without a reason where a rank may not share as much `instead_of` bytes that it has."""
+        """As `share`, in place of `instead_of` bytes; None and no reason where the limit does not allow it."""
         gather = self.mpi.comm.allgather
         if min(gather(self._limit - own_bytes() + instead_of)) < nbytes:
             return None, ""
@@ -140,7 +140,7 @@ class WindowTransport(Transport, NodeMemory):
             )
 
     def _measure(self, blocks: Blocks) -> None:
-        """From which size on memory is faster than MPI."""
+        """Find out from which size on memory is faster than MPI."""
         ways = {
             MEMORY: lambda zeros: blocks.all_reduce(Operands(zeros)),
             MPI: lambda zeros: self.mpi.all_reduce(Operands(zeros)),
@@ -152,7 +152,7 @@ class WindowTransport(Transport, NodeMemory):
 
     def choose(self, call: str, operands: Operands) -> Mover | None:
         if call == "all_gather":
-            return self  # which of all parts is the largest must be asked first
+            return self  # the ranks compare the sizes of their parts first
         blocks = self.shared_blocks() if is_combined_in_slices(call, operands, SMALLEST) else None
         if blocks is None:
             return None
@@ -189,9 +189,9 @@ class WindowTransport(Transport, NodeMemory):
 
 
 def is_combined_in_slices(call: str, operands: Operands, smallest: int) -> bool:
-    """Whether ranks that each combine a slice of a buffer can take a call: from `smallest` bytes on.
+    """Whether ranks can take a call of which each combines a slice: from `smallest` bytes on.
 
-    A rank may hold several sums of a tree only where ranks have 3, 5, 6, 7, … replicas: MPI combines those.
+    Where ranks have 3, 5, 6, 7, … replicas, they may hold several sums of a tree: MPI combines those.
     """
     buffer, tree = operands.buffer, operands.tree
     if buffer.nbytes < smallest or not (tree is None or tree.one_each):

@@ -16,19 +16,19 @@ from mpistrat.tools.bench.rounds import all_ranks, medians
 from mpistrat.tools.bench.surroundings import surroundings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 when results were wrong. Called by: every rank."""
     top = parser()
-    given = top.parse_args(arguments)
-    if hasattr(given, "minbytes") and given.minbytes > given.maxbytes:
-        top.error(f"--minbytes {given.minbytes} is more than --maxbytes {given.maxbytes}")
-    picture = getattr(given, "plot", None)
+    arguments = top.parse_args(argv)
+    if hasattr(arguments, "minbytes") and arguments.minbytes > arguments.maxbytes:
+        top.error(f"--minbytes {arguments.minbytes} is more than --maxbytes {arguments.maxbytes}")
+    picture = getattr(arguments, "plot", None)
     try:
         if picture and not all_ranks().broadcast_object(pictures.can_be_drawn()):
             raise UsageError("--plot needs matplotlib: pip install 'mpistrat[bench]'")
-        report = _RUN[given.run](given)
+        report = _RUN[arguments.run](arguments)
         if all_ranks().rank == 0:
-            report.publish(given.json, picture)
+            report.publish(arguments.json, picture)
         code = int(report.wrong)
     except UsageError as error:
         if all_ranks().rank == 0:
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _sweep(given: argparse.Namespace) -> Report:
+def _sweep(arguments: argparse.Namespace) -> Report:
     """Prints each row as soon as it is measured."""
-    name, communicator = given.operation, all_ranks()
+    name, communicator = arguments.operation, all_ranks()
     rows: list[sweep.Row] = []
 
     def show(line: str) -> None:
@@ -48,9 +48,9 @@ def _sweep(given: argparse.Namespace) -> Report:
             print(line, flush=True)
 
     show(sweep.heading(name, communicator.size))
-    for nbytes in sweep.sizes(given.minbytes, given.maxbytes, given.factor):
-        operands = (OPERATIONS[name], communicator, nbytes, given.dtype)
-        rows.append(sweep.measure(*operands, in_window=given.window, calls=given.iters))
+    for nbytes in sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor):
+        operands = (OPERATIONS[name], communicator, nbytes, arguments.dtype)
+        rows.append(sweep.measure(*operands, in_window=arguments.window, calls=arguments.iters))
         show(sweep.line(rows[-1]))
     where = surroundings(communicator)
     times = {f"{name}, median": [row.p50 for row in rows]}
@@ -59,16 +59,16 @@ def _sweep(given: argparse.Namespace) -> Report:
         where,
         [asdict(row) for row in rows],
         sweep.footer(rows, where),
-        {"operation": name, "in_window": given.window},
+        {"operation": name, "in_window": arguments.window},
         partial(pictures.over_sizes, [row.bytes for row in rows], times, [r.limit for r in rows]),
         any(row.wrong for row in rows),
     )
 
 
-def _train(given: argparse.Namespace) -> Report:
+def _train(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import training
 
-    row, where = training.train(given)
+    row, where = training.train(arguments)
     return Report(
         "training",
         where,
@@ -79,51 +79,51 @@ def _train(given: argparse.Namespace) -> Report:
     )
 
 
-def _input(given: argparse.Namespace) -> Report:
+def _input(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import input_pipelines
 
-    if given.what == "overhead":
-        rows = input_pipelines.overhead(given.rounds)
+    if arguments.what == "overhead":
+        rows = input_pipelines.overhead(arguments.rounds)
         samples = {
             f"{row['a step of']}, {who}": us for row in rows for who, us in row["samples"].items()
         }
     else:
-        rows = input_pipelines.throughput(given.examples, given.rounds)
+        rows = input_pipelines.throughput(arguments.examples, arguments.rounds)
         samples = {
             f"{row['DataLoader']}, {row['workers per rank']} workers": row["samples"]
             for row in rows
         }
-    title = f"input, {given.what}"
+    title = f"input, {arguments.what}"
     draw = partial(pictures.side_by_side, title, "us per epoch", samples)
     return table_report(title, rows, surroundings(all_ranks()), draw=draw)
 
 
-def _plan(given: argparse.Namespace) -> Report:
+def _plan(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import plan
 
-    model, rows, where = plan.predictions(given)
+    model, rows, where = plan.predictions(arguments)
     lines = plan.table(model, rows, where)
     return Report("plan", where, [asdict(row) for row in rows], lines, {"model": asdict(model)})
 
 
-def _compare_train(given: argparse.Namespace) -> Report:
+def _compare_train(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import comparison
     from mpistrat.tools.bench.training import work_of
 
-    work = work_of(given.model, given.batch_size)
-    contestants, left_out = comparison.training_contestants(work, given.communication_options)
-    rows = comparison.compare_training(contestants, given.rounds)
-    title = f"training step of {given.model}, {work.examples} examples per rank"
+    work = work_of(arguments.model, arguments.batch_size)
+    contestants, left_out = comparison.training_contestants(work, arguments.communication_options)
+    rows = comparison.compare_training(contestants, arguments.rounds)
+    title = f"training step of {arguments.model}, {work.examples} examples per rank"
     samples = {row["training step"]: row["samples"] for row in rows}
     draw = partial(pictures.side_by_side, title, "ms per step", samples)
     return table_report(title, rows, surroundings(all_ranks()), left_out, draw)
 
 
-def _compare_all_reduce(given: argparse.Namespace) -> Report:
+def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import comparison
 
-    nbytes = list(sweep.sizes(given.minbytes, given.maxbytes, given.factor))
-    rows, left_out = comparison.compare_all_reduces(nbytes, given.rounds)
+    nbytes = list(sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor))
+    rows, left_out = comparison.compare_all_reduces(nbytes, arguments.rounds)
     times = [medians(row["samples"]) for row in rows]
     columns = {name: [row[name] for row in times] for name in times[0]}
     limit = columns.pop(comparison.COPY)

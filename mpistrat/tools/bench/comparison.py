@@ -50,27 +50,27 @@ def compare_training(
 def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
     """Who sums `nbytes` of float32, in which way; and the peers left out. Called by: every rank."""
     ours = all_ranks()
-    given = operand(max(1, nbytes // 4), ours.rank, ours.size)
-    result, in_place, other, window = (given.copy() for _ in range(4))
-    if (memory := ours.memory.window_buffer(given.nbytes)) is not None:
+    values = operand(max(1, nbytes // 4), ours.rank, ours.size)
+    result, in_place, other, window = (values.copy() for _ in range(4))
+    if (memory := ours.memory.window_buffer(values.nbytes)) is not None:
         window = memory.view(np.float32)
-        window[:] = given
+        window[:] = values
 
     def into_another() -> np.ndarray:
-        ours.all_reduce(given, out=result)
+        ours.all_reduce(values, out=result)
         return result
 
     def over_itself(buffer: np.ndarray) -> np.ndarray:
         ours.all_reduce(buffer)
         return buffer
 
-    others, left_out = peers.contestants("all_reduces", given)
+    others, left_out = peers.contestants("all_reduces", values)
     contestants = {
         **others,
         "ordinary": into_another,
         "ordinary, in place": lambda: over_itself(in_place),
         "in the window": lambda: over_itself(window),
-        COPY: lambda: np.copyto(other, given),
+        COPY: lambda: np.copyto(other, values),
     }
     return contestants, left_out
 
@@ -117,9 +117,9 @@ def compare_all_reduce(
         "bytes": nbytes,
         **{f"{name} us": us for name, us in times.items()},
         **{
-            name: times[one] / times[other]
-            for name, (one, other) in _RATIOS.items()
-            if one in times and other in times
+            name: times[upper] / times[lower]
+            for name, (upper, lower) in _RATIOS.items()
+            if upper in times and lower in times
         },
         "wrong": sum(all_ranks().all_gather_object(wrong)),
         "samples": rounds,

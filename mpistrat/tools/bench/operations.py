@@ -27,7 +27,7 @@ class Operation(abc.ABC):
     Attributes:
         count: elements in `nbytes`.
         redop: "sum", or "none" for what combines nothing.
-        given, result: this rank's operand, and the buffer that the result is in.
+        source, result: this rank's operand, and the buffer that the result is in.
     """
 
     redop = "sum"
@@ -41,8 +41,8 @@ class Operation(abc.ABC):
         self.part = max(1, nbytes // dtype.itemsize // parts)
         self.count = self.part * parts
         self.nbytes = self.count * dtype.itemsize
-        self.given = self.operand(self.rank, self.count)
-        self.result = self.given.copy()
+        self.source = self.operand(self.rank, self.count)
+        self.result = self.source.copy()
         self.prepare(in_window)
 
     @classmethod
@@ -51,7 +51,7 @@ class Operation(abc.ABC):
         return (ranks - 1) / ranks if cls.splits else 1.0
 
     def prepare(self, in_window: bool) -> None:  # noqa: B027 - most need no other buffers
-        """Called once: make other buffers than `given` and a copy of it."""
+        """Called once: make other buffers than `source` and a copy of it."""
 
     def reset(self) -> None:  # noqa: B027 - most overwrite nothing that they read
         """Before each call: operands as they were."""
@@ -91,13 +91,13 @@ class AllReduce(Operation):
 
     def reset(self) -> None:
         if self._in_place:
-            self.result[:] = self.given
+            self.result[:] = self.source
 
     def __call__(self) -> None:
         if self._in_place:
             self.communicator.all_reduce(self.result)
         else:
-            self.communicator.all_reduce(self.given, out=self.result)
+            self.communicator.all_reduce(self.source, out=self.result)
 
     def expected(self) -> np.ndarray:
         return self.total()
@@ -105,13 +105,13 @@ class AllReduce(Operation):
 
 class Reduce(Operation):
     def reset(self) -> None:
-        self.result[:] = self.given
+        self.result[:] = self.source
 
     def __call__(self) -> None:
         self.communicator.reduce(self.result)
 
     def expected(self) -> np.ndarray:
-        return self.given if self.rank else self.total()
+        return self.source if self.rank else self.total()
 
 
 class Broadcast(Operation):
@@ -133,10 +133,10 @@ class AllGather(Operation):
     splits = True
 
     def prepare(self, in_window: bool) -> None:
-        self.given = self.operand(self.rank, self.part)
+        self.source = self.operand(self.rank, self.part)
 
     def __call__(self) -> None:
-        self._parts = self.communicator.all_gather(self.given)
+        self._parts = self.communicator.all_gather(self.source)
 
     def expected(self) -> np.ndarray:
         ranks = range(self.communicator.size)
@@ -154,7 +154,7 @@ class ReduceScatter(Operation):
         self.result = np.empty(self.part, self.dtype)
 
     def __call__(self) -> None:
-        self.communicator.reduce_scatter(self.given, self.result)
+        self.communicator.reduce_scatter(self.source, self.result)
 
     def expected(self) -> np.ndarray:
         return self.total().reshape(-1, self.part)[self.rank]

@@ -41,11 +41,11 @@ _FLOAT32 = np.dtype("float32")
 _WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # of the table's columns
 
 
-def sizes_of(given: argparse.Namespace) -> list[int]:
+def sizes_of(arguments: argparse.Namespace) -> list[int]:
     """Bytes of the buffers that are asked for. Raises: UsageError for those that the model says nothing of."""
-    sizes = given.size or [1 << 20, 16 << 20, 64 << 20]
-    if given.model_parameters:
-        sizes = [4 * int(parameters) for parameters in given.model_parameters]
+    sizes = arguments.size or [1 << 20, 16 << 20, 64 << 20]
+    if arguments.model_parameters:
+        sizes = [4 * int(parameters) for parameters in arguments.model_parameters]
     if min(sizes) < SMALLEST:
         raise UsageError(
             f"{min(sizes)} bytes go through MPI alone, of which the model says nothing; {SMALLEST} at least go by node"
@@ -53,13 +53,13 @@ def sizes_of(given: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def check_network(given: argparse.Namespace) -> None:
+def check_network(arguments: argparse.Namespace) -> None:
     """Raises: UsageError for a network that is half described, or none."""
-    if (given.alpha_us is None) != (given.gbit is None):
+    if (arguments.alpha_us is None) != (arguments.gbit is None):
         raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
-    if given.gbit is not None and not (given.gbit > 0 and given.alpha_us >= 0):
+    if arguments.gbit is not None and not (arguments.gbit > 0 and arguments.alpha_us >= 0):
         raise UsageError(
-            f"--alpha-us must be >= 0 and --gbit > 0, got {given.alpha_us} and {given.gbit}"
+            f"--alpha-us must be >= 0 and --gbit > 0, got {arguments.alpha_us} and {arguments.gbit}"
         )
 
 
@@ -133,34 +133,34 @@ class Prediction:
     off: float | None
 
 
-def predictions(given: argparse.Namespace) -> tuple[Model, list[Prediction], dict[str, Any]]:
+def predictions(arguments: argparse.Namespace) -> tuple[Model, list[Prediction], dict[str, Any]]:
     """The model, what it says of the nodes and sizes asked for, and what it was measured on. Called by: every rank.
 
     Raises: UsageError when this run cannot tell.
     """
-    sizes = sizes_of(given)
-    check_network(given)
+    sizes = sizes_of(arguments)
+    check_network(arguments)
     communicator, topology = all_ranks(), MPIClusterResolver().topology()
     fewest = min(topology.node_of_rank.count(node) for node in range(topology.num_nodes))
-    per_node = given.ranks_per_node or fewest
+    per_node = arguments.ranks_per_node or fewest
     if per_node > fewest:
         raise UsageError(
             f"--ranks-per-node {per_node}: this run has {fewest} on a node, and what more of them would make of its "
             f"memory cannot be told from that; start {per_node} on each node"
         )
-    if max(given.nodes) > 1 and topology.num_nodes == 1 and given.gbit is None:
+    if max(arguments.nodes) > 1 and topology.num_nodes == 1 and arguments.gbit is None:
         raise UsageError(
             "this run is on one node, from which no network can be told: give one by --alpha-us and --gbit, ask for "
             "--nodes 1, or start ranks on several nodes"
         )
-    model = _model(communicator, topology, per_node, sizes, given)
+    model = _model(communicator, topology, per_node, sizes, arguments)
     measured: dict[tuple[int, int], float] = {}
     here = topology.num_nodes
-    if here in given.nodes and 1 < communicator.size == here * per_node:
+    if here in arguments.nodes and 1 < communicator.size == here * per_node:
         measured = {(here, size): _p50(communicator, size) for size in sizes if size <= LARGEST}
     rows = [
         predict(model, nodes, size, measured.get((nodes, size)))
-        for nodes in given.nodes
+        for nodes in arguments.nodes
         for size in sizes
     ]
     return model, rows, surroundings(communicator)
@@ -181,7 +181,7 @@ def _model(
     topology: Topology,
     per_node: int,
     wanted: Sequence[int],
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
 ) -> Model:
     """Fitted to what the first `per_node` ranks of each node measure. Collective."""
     place, nodes = topology.local_rank, topology.num_nodes
@@ -201,8 +201,8 @@ def _model(
     node_model = (0, Cost(0.0, 0.0), Cost(0.0, 0.0))
     if per_node > 1:
         node_model = fitted_in_two(sizes, slowest(node, 1, "within nodes"))
-    if given.gbit is not None:
-        return Model(per_node, *node_model, given.alpha_us * 1e-6, 8e-9 / given.gbit)
+    if arguments.gbit is not None:
+        return Model(per_node, *node_model, arguments.alpha_us * 1e-6, 8e-9 / arguments.gbit)
     if nodes == 1:
         return Model(per_node, *node_model)
     between = fitted(sizes, slowest(across, per_node, "between nodes"))

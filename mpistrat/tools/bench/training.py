@@ -28,20 +28,20 @@ WARM_UP = 3  # of what has no choice
 STEPS_PER_BLOCK = 5
 
 
-def train(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the steps took, as in benchmarks/README.md, and what that was measured on. Called by: every rank.
 
     Raises: UsageError on all ranks.
     """
-    options = given.communication_options or CommunicationOptions()
+    options = arguments.communication_options or CommunicationOptions()
     strategy = MultiWorkerMirroredStrategy(None, options, gradients="mean")
     communicator = strategy.extended.communicator
-    work = work_of(given.model, given.batch_size, strategy.extended.worker_devices[0])
+    work = work_of(arguments.model, arguments.batch_size, strategy.extended.worker_devices[0])
     each = work.examples
     batch_size = each * communicator.size
-    batches = examples.batches(strategy, work.model, given.input, batch_size)
+    batches = examples.batches(strategy, work.model, arguments.input, batch_size)
     step, module = with_strategy(work, strategy)
-    times, losses = _measure(communicator, work, batches, step, given.steps)
+    times, losses = _measure(communicator, work, batches, step, arguments.steps)
     where = surroundings(communicator)
 
     everyone = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
@@ -51,15 +51,15 @@ def train(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     compute = np.median(everyone[:, list(times).index("compute")], axis=1)
     efficiency, refused = efficiency_of(p50["compute"], p50["step"], where)
     row = {
-        "model": given.model,
+        "model": arguments.model,
         "parameters": sum(p.numel() for p in module.parameters()),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
         "batch_size": batch_size,
         "examples_per_rank": each,
-        "input": given.input,
+        "input": arguments.input,
         "communication_options": _what_is_set(options),
         "ways": strategy.extended.explain().split("\n"),
-        "steps": given.steps,
+        "steps": arguments.steps,
         "step_ms": p50["step"],
         "step_ms_p99": float(np.percentile(slowest["step"], 99)),
         "input_ms": p50["input"],

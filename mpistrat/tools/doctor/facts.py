@@ -207,7 +207,7 @@ class Job:
         """The ranks of each node, by its name; nodes that are called the same get their number, too."""
         of_node = grouped((rank.node, rank) for rank in self.ranks)
         ranks = [of_node[node] for node in sorted(of_node)]
-        hosts = [of_one[0].host for of_one in ranks]
+        hosts = [ranks_of[0].host for ranks_of in ranks]
         names = (
             host if hosts.count(host) == 1 else f"{host} (node {node})"
             for node, host in enumerate(hosts)

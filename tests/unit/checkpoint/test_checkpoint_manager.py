@@ -19,7 +19,7 @@ import torch
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
-from mpistrat.checkpoint.directory import Directory, Unfinished
+from mpistrat.checkpoint.directory import OpenDirectory, Unfinished
 from mpistrat.checkpoint.manifest import read_manifest
 
 
@@ -279,13 +279,13 @@ def test_the_longest_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """From its begin, until its thread has finished."""
     manager = CheckpointManager(Checkpoint(counter=Counter()), tmp_path)
     assert manager.seconds_to_save == 0.0
-    keep_newest, may_finish = Directory.keep_newest, threading.Event()
+    keep_newest, may_finish = OpenDirectory.keep_newest, threading.Event()
 
     def late(self, count):
         keep_newest(self, count)
         assert may_finish.wait(30)
 
-    monkeypatch.setattr(Directory, "keep_newest", late)
+    monkeypatch.setattr(OpenDirectory, "keep_newest", late)
     now = 100.0
     monkeypatch.setattr(checkpoint_manager.time, "monotonic", lambda: now)
     before = set(threading.enumerate())
@@ -645,14 +645,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 def test_two_saves_of_one_step_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a lost rank has left behind may be completed when the next has begun, or is complete."""
     go_on = threading.Event()
-    complete = Directory.complete
+    complete = OpenDirectory.complete
 
-    def late(self: Directory, unfinished: Unfinished, *others: Any) -> None:
+    def late(self: OpenDirectory, unfinished: Unfinished, *others: Any) -> None:
         if unfinished.number == 1:
             assert go_on.wait(30)
         complete(self, unfinished, *others)
 
-    monkeypatch.setattr(Directory, "complete", late)
+    monkeypatch.setattr(OpenDirectory, "complete", late)
     first, second = (CheckpointManager(Checkpoint(c=Counter(n)), tmp_path) for n in (1, 2))
     first.save(6, wait=False)
     newest = second.save(6)
@@ -668,13 +668,13 @@ def test_there_are_never_two_too_many(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in range(4):
         CheckpointManager(checkpoint, tmp_path, keep=9).save(step)
     manager = CheckpointManager(checkpoint, tmp_path, keep=2)
-    complete, there = Directory.complete, []
+    complete, there = OpenDirectory.complete, []
 
-    def counted(self: Directory, *arguments: Any) -> None:
+    def counted(self: OpenDirectory, *arguments: Any) -> None:
         there.append(names(manager))
         complete(self, *arguments)
 
-    monkeypatch.setattr(Directory, "complete", counted)
+    monkeypatch.setattr(OpenDirectory, "complete", counted)
     manager.save(9)
     assert there == [["step-00000002", "step-00000003"]]
     assert names(manager) == ["step-00000003", "step-00000009"]

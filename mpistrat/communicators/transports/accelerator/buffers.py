@@ -1,4 +1,4 @@
-"""Buffers on GPUs: where they go another way than buffers on the host, and the way that always works."""
+"""Buffers on GPUs, by the way that always works: through the host."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from mpistrat.liveness.watch import CommunicatorWatch
 
 
 class DeviceTransport(Transport):
-    """Buffers on GPUs; here they are copied to the host, where other transports combine them.
+    """Moves buffers on GPUs. This class copies them to the host, where other transports combine them.
 
-    A collective returns when its result is there: what hangs or fails does so inside it, where it is watched, and
-    collectives on one GPU by different means (NCCL and a CUDA-aware MPI) are never in flight together, which can
-    deadlock.
+    A collective returns when its result is there. So it is watched while it hangs or fails, and collectives on one GPU
+    by different libraries (NCCL and a CUDA-aware MPI) are never in flight together, which could deadlock.
 
     Args:
-        host: over the same ranks, for buffers on the host and objects.
-        index: the number of this process's GPU. A buffer on another GPU is copied there and back.
+        host: the communicator of the same ranks, for buffers on the host and objects.
+        index: the number of this process's GPU. A buffer on another GPU is copied to it and back.
         watch: where ranks that wait are watched.
         why: this way is taken, for people.
     """
@@ -38,7 +37,7 @@ class DeviceTransport(Transport):
         self._index, self._watch, self._why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
-    # What the subclasses do in their own way
+    # Subclasses have ways of their own for these
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         """`all_reduce` in place of a buffer on this rank's GPU."""
@@ -87,7 +86,7 @@ class DeviceTransport(Transport):
     def explain(self, rest: str) -> str:
         return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"
 
-    # Help for the ways
+    # Parts of these ways
 
     def library(self, buffer: Array) -> DeviceLibrary:
         kind = is_torch(buffer)
@@ -102,7 +101,7 @@ class DeviceTransport(Transport):
         buffer[...] = to_device_of(host, buffer)
 
     def wait_for_current_stream(self, buffer: Array) -> None:
-        """Until what the program has given to the GPU so far is done, `buffer` included."""
+        """Return when the GPU has done what the program has submitted so far, so that `buffer` is ready."""
         library = self.library(buffer)
         self.wait(library, library.record(library.current_stream()))
 

@@ -1,4 +1,4 @@
-"""Buffers on GPUs through an MPI that takes pointers to device memory, where it has been seen to.
+"""Buffers on GPUs through an MPI that takes pointers to device memory.
 
 No library says reliably whether it does: Open MPI 5 repeats what it was asked for, MPICH lists a setting that its build
 cannot use, and a wrong guess is a segmentation fault. So a child process tries.
@@ -53,7 +53,7 @@ if float(received[0]) == float(total[0]) == 42.0:
 
 @functools.cache
 def is_proven(library: str, index: int) -> bool:
-    """Whether this process's MPI takes memory of GPU `index`: tried once, in a child process.
+    """Whether this process's MPI takes memory of GPU `index`. A child process tries it once.
 
     The child sends an element from the GPU's memory to itself and back into the GPU's memory. It is no rank of the job:
     the launcher's variables have left the environment. A crash, or no end within 90 s, is a no.
@@ -65,7 +65,7 @@ def is_proven(library: str, index: int) -> bool:
 
 
 def ends_well(command: list[str], seconds: float) -> bool:
-    """Whether `command` says that it is proven, and ends without an error, in so many seconds."""
+    """Whether `command` prints PROVEN, and ends without an error, within `seconds`."""
     try:
         tried = subprocess.run(
             command,
@@ -81,10 +81,10 @@ def ends_well(command: list[str], seconds: float) -> bool:
 
 
 class CudaAwareTransport(DeviceTransport):
-    """Large and small buffers alike: MPI chooses how. It knows no streams, so it begins when the GPU has come so far.
+    """Hands buffers on GPUs to MPI. MPI knows no streams, so a call begins when the GPU has done what comes before it.
 
     Args:
-        comm: over the ranks of `host`, and used by nobody else.
+        comm: over the ranks of `host`; nobody else uses it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which way buffers on GPUs go: chosen by what all ranks have told each other, so the same on all of them.
+"""Which way buffers on GPUs go. All ranks choose by the same facts, so they choose alike.
 
 NCCL, where each rank has a GPU of its own; else an MPI that is proven to take device memory; else pinned host memory.
 
@@ -25,14 +25,14 @@ from mpistrat.liveness.watch import CommunicatorWatch
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that a rank uses: `name` is as of `devices.seen_gpus`, and says which it is on node number `node`."""
+    """The GPU that a rank uses. `name` identifies it on node number `node`, as in `devices.seen_gpus`."""
 
     node: int
     name: str
 
 
 def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> None:
-    """From now on `communicator` takes buffers on GPUs, too. Collective; what is done already is left.
+    """From now on `communicator` takes buffers on GPUs, too. Collective; a second call does nothing.
 
     Args:
         gpus: each rank's, in rank order.

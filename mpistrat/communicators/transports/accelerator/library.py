@@ -1,82 +1,71 @@
-"""What a way for buffers on GPUs needs of torch and of CuPy: pointers, streams, events, pinned memory.
+"""What transports for GPUs need of torch and CuPy: pointers, streams, events, pinned memory.
 
-Neither is imported before a buffer of it comes. Streams and events are the library's own objects.
+A library is imported when its first buffer comes. Streams and events are the library's own objects.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrat.arrays import Array, is_torch
 
 
-class DeviceLibrary(abc.ABC):
+class DeviceLibrary(Protocol):
     """torch or CuPy on one GPU.
 
-    Args:
+    Attributes:
         index: the GPU's number in this process.
     """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
-    @abc.abstractmethod
     def device(self) -> contextlib.AbstractContextManager[Any]:
-        """Around calls that use the current device."""
+        """A context in which this GPU is the current device."""
 
-    @abc.abstractmethod
     def here(self, buffer: Array) -> Array:
         """`buffer`, or a copy on this GPU if it is on another."""
 
-    @abc.abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         """An uninitialized array on the current device. `dtype`: the library's, or its name."""
 
-    @abc.abstractmethod
-    def pointer(self, buffer: Array) -> int: ...
+    def pointer(self, buffer: Array) -> int:
+        """The address of its memory."""
 
-    @abc.abstractmethod
     def flat(self, buffer: Array) -> Array:
         """The same memory in one dimension."""
 
-    @abc.abstractmethod
     def new_stream(self) -> Any:
-        """One that does not wait for the default stream."""
+        """A stream that does not wait for the default stream."""
 
-    @abc.abstractmethod
-    def current_stream(self) -> Any: ...
+    def current_stream(self) -> Any:
+        """The stream that the program submits to."""
 
-    @abc.abstractmethod
-    def handle(self, stream: Any) -> int: ...
+    def handle(self, stream: Any) -> int:
+        """The `cudaStream_t` of a stream."""
 
-    @abc.abstractmethod
     def record(self, stream: Any) -> Any:
-        """An event: what `stream` has been given so far is done."""
+        """An event that comes when all that `stream` holds now is done."""
 
-    @abc.abstractmethod
-    def is_done(self, event: Any) -> bool: ...
+    def is_done(self, event: Any) -> bool:
+        """Whether the event has come. Returns at once."""
 
-    @abc.abstractmethod
     def pinned(self, nbytes: int) -> Array:
-        """Page-locked host memory, bytes of the library that `fetch` and `send` take."""
+        """Page-locked host memory for `fetch`, as an array of bytes."""
 
-    @abc.abstractmethod
     def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
-        """Begin to copy the flat `buffer` into pinned `memory`; what is returned is a host array over it."""
+        """Begin to copy the flat `buffer` into pinned `memory`. Returns: a host array over that memory."""
 
-    @abc.abstractmethod
     def send(self, host: Array, buffer: Array, stream: Any) -> None:
         """Begin to copy what `fetch` returned back into `buffer`."""
 
 
-class TorchLibrary(DeviceLibrary):
+class TorchLibrary:
     def __init__(self, index: int) -> None:
-        super().__init__(index)
+        self.index = index
         import torch
 
         self._torch = torch
@@ -126,9 +115,9 @@ class TorchLibrary(DeviceLibrary):
             buffer.copy_(host, non_blocking=True)
 
 
-class CupyLibrary(DeviceLibrary):
+class CupyLibrary:
     def __init__(self, index: int) -> None:
-        super().__init__(index)
+        self.index = index
         import cupy
 
         self._cupy = cupy

@@ -1,8 +1,7 @@
 """Buffers on GPUs through NCCL.
 
-`_Cupy` is all that is known of `cupy.cuda.nccl`: another binding of NCCL (NVIDIA's nccl4py) takes its place by another
-such class. cupy is imported by it alone, on first use, and after torch where that is used: both then share the libnccl
-that torch brings.
+Only `_Cupy` knows `cupy.cuda.nccl`: another such class would bring another binding of NCCL (NVIDIA's nccl4py). It
+imports cupy on first use, after torch where that is used: both then share the libnccl that torch brings.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "flo
 
 
 class _Cupy:
-    """One rank's end of an NCCL communicator; made by all ranks together, each with its GPU as the current device."""
+    """A rank's NCCL communicator. All ranks make it together, each with its GPU as the current device."""
 
     def __init__(self, size: int, unique_id: Any, rank: int) -> None:
         from cupy.cuda import nccl
@@ -38,7 +37,7 @@ class _Cupy:
 
     @staticmethod
     def version() -> int:
-        """22705 is NCCL 2.27.5. Raises: ImportError when there is none."""
+        """The version of NCCL: 22705 is 2.27.5. Raises: ImportError when there is none."""
         from cupy.cuda import nccl
 
         if not nccl.available:
@@ -55,7 +54,7 @@ class _Cupy:
         self._comm.allReduce(pointer, pointer, count, self._dtypes[dtype], self._ops[op], stream)
 
     def broadcast_bytes(self, pointers: list[int], counts: list[int], stream: int) -> None:
-        """`counts[r]` bytes at `pointers[r]`, from each rank r."""
+        """Broadcast `counts[r]` bytes at `pointers[r]` from each rank r."""
         byte = self._dtypes["uint8"]
         self._group_start()
         for root, (pointer, count) in enumerate(zip(pointers, counts, strict=True)):
@@ -71,15 +70,16 @@ class _Cupy:
 
 
 def version() -> int:
-    """Of the NCCL that would be used; ImportError without one."""
+    """The version of the NCCL that would be used. Raises: ImportError when there is none."""
     return _Cupy.version()
 
 
 class NcclTransport(DeviceTransport):
-    """One GPU per rank. NCCL works on a stream of its own, after what the caller's current stream was given so far.
+    """Moves buffers on GPUs, one of which each rank has. NCCL works on a stream of its own, after what the caller's
+    current stream holds.
 
-    16-bit floats are summed as float32, as everywhere; what NCCL does not know (complex numbers, booleans, integers of
-    16 bits) goes through the host.
+    16-bit floats are summed as float32, as everywhere. Dtypes that NCCL does not know (complex numbers, booleans,
+    integers of 16 bits) go through the host.
 
     An error of NCCL's, a stall, or another rank's error aborts the communicator on all ranks that wait in it: no
     buffer on a GPU can be combined any more.
@@ -103,7 +103,7 @@ class NcclTransport(DeviceTransport):
         self._streams: dict[type[DeviceLibrary], Any] = {}
 
     def start(self, library: DeviceLibrary) -> str:
-        """Join the ranks, and prove it by a first reduction; why it cannot be used, "" if it can. Collective."""
+        """Join the ranks, and try a first reduction. Collective. Returns: why NCCL cannot be used, "" if it can."""
         unique_id, why = None, ""
         if self.rank == 0:
             try:
@@ -158,7 +158,7 @@ class NcclTransport(DeviceTransport):
         return parts
 
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
-        """`call` NCCL on our stream, and return when the GPU has done it."""
+        """Let `call` use NCCL on our stream, and return when the GPU has done that."""
         if self._nccl is None:
             raise RuntimeError(
                 f"rank {self.rank}: NCCL cannot be used any more: {self._failed}. Save what you need and end the "
@@ -184,7 +184,7 @@ class NcclTransport(DeviceTransport):
             raise RuntimeError(f"NCCL was aborted on all ranks: {text}") from error
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
-        """Also for an error: NCCL's own, or another rank's. Its kernels would then never end."""
+        """Wait for `event`, or for an error of NCCL's or of another rank, with which NCCL's kernels would never end."""
 
         def done() -> bool:
             failure = self._abort_channel.received()

@@ -1,4 +1,4 @@
-"""Buffers on GPUs through pinned host memory, in chunks: three of them are on their way at a time."""
+"""Buffers on GPUs through pinned host memory, in chunks of which three are on their way at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUFFERS = 3
 
 
 class StagedTransport(DeviceTransport):
-    """While chunk i is combined on the host, i + 1 comes from the GPU and i - 1 goes back."""
+    """While chunk i is combined on the host, chunk i + 1 comes from the GPU and chunk i - 1 goes back."""
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         library = self.library(buffer)
@@ -47,7 +47,7 @@ class StagedTransport(DeviceTransport):
 
 
 class _Stages:
-    """Pinned buffers that chunks take in turn, a stream for each direction, and when each buffer is free again."""
+    """Pinned buffers that chunks take in turn, and a stream for each direction."""
 
     def __init__(self, library: DeviceLibrary) -> None:
         self._library = library
@@ -57,11 +57,11 @@ class _Stages:
         self._sent: list[Any] = [None] * BUFFERS  # the last copy out of each
 
     def begin(self) -> None:
-        """What the program has given to the GPU so far comes first."""
+        """Let what the program has submitted so far come first."""
         self._down.wait_event(self._library.record(self._library.current_stream()))
 
     def fetch(self, number: int, chunk: Array) -> tuple[Array, Any]:
-        """Chunk `number` on the host, once the event has come."""
+        """Chunk `number` on the host; it is there when the event has come."""
         place = number % BUFFERS
         if self._sent[place] is not None:
             self._down.wait_event(self._sent[place])
@@ -73,5 +73,5 @@ class _Stages:
         self._sent[number % BUFFERS] = self._library.record(self._up)
 
     def end(self) -> None:
-        """What the program gives to the GPU from now on comes after the copies."""
+        """Let what the program submits from now on come after the copies."""
         self._library.current_stream().wait_event(self._library.record(self._up))

@@ -1,7 +1,7 @@
 """What mpistrat is compared with: for each peer a file that takes part in the work by the peer's own means.
 
 Each has two functions that give contestants by name: `training_steps(work)`, each of which takes a step and returns
-this rank's loss; and `all_reduces(given)`, each of which sums it over the ranks and returns the result.
+this rank's loss; and `all_reduces(values)`, each of which sums it over the ranks and returns the result.
 """
 
 from __future__ import annotations

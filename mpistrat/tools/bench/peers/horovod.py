@@ -27,13 +27,13 @@ def training_steps(work: Work) -> dict[str, Step]:
     return {"Horovod": step_of(work, module, wrapped)}
 
 
-def all_reduces(given: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
     _start()
-    buffer = given.copy()
+    buffer = values.copy()
     tensor = torch.from_numpy(buffer)
 
     def over_itself() -> np.ndarray:
-        hvd.allreduce_(tensor, op=hvd.Sum, name=f"of {given.nbytes} bytes")
+        hvd.allreduce_(tensor, op=hvd.Sum, name=f"of {values.nbytes} bytes")
         return buffer
 
     return {"Horovod": over_itself}

@@ -69,11 +69,11 @@ def _in_place(work: Work) -> Step:
     return step
 
 
-def all_reduces(given: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
-    result, in_place = given.copy(), given.copy()
+def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+    result, in_place = values.copy(), values.copy()
 
     def into_another() -> np.ndarray:
-        MPI.COMM_WORLD.Allreduce(given, result)
+        MPI.COMM_WORLD.Allreduce(values, result)
         return result
 
     def over_itself() -> np.ndarray:

@@ -69,9 +69,9 @@ def training_steps(work: Work) -> dict[str, Step]:
     return {"TensorFlow, ring": lambda: torch.from_numpy(np.array(compiled()))}
 
 
-def all_reduces(given: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
     strategy = _start()
-    tensor = tf.constant(given)
+    tensor = tf.constant(values)
 
     def sum_over_replicas() -> Any:
         return tf.distribute.get_replica_context().all_reduce("SUM", tensor)

@@ -44,9 +44,9 @@ def training_steps(work: Work) -> dict[str, Step]:
     return {"DDP, gloo": step_of(work, wrapped, optimizer)}
 
 
-def all_reduces(given: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
     start()
-    buffer = given.copy()
+    buffer = values.copy()
     tensor = torch.from_numpy(buffer)
 
     def over_itself() -> np.ndarray:

@@ -1,0 +1,29 @@
+"""A mapping whose values are made, or read, when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+K = TypeVar("K")
+
+
+class LazyMapping(Mapping[K, Any]):
+    """Args: keys: all that there are. get: gives the value of one of them."""
+
+    def __init__(self, keys: Collection[K], get: Callable[[K], Any]) -> None:
+        self._keys, self._get = keys, get
+
+    def __getitem__(self, key: K) -> Any:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # without a look at the value
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
