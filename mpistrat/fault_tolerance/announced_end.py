@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 from mpistrat.cluster_resolver.slurm_job import SlurmJob
+from mpistrat.fault_tolerance.polling import keep_asking
 from mpistrat.fault_tolerance.signal_flag import SignalFlag
 from mpistrat.fault_tolerance.step_times import StepTimes
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.fault_tolerance.time_limit import TimeLimit
-from mpistrat.machine.notices import tell
 
 # What a rank has to say; the greatest of all ranks counts.
 NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2
@@ -31,34 +31,39 @@ class AnnouncedEnd:
         keeps_time: whether this rank watches the time limit: one of all does, so that clocks need not agree.
 
     Attributes:
-        steps: to be told of each step.
+        steps: how long they take; it is called at each step.
         seconds_to_save: the longest save so far.
     """
 
     def __init__(self, config: TerminationConfig, job: SlurmJob | None, keeps_time: bool) -> None:
-        assert config.grace_period is not None
         self.steps = StepTimes()
         self.seconds_to_save = 0.0
-        self._grace_period, self._margin = config.grace_period, config.margin
+        self._grace_period, self._margin = config.grace_period or 0.0, config.margin
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
         self._limit = TimeLimit(job, config.end_time) if keeps_time else None
-        self._watcher = _Watcher()
+        self._is_near = threading.Event()  # the user's function has said so
         if config.termination_watcher_fn is not None:
-            self._watcher.begin(config.termination_watcher_fn)
+            keep_asking(
+                self,
+                "mpistrat termination watcher",
+                functools.partial(_ask_watcher, config.termination_watcher_fn, self._is_near),
+                lambda: SECONDS_BETWEEN_POLLS,
+                "the termination watcher fails, and will be asked again: {}".format,
+            )
 
     def takes_to_save(self, seconds: float) -> None:
         """A checkpoint was written, or read, in so many seconds."""
         self.seconds_to_save = max(seconds, self.seconds_to_save)
 
     def word(self) -> int:
-        """What this rank has to say, and the signal that it got."""
+        """What this rank has to say, and the signal that came."""
         number = self._signal.number
         level = NOTHING
         if self._grace_began is not None:
             if time.monotonic() - self._grace_began >= self._grace_period - self._seconds_to_end():
                 level = SAVE_AND_LEAVE
-        elif number or self._watcher.has_seen_it:
+        elif number or self._is_near.is_set():
             level = SAVE if self._grace_period else SAVE_AND_LEAVE
         if level < SAVE_AND_LEAVE and self._limit is not None:
             # The step under way goes on to its end, and at that end the next one may be found to be too long.
@@ -68,11 +73,11 @@ class AnnouncedEnd:
         return level << _LEVEL_SHIFT | number if level else 0
 
     def begin_grace(self) -> bool:
-        """All ranks know; returns whether that is news."""
-        if self._grace_began is not None:
-            return False
-        self._grace_began = time.monotonic()
-        return True
+        """All ranks know of the end. Returns: whether that is news."""
+        is_news = self._grace_began is None
+        if is_news:
+            self._grace_began = time.monotonic()
+        return is_news
 
     def _seconds_to_end(self) -> float:
         return _STEPS_BEFORE_THE_END * self.steps.mean + self.seconds_to_save
@@ -90,38 +95,7 @@ def reason_of(word: int) -> str:
     return "the end is near"
 
 
-class _Watcher:
-    """Asks the user's function once a second, on a thread of its own, until it says True."""
-
-    def __init__(self) -> None:
-        self.has_seen_it = False
-
-    def begin(self, watcher: Callable[[], bool]) -> None:
-        stop = threading.Event()
-        weakref.finalize(self, stop.set)
-        threading.Thread(
-            target=_poll,
-            args=(watcher, weakref.ref(self), stop),
-            name="mpistrat termination watcher",
-            daemon=True,
-        ).start()
-
-
-def _poll(watcher: Callable[[], bool], of: weakref.ref[_Watcher], stop: threading.Event) -> None:
-    told = False
-    seen = False
-    while not seen:
-        try:
-            seen = bool(watcher())
-        except Exception as error:
-            if not told:
-                told = True
-                tell(
-                    "the termination watcher fails, and will be asked again: "
-                    f"{type(error).__name__}: {error}"
-                )
-        if stop.wait(0 if seen else SECONDS_BETWEEN_POLLS):
-            return
-    owner = of()
-    if owner is not None:
-        owner.has_seen_it = True
+def _ask_watcher(watcher: Callable[[], bool], is_near: threading.Event) -> bool:
+    if watcher():
+        is_near.set()
+    return is_near.is_set()

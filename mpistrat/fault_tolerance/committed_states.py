@@ -48,11 +48,11 @@ def copied(value: Any, memory: Any = None) -> Any:
     """A copy of a structure of arrays and other picklable values; in the arrays of `memory` where they are alike."""
     if isinstance(value, dict):
         by_key = memory if isinstance(memory, dict) else {}
-        return {key: copied(one, by_key.get(key)) for key, one in value.items()}
+        return {key: copied(part, by_key.get(key)) for key, part in value.items()}
     if type(value) in (list, tuple):
         known = memory if type(memory) is type(value) else ()
         pairs = itertools.zip_longest(value, known[: len(value)])
-        return type(value)(copied(one, into) for one, into in pairs)
+        return type(value)(copied(part, into) for part, into in pairs)
     if isinstance(value, (str, bytes, int, float)) or value is None:
         return value
     if not arrays.is_array(value) or value.dtype == object:

@@ -53,25 +53,21 @@ def find_divergence(
     if not differing:
         return None
     key = differing[0]
-    name = digested[key].name
+    names = [digested[differing_key].name for differing_key in differing]
     copies = Copies([theirs[key] for theirs in everyone])
-    told = copies.descriptions() or _differences(strategy, key, copies)
-    if len(told) > _MOST_TOLD:
-        told[_MOST_TOLD:] = [f"and {len(told) - _MOST_TOLD} more"]
-    names = [digested[key].name for key in differing]
+    lines = copies.descriptions() or _differences(strategy, key, copies)
+    if len(lines) > _MOST_TOLD:
+        lines[_MOST_TOLD:] = [f"and {len(lines) - _MOST_TOLD} more"]
     nodes = communicator.all_gather_object(os.uname().nodename, label="names of the nodes")
     suspects = [f"rank {rank} (node {nodes[rank]})" for rank in copies.suspects]
+    verdict = "Which copy is wrong cannot be known: no value has the majority."
+    if suspects:
+        verdict = f"Most copies are equal, so what is wrong is probably {_some(suspects)}."
     return DivergenceError(
-        f"{name} is not the same any more on all ranks ({when}):\n"
-        + "".join(f"  {line}\n" for line in told)
-        + (
-            f"Most copies are equal, so what is wrong is probably {_some(suspects)}.\n"
-            if suspects
-            else "Which copy is wrong cannot be known: no value has the majority.\n"
-        )
-        + f"{len(differing)} of {len(common)} tensors and numbers differ: {_some(names)}.\n"
-        + _WHAT_TO_DO,
-        name,
+        f"{names[0]} is not the same any more on all ranks ({when}):\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + f"{verdict}\n{len(differing)} of {len(common)} tensors and numbers differ: {_some(names)}.\n{_WHAT_TO_DO}",
+        names[0],
         copies.suspects,
     )
 
@@ -91,35 +87,31 @@ class Copies:
     def __init__(self, by_rank: list[Digested]) -> None:
         self._by_rank = by_rank
         groups: dict[bytes, list[tuple[int, int]]] = {}
-        for rank, one in enumerate(by_rank):
-            for copy, found in enumerate(one.digests):
+        for rank, thing in enumerate(by_rank):
+            for copy, found in enumerate(thing.digests):
                 groups.setdefault(found, []).append((rank, copy))
-        largest, second, *_ = sorted(groups.values(), key=len, reverse=True)
+        largest, *others = sorted(groups.values(), key=len, reverse=True)
         self.reference = largest[0]
-        tie = len(largest) == len(second)
-        self.suspects = (
-            ()
-            if tie
-            else tuple(sorted({r for g in groups.values() if g is not largest for r, _ in g}))
-        )
+        suspects = {rank for group in others for rank, _ in group}
+        self.suspects = () if len(largest) == len(others[0]) else tuple(sorted(suspects))
 
     def name_of(self, rank: int, copy: int) -> str:
         if len(self._by_rank[rank].digests) == 1:
             return f"rank {rank}"
-        replica = sum(len(one.digests) for one in self._by_rank[:rank]) + copy
+        replica = sum(len(thing.digests) for thing in self._by_rank[:rank]) + copy
         return f"replica {replica} (rank {rank})"
 
     def descriptions(self) -> list[str]:
         """A line for each copy, where what they are already says how they differ: a number, or another shape."""
-        different = {d for one in self._by_rank for d in one.descriptions}
+        different = {d for thing in self._by_rank for d in thing.descriptions}
         if len(different) == 1:
             return []
         shared = os.path.commonprefix(list(different))  # noqa: RUF071 - by characters, as is meant
         begin = max(0, len(shared) - _MOST_CHARACTERS // 2)
         return [
             f"{self.name_of(rank, copy)}: {'…' * (begin > 0)}{described[begin:][:_MOST_CHARACTERS]}"
-            for rank, one in enumerate(self._by_rank)
-            for copy, described in enumerate(one.descriptions)
+            for rank, thing in enumerate(self._by_rank)
+            for copy, described in enumerate(thing.descriptions)
         ]
 
 
@@ -137,8 +129,8 @@ def _differences(strategy: Strategy, key: Key, copies: Copies) -> list[str]:
     )
     kind = copies._by_rank[root].descriptions[copy]
     return [
-        f"{copies.name_of(rank, i)}: {one} on {copies.name_of(root, copy)} ({kind})"
+        f"{copies.name_of(rank, i)}: {each} on {copies.name_of(root, copy)} ({kind})"
         for rank, theirs in enumerate(everyone)
-        for i, one in enumerate(theirs)
-        if one is not None
+        for i, each in enumerate(theirs)
+        if each is not None
     ]

@@ -44,7 +44,7 @@ class DivergenceSentinel:
         self._last_equal = "this is the first comparison"
         communicator = strategy.extended.communicator
         everyone = communicator.all_gather_object(every, label="DivergenceSentinel(every=…)")
-        if not all(type(one) is int and one > 0 and one == everyone[0] for one in everyone):
+        if not all(type(each) is int and each > 0 and each == everyone[0] for each in everyone):
             error = ValueError(
                 f"DivergenceSentinel(every={every!r}) on rank {communicator.rank}: expected the same number, from 1 "
                 f"on, on all ranks; by rank they gave {everyone!r:.200}"
@@ -83,10 +83,10 @@ class DivergenceSentinel:
 
         state = mirrored_state(self._strategy)
         self._digested = {key: Digested.of(thing) for key, thing in state.items()}
-        if any(len(set(one.digests)) > 1 for one in self._digested.values()):
+        if any(len(set(thing.digests)) > 1 for thing in self._digested.values()):
             return np.array(_DIFFERENT_HERE, np.int32)
-        told = [(key, one.digests[0]) for key, one in self._digested.items()]
-        hashed = hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
+        firsts = [(key, thing.digests[0]) for key, thing in self._digested.items()]
+        hashed = hashlib.blake2b(repr(firsts).encode(), digest_size=8).digest()
         first, second = np.frombuffer(hashed, np.int32) & np.int32(0x7FFFFFFF)
         return np.array([first, -first, second, -second], np.int32)
 

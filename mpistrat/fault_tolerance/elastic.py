@@ -96,7 +96,7 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
             with survivors.recovering():
                 if survivors.all_done(bool(results)):
                     return results[0]
-                elastic._recover(noticed)
+                elastic._recover(survivors, noticed)
     finally:
         survivors.end()
 
@@ -164,7 +164,7 @@ class Elastic:
         if self._survivors is None:
             return self.step
         if self._restored is None:
-            self._keep()  # a rank may be lost in the first step
+            self._keep(checkpoint, self._survivors)  # a rank may be lost in the first step
         else:
             ranks = self._restored["ranks"]
             for known in self._survivors.communicator.all_gather_object(ranks, label="restore"):
@@ -186,7 +186,7 @@ class Elastic:
         self._survivors.communicator.barrier(label=f"commit of step {self.step + 1}")
         self.step += 1
         if self._checkpoint is not None and self.step % self._steps_per_copy == 0:
-            self._keep()
+            self._keep(self._checkpoint, self._survivors)
 
     def explain(self) -> str:
         """What commits cost. Not collective."""
@@ -198,30 +198,26 @@ class Elastic:
             f"{median * 1e3:.3g} ms"
         )
 
-    def _keep(self) -> None:
+    def _keep(self, checkpoint: Checkpoint, survivors: Survivors) -> None:
         started = time.perf_counter()
-        assert self._checkpoint is not None
-        assert self._survivors is not None
-        state = self._checkpoint.state_dict()
+        state = checkpoint.state_dict()
         ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
-        self._survivors.exchange(ranks)
+        survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
         self._seconds.append(time.perf_counter() - started)
         self._num_kept += 1
 
-    def _recover(self, noticed: float) -> None:
+    def _recover(self, survivors: Survivors, noticed: float) -> None:
         """Called by: every rank that is left."""
-        assert self._survivors is not None
         from mpistrat.liveness import job_end
 
         job_end.end_without_finalize()
-        size = self._survivors.comm.size
-        lost, step = self._survivors.go_on(self._states.last)
-        earlier = self._loss
-        if earlier is not None:  # lost while they went on
-            lost, size, noticed = earlier[0] + lost, earlier[1], earlier[2]
+        size = survivors.comm.size
+        lost, step = survivors.go_on(self._states.last)
+        if self._loss is not None:  # lost while they went on
+            lost, (_, size, noticed) = self._loss[0] + lost, self._loss
         self._loss = lost, size, noticed
-        self.comm = self._survivors.comm
+        self.comm = survivors.comm
         self._checkpoint = None
         gc.collect()  # the model, the strategy and their memory
         self._restored = self._states.back_to(step)

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat import arrays
 
 if TYPE_CHECKING:
+    from mpistrat.pytorch.modules.registry import ParameterSlot
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
     from mpistrat.strategy import Strategy
 
-# What is told of parameters comes before what is told of optimizers.
+# What differs in parameters is reported before what differs in optimizers.
 _PARAMETER, _BUFFER, _OPTIMIZER, _VARIABLE = range(4)
 _OF_GROUP, _OF_PARAMETER = range(2)
 
-Key = tuple[Any, ...]  # the same for the same thing on every rank; sorts in the order of telling
+Key = tuple[Any, ...]  # the same for the same thing on every rank; sorts in the order of reports
 
 
 class MirroredThing(NamedTuple):
@@ -32,31 +33,36 @@ def mirrored_state(strategy: Strategy) -> dict[Key, MirroredThing]:
     What this rank has dropped is missing; another may still have it.
     """
     found: dict[Key, MirroredThing] = {}
-    mirroring = strategy.extended.modules.made
-    if mirroring is not None:
-        found.update(_parameters(mirroring))
-        found.update(_buffers(mirroring))
-        found.update(_optimizers(mirroring))
+    modules = strategy.extended.modules.made
+    if modules is not None:
+        found.update(_parameters(modules))
+        found.update(_buffers(modules))
+        found.update(_optimizers(modules))
     for number, variable in sorted(strategy.extended.variables.mirrored.items()):
         copies = [component.read_value() for component in variable.values]
         found[_VARIABLE, number] = MirroredThing(f"variable {variable.name!r}", copies)
     return found
 
 
-def _parameters(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    registry = mirroring.registry
-    for index, (slot, parameter) in enumerate(
-        zip(registry.slots, registry.parameters(), strict=True)
-    ):
+def _parameters(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+    for index, slot, parameter in _slots(modules):
+        yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
+
+
+def _slots(modules: StrategyModules) -> Iterator[tuple[int, ParameterSlot, Any]]:
+    """Number, slot and parameter, of those that this rank still has."""
+    registry = modules.registry
+    parameters = registry.parameters()
+    for index, (slot, parameter) in enumerate(zip(registry.slots, parameters, strict=True)):
         if parameter is not None:
-            yield (_PARAMETER, index), MirroredThing(slot.name, [parameter])
+            yield index, slot, parameter
 
 
-def _buffers(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+def _buffers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
     from mpistrat.pytorch.virtual_replicas import copies_of_buffers
 
-    slots = mirroring.registry.buffers
-    copies = copies_of_buffers(mirroring.parts.replicas, slots)
+    slots = modules.registry.buffers
+    copies = copies_of_buffers(modules.parts.replicas, slots)
     # Batch norm does not count its writes to some of its buffers (`mpistrat.pytorch.modules.buffers.snapshot`).
     written = {
         slot.module
@@ -70,15 +76,9 @@ def _buffers(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
             yield (_BUFFER, index), MirroredThing(slot.name, tensors)
 
 
-def _optimizers(mirroring: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
-    slots = {
-        id(parameter): (index, slot.name)
-        for index, (slot, parameter) in enumerate(
-            zip(mirroring.registry.slots, mirroring.registry.parameters(), strict=True)
-        )
-        if parameter is not None
-    }
-    optimizers = sorted(mirroring.reducer.optimizers.items())
+def _optimizers(modules: StrategyModules) -> Iterator[tuple[Key, MirroredThing]]:
+    slots = {id(p): (index, slot.name) for index, slot, p in _slots(modules)}
+    optimizers = sorted(modules.reducer.optimizers.items())
     for number, optimizer in optimizers:
         name = type(optimizer).__name__ + (f" number {number + 1}" if number else "")
         for g, group in enumerate(optimizer.param_groups):

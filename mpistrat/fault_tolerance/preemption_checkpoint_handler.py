@@ -178,14 +178,13 @@ class PreemptionCheckpointHandler:
             from mpistrat.liveness import job_end
 
             job_end.leave_together()
-        self._communicator.barrier(
-            label="before the program ends"
-        )  # all have said what they had to
+        # All have said what they had to.
+        self._communicator.barrier(label="before the program ends")
         if self._config.requeue and self._communicator.rank == 0:
             self._requeue()
         self._communicator.barrier(label="requeued")
-        assert self._config.exit_fn is not None
-        self._config.exit_fn()
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
 
     def _requeue(self) -> None:
         if self._job is None:
@@ -219,27 +218,22 @@ class _Counter:
 
 
 def _manager_of(
-    given: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None
+    saved: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None
 ) -> CheckpointManager:
-    if not isinstance(given, Checkpoint):
-        if not isinstance(given, CheckpointManager):
-            raise TypeError(
-                f"PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager, got {given!r:.60}"
-            )
-        return given
+    if isinstance(saved, CheckpointManager):
+        return saved
+    if not isinstance(saved, Checkpoint):
+        raise TypeError(
+            f"PreemptionCheckpointHandler takes a Checkpoint or a CheckpointManager, got {saved!r:.60}"
+        )
     if not directory:
         raise TypeError(
             "PreemptionCheckpointHandler needs checkpoint_dir, the folder to save to, when it is given a Checkpoint"
         )
-    return CheckpointManager(given, directory, keep=1)
+    return CheckpointManager(saved, directory, keep=1)
 
 
 def _word_of(end: AnnouncedEnd) -> Callable[[], int]:
-    """Its word, without keeping it alive."""
+    """Gives its word, and does not keep it alive."""
     reference = weakref.ref(end)
-
-    def ask() -> int:
-        alive = reference()
-        return 0 if alive is None else alive.word()
-
-    return ask
+    return lambda: 0 if (alive := reference()) is None else alive.word()

@@ -90,16 +90,15 @@ class Survivors:
             lost += members(group.comm, besides=smaller)
             discard(group.comm)
             self._group = RevocableGroup(smaller)
-            step = _NONE
-            told = False
+            step = None
             try:
                 # Not allreduce: mpi4py's goes over a duplicate of its own, which nobody would revoke.
                 step = min(self.comm.allgather(_NONE if last is None else last))
-                told = True
             except MPI.Exception as error:
                 if not means_rank_lost(error):
                     raise
-            if self.all_done(told):  # else some would shrink a communicator on which others go on
+            # Unless all know it, some would shrink a communicator on which others go on.
+            if self.all_done(step is not None):
                 return lost, None if step == _NONE else step
 
     def end(self) -> None:
@@ -132,6 +131,6 @@ def members(comm: MPI.Intracomm, besides: MPI.Intracomm) -> list[int]:
     try:
         return list(missing.Translate_ranks(None, world))
     finally:
-        for one in (group, others, world, missing):
-            if one != MPI.GROUP_EMPTY:
-                one.Free()
+        for made in (group, others, world, missing):
+            if made != MPI.GROUP_EMPTY:
+                made.Free()

@@ -49,21 +49,21 @@ class TerminationConfig:
 
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise TypeError(f"{name} must be a function or None, got {given!r:.60}")
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function or None, got {function!r:.60}")
         for name in ("grace_period", "end_time", "margin"):
-            given = getattr(self, name)
-            if name != "margin" and given is None:
+            seconds = getattr(self, name)
+            if name != "margin" and seconds is None:
                 continue
-            if isinstance(given, bool) or not isinstance(given, (int, float)):
-                raise TypeError(f"{name} must be a number of seconds, got {given!r:.60}")
-            if not given >= 0:
-                raise ValueError(f"{name} must be 0 or more seconds, got {given!r}")
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+                raise TypeError(f"{name} must be a number of seconds, got {seconds!r:.60}")
+            if not seconds >= 0:
+                raise ValueError(f"{name} must be 0 or more seconds, got {seconds!r}")
         self.signal_numbers()
 
     def signal_numbers(self) -> tuple[int, ...]:
-        return tuple(_number(one) for one in self.signals)
+        return tuple(map(_number, self.signals))
 
 
 class _Defaults(NamedTuple):
@@ -103,17 +103,15 @@ def _exit_with(code: int | None) -> Callable[[], None]:
     return leave
 
 
-def _number(given: str | int) -> int:
+def _number(name: str | int) -> int:
     """The number of a signal: of "SIGUSR1", "USR1", signal.SIGUSR1 or 10."""
     try:
-        if isinstance(given, str):
-            number = signal.Signals[given if given.startswith("SIG") else f"SIG{given}"]
+        if isinstance(name, str):
+            number = signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
         else:
-            number = signal.Signals(given)
+            number = signal.Signals(name)
     except (KeyError, ValueError):
-        raise ValueError(
-            f"signals must be names or numbers of signals, got {given!r:.60}"
-        ) from None
+        raise ValueError(f"signals must be names or numbers of signals, got {name!r:.60}") from None
     if number in _NEVER_HANDLED:
-        raise ValueError(f"signals must be such that a program can handle, got {given!r:.60}")
+        raise ValueError(f"signals must be such that a program can handle, got {name!r:.60}")
     return int(number)
