@@ -37,7 +37,8 @@ WAYS = """
 import numpy as np, torch
 from mpi4py import MPI
 import mpistrat as ms
-from mpistrat.communicators import Reduction, pipelined, reducing
+from mpistrat.communicators import Reduction, reducing
+from mpistrat.communicators.transports import pipelined
 from mpistrat.communicators.transports.pipelined import PipelinedTransport
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
