@@ -9,9 +9,9 @@ from mpistrat.cluster_resolver.kubernetes import (
 )
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.simple import SimpleClusterResolver
-from mpistrat.cluster_resolver.slurm import SlurmClusterResolver
+from mpistrat.cluster_resolver.slurm.resolver import SlurmClusterResolver
 from mpistrat.cluster_resolver.tf_config import TFConfigClusterResolver
-from mpistrat.cluster_resolver.tpu import TPUClusterResolver
+from mpistrat.cluster_resolver.tpu.resolver import TPUClusterResolver
 from mpistrat.cluster_resolver.union import UnionResolver
 
 __all__ = [

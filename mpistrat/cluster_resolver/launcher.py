@@ -6,6 +6,7 @@ is rank 0 of 1 and writes over the others. These checks turn that into one error
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ SLURM_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun", "")  # "4", "0"
 NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name need not be different on each
 # These launchers say a rank and no size
 RANK_ONLY = (("PALS_RANKID", "PALS' mpiexec"), ("PMIX_RANK", "a PMIx launcher"))  # "0"
+
+# Set by `mpirun --with-ft ulfm`, on each rank: "1"; "true" where somebody sets it by hand
+FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 
 # What makes a child process believe that it is a rank. Tuning (OMPI_MCA_*, MPICH_*, UCX_*) stays.
 _CHILD_CONFUSING = re.compile(
@@ -75,12 +79,12 @@ def library_name(version: str) -> str:
     )
 
 
-def read_claim(environ: Mapping[str, str], family: str = "") -> Claim | None:
+def read_claim(environ: Mapping[str, str] | None = None, family: str = "") -> Claim | None:
     """The claim that counts: of the loaded library's own launcher, else of another MPI, else of a Slurm step.
 
     Raises: TopologyError when a variable is not a number.
     """
-    return next(_claims(environ, family), None)
+    return next(_claims(os.environ if environ is None else environ, family), None)
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
@@ -123,8 +127,9 @@ _LOCAL_RANKS = (
 )
 
 
-def is_first_on_node(environ: Mapping[str, str]) -> bool:
+def is_first_on_node(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the launcher says that this is its node's first rank; False also where it does not say."""
+    environ = os.environ if environ is None else environ
     return next((environ[name] for name in _LOCAL_RANKS if name in environ), "") == "0"
 
 
@@ -236,13 +241,29 @@ def left_alone(environ: Mapping[str, str]) -> str:
     )
 
 
+def why_not_fault_tolerant(version: str, environ: Mapping[str, str] | None = None) -> str:
+    """Why the death of a rank ends the job; "" where it need not.
+
+    Args: version: the text of MPI_Get_library_version.
+    """
+    if library_family(version) != OPEN_MPI:
+        return (
+            f"{library_name(version)} does not let ranks go on when one has failed; Open MPI 5 does"
+        )
+    enabled = (os.environ if environ is None else environ).get(FT_ENABLE, "0")
+    if enabled.lower() in ("1", "true", "yes", "on", "enabled"):
+        return ""
+    return "it was not started with `mpirun --with-ft ulfm`, Open MPI's way of surviving the loss of a rank"
+
+
 def confuses_children(variable: str) -> bool:
     """Whether a child process that inherits `variable` would take itself for a rank of this job."""
     return _CHILD_CONFUSING.match(variable) is not None
 
 
-def environment_of_children(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for a child process that is no rank."""
+def environment_of_children(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child process that is no rank."""
+    environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if not confuses_children(name)}
 
 

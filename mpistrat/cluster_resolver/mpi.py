@@ -11,9 +11,9 @@ from typing import Any
 from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
-from mpistrat.cluster_resolver.start_deadline import init_deadline, start_deadline
 from mpistrat.errors import TopologyError
 from mpistrat.liveness import observation
+from mpistrat.liveness.start_deadline import init_deadline, start_deadline
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
 
@@ -104,10 +104,10 @@ def start_mpi() -> Any:
     version, path = mpi.Get_library_version(), library_path()
     if not mpi.Is_initialized():
         launcher.check_library(os.environ, version, path)
-        _initialize(mpi, launcher.read_claim(os.environ, launcher.library_family(version)))
+        _initialize(mpi, launcher.read_claim(family=launcher.library_family(version)))
     world = mpi.COMM_WORLD
     launcher.check_world(os.environ, version, world.Get_size(), world.Get_rank(), path)
-    alone = world.Get_size() == 1 and launcher.read_claim(os.environ) is None
+    alone = world.Get_size() == 1 and launcher.read_claim() is None
     misleading = launcher.SLURM_STEP[:2] if launcher.describes_daemons(os.environ) else ()
     for name in [*filter(launcher.confuses_children, os.environ), *misleading]:
         os.environ.pop(name, None)
@@ -157,8 +157,8 @@ def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
-    if size != 1 and launcher.is_first_on_node(os.environ):
-        observation.prepare(launcher.environment_of_children(os.environ))
+    if size != 1 and launcher.is_first_on_node():
+        observation.prepare(launcher.environment_of_children())
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses from PMI_SIZE what check_world knows
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)

@@ -11,7 +11,6 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.contract import Contract
@@ -27,6 +26,7 @@ from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import job_end
 from mpistrat.liveness.node_records import records_of_all, watch_of
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
 from mpistrat.settings import shared_bytes, trace_folder

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpistrat.cluster_resolver.slurm_job import SlurmJob
+from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance.polling import keep_asking
 from mpistrat.fault_tolerance.signal_flag import SignalFlag
 from mpistrat.fault_tolerance.step_times import StepTimes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.cluster_resolver import MPIClusterResolver
-from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
+from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised

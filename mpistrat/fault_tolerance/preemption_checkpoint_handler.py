@@ -14,8 +14,7 @@ import numpy as np
 
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.cluster_resolver import ClusterResolver
-from mpistrat.cluster_resolver.platform_device import detect_platform
-from mpistrat.cluster_resolver.slurm_job import SlurmError, slurm_job
+from mpistrat.cluster_resolver.slurm.job import SlurmError, slurm_job
 from mpistrat.communicators import reducing
 from mpistrat.fault_tolerance.announced_end import (
     NOTHING,
@@ -25,6 +24,7 @@ from mpistrat.fault_tolerance.announced_end import (
     reason_of,
 )
 from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
+from mpistrat.fault_tolerance.platform_device import detect_platform
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
 from mpistrat.machine.notices import tell
 

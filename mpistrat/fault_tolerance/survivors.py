@@ -11,12 +11,12 @@ from typing import cast
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.construction import communicator_for, discard
 from mpistrat.liveness import job_end
 from mpistrat.liveness.record import text_of
 from mpistrat.liveness.revocable_group import FaultTolerantComm, RevocableGroup, means_rank_lost
+from mpistrat.liveness.start_deadline import start_deadline
 
 # In the place of a step: this rank keeps none.
 _NONE = -1

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.cluster_resolver.platform_device import PlatformDevice
 from mpistrat.fault_tolerance.google_compute_engine import maintenance_is_near
+from mpistrat.fault_tolerance.platform_device import PlatformDevice
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 _NEVER_HANDLED = (signal.SIGKILL, signal.SIGSTOP)  # the kernel lets no program

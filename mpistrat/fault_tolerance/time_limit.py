@@ -6,7 +6,7 @@ import math
 import time
 from types import SimpleNamespace
 
-from mpistrat.cluster_resolver.slurm_job import SlurmJob
+from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance.polling import keep_asking
 
 # It asks again after a tenth of the time that is left: limits can change.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
+from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.fault_tolerant_mpi import why_not_fault_tolerant
 from mpistrat.cluster_resolver.job_roles import JobRoles
-from mpistrat.cluster_resolver.start_deadline import start_deadline
+from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.liveness import interrupts, job_end
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.routes import backups_of

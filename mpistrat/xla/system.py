@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpistrat import xla
 from mpistrat.cluster_resolver import MPIClusterResolver, TPUClusterResolver
-from mpistrat.cluster_resolver.pjrt import (
+from mpistrat.cluster_resolver.tpu.pjrt import (
     asked_device,
     pjrt_environment,
     set_pjrt_environment,
     slices_of_ranks,
 )
-from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError, TopologyError
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.strategies.wiring import communicator_of
 from mpistrat.topology import Topology as RankTopology
 from mpistrat.xla.runtime import Runtime, check_versions

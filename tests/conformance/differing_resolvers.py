@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 
 Case = dict[str, Any]
 

@@ -14,7 +14,7 @@ import mpistrat as ms
 from conformance.outcomes import CannotInterpret, Failed, attempt
 from conformance.stage import Handler, Stage
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
-from mpistrat.cluster_resolver.platform_device import PlatformDevice
+from mpistrat.fault_tolerance.platform_device import PlatformDevice
 from mpistrat.fault_tolerance.termination_config import completed
 
 SECONDS_TO_BE_ASKED = 20.0  # the handler asks once a second

@@ -20,7 +20,7 @@ from mpistrat.cluster_resolver import (
     UnionResolver,
     task_roles,
 )
-from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 
 Case = dict[str, Any]
 

@@ -10,7 +10,7 @@ from mpistrat.cluster_resolver import (
     MPIClusterResolver,
     TPUClusterResolver,
 )
-from mpistrat.cluster_resolver.pjrt import pjrt_environment, slices_of_ranks
+from mpistrat.cluster_resolver.tpu.pjrt import pjrt_environment, slices_of_ranks
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.topology import Topology
 from support.cloud.compute_engine_api import PLACE, compute_engine

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster_resolver.pjrt import pjrt_environment
-from mpistrat.cluster_resolver.tpu_discovery import discover_slice
+from mpistrat.cluster_resolver.tpu.discovery import discover_slice
+from mpistrat.cluster_resolver.tpu.pjrt import pjrt_environment
 from mpistrat.topology import Topology
 
 TOP = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from mpistrat.cluster_resolver.how_started import environment_of_others
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver
 
@@ -30,7 +30,7 @@ def look() -> Driver:
     answer = ask(
         [sys.executable, "-m", "mpistrat.tools.doctor.cuda_driver"],
         SECONDS_TO_ASK,
-        environment_of_others(),
+        environment_of_children(),
     )
     found = answer.json(BEGIN)
     if found is None:

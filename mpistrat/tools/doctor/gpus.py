@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-from mpistrat.cluster_resolver.how_started import environment_of_others
-from mpistrat.cluster_resolver.library_search import LIBRARY_PATH, libraries_on_path
+from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.machine.gpus import visible_gpus
+from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Rank, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
@@ -54,7 +54,7 @@ def look(driver: Driver) -> Gpus:
     """What a child sees that imports the libraries: this process need not have them, nor survive them."""
     if driver.hangs:  # each would wait for its own limit, and the other ranks for this one
         return Gpus(torch_error="not asked: CUDA's driver hangs")
-    answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_others())
+    answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_children())
     named = list(visible_gpus())
     on_path = [[LIBRARY_PATH, path] for path in libraries_on_path("libnccl.so*")]
     seen = answer.json(BEGIN)

@@ -9,15 +9,15 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from mpistrat.cluster_resolver import library_search as search
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
+from mpistrat.machine import library_search as search
 from mpistrat.tools.doctor.facts import Failure, Job, Launch, Library, Rank, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.wording import count, ranks_in_words
 
 ok, warning, problem = findings_of("MPI")
 _BEFORE = ", which goes before LD_LIBRARY_PATH"
-# Why mpi4py took a library (cluster_resolver/library_search.py)
+# Why mpi4py took a library (machine/library_search.py)
 _WHY = {
     search.PRELOAD: "LD_PRELOAD names it, which goes before everything",
     search.CHOSEN: "MPI4PY_LIBMPI names it",

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.cluster_resolver import how_started
+from mpistrat.cluster_resolver import launcher
+from mpistrat.cluster_resolver.slurm.job import slurm_variables
 from mpistrat.errors import TopologyError
 from mpistrat.tools.doctor.children import Answer, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
@@ -34,12 +35,12 @@ MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos)
 
 def look() -> Launch:
     """Raises: nothing: what the launcher says may be nonsense."""
-    slurm = how_started.slurm_variables()
+    slurm = slurm_variables()
     launch = Launch(slurm=slurm)
     with contextlib.suppress(TopologyError):  # MPI's own start says so
-        if claim := how_started.claim_of_launcher():
+        if claim := launcher.read_claim():
             size = None if claim.at_least else claim.size
-            first = how_started.first_on_node()
+            first = launcher.is_first_on_node()
             launch = Launch(size, claim.rank, claim.variables, claim.launcher, first, slurm)
     return dataclasses.replace(launch, **_commands(slurm)) if launch.speaks else launch
 
@@ -58,11 +59,11 @@ def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _ask(*command: str) -> Answer:
-    return ask(command, SECONDS_OF_A_COMMAND, how_started.environment_of_others())
+    return ask(command, SECONDS_OF_A_COMMAND, launcher.environment_of_children())
 
 
 def host() -> str:
-    return how_started.slurm_variables().get("SLURMD_NODENAME") or socket.gethostname()
+    return slurm_variables().get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def types_of_srun(text: str) -> list[str]:

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.cluster_resolver.library_search import visible_mpi_libraries
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver, library_path, start_mpi
 from mpistrat.errors import TopologyError
+from mpistrat.machine.library_search import visible_mpi_libraries
 from mpistrat.machine.network_links import network_links
 from mpistrat.settings import start_seconds
 from mpistrat.tools.doctor import links, nodes

@@ -1,6 +1,6 @@
 import pytest
 
-from mpistrat.cluster_resolver.fault_tolerant_mpi import FT_ENABLE, why_not_fault_tolerant
+from mpistrat.cluster_resolver.launcher import FT_ENABLE, why_not_fault_tolerant
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI\0"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpistrat.cluster_resolver import SlurmClusterResolver, TFConfigClusterResolver, launcher
-from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 from mpistrat.errors import TopologyError
 from mpistrat.machine.cpu_share import fixed_threads, user_set_threads
 from mpistrat.machine.gpus import visible_gpus

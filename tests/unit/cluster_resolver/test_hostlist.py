@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """What the environment says of how this process was started."""
 
-from mpistrat.cluster_resolver.how_started import (
-    claim_of_launcher,
-    environment_of_others,
-    first_on_node,
-    slurm_variables,
+from mpistrat.cluster_resolver.launcher import (
+    environment_of_children,
+    is_first_on_node,
+    read_claim,
 )
+from mpistrat.cluster_resolver.slurm.job import slurm_variables
 
 ENVIRON = {
     "PMI_SIZE": "4",
@@ -19,11 +19,11 @@ ENVIRON = {
 
 
 def test_claim() -> None:
-    claim = claim_of_launcher(ENVIRON)
+    claim = read_claim(ENVIRON)
     assert claim is not None
     assert (claim.size, claim.rank) == (4, 2)
-    assert first_on_node(ENVIRON)
-    assert claim_of_launcher({}) is None
+    assert is_first_on_node(ENVIRON)
+    assert read_claim({}) is None
 
 
 def test_slurms_variables() -> None:
@@ -32,5 +32,5 @@ def test_slurms_variables() -> None:
 
 
 def test_others_are_no_ranks() -> None:
-    assert "PMI_RANK" not in environment_of_others(ENVIRON)
-    assert environment_of_others(ENVIRON)["HOME"] == "/home/ann"
+    assert "PMI_RANK" not in environment_of_children(ENVIRON)
+    assert environment_of_children(ENVIRON)["HOME"] == "/home/ann"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster_resolver import library_search
-from mpistrat.cluster_resolver.library_search import libraries_on_path, visible_mpi_libraries
+from mpistrat.machine import library_search
+from mpistrat.machine.library_search import libraries_on_path, visible_mpi_libraries
 
 
 def library(folder: Path, name: str, content: bytes = b"\x7fELF...") -> str:

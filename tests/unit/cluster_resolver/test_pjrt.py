@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpistrat.cluster_resolver.pjrt import asked_device, pjrt_environment, set_pjrt_environment
-from mpistrat.cluster_resolver.tpu_slice import TPUSlice, bounds_of_type, parse_bounds
+from mpistrat.cluster_resolver.tpu.pjrt import asked_device, pjrt_environment, set_pjrt_environment
+from mpistrat.cluster_resolver.tpu.slice import TPUSlice, bounds_of_type, parse_bounds
 from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.cluster_resolver import ClusterSpec, TPUClusterResolver
-from mpistrat.cluster_resolver.tpu_chips import local_cores
+from mpistrat.cluster_resolver.tpu.chips import local_cores
 from mpistrat.errors import NotFoundError
 from mpistrat.topology import Topology
 from support.cloud.google_metadata import metadata_server
@@ -158,5 +158,5 @@ def test_local_is_the_chips_of_this_host(monkeypatch):
     resolver = TPUClusterResolver("local", environ=NOWHERE)
     assert resolver.slice() is None
     assert resolver.cluster_spec() == ClusterSpec({})
-    monkeypatch.setattr("mpistrat.cluster_resolver.tpu.local_cores", lambda: 4)
+    monkeypatch.setattr("mpistrat.cluster_resolver.tpu.resolver.local_cores", lambda: 4)
     assert resolver.num_accelerators() == {"TPU": 4}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cluster_resolver.tpu_discovery import discover_slice, parse_tpu_env
-from mpistrat.cluster_resolver.tpu_slice import TPUSlice
+from mpistrat.cluster_resolver.tpu.discovery import discover_slice, parse_tpu_env
+from mpistrat.cluster_resolver.tpu.slice import TPUSlice
 from mpistrat.errors import NotFoundError
 from support.cloud.google_metadata import metadata_server
 
@@ -217,8 +217,8 @@ def test_lines_of_tpu_env():
 
 def test_the_own_environment_is_read_before_pjrt_s_variables_are_set():
     program = (
-        "from mpistrat.cluster_resolver.pjrt import pjrt_environment, set_pjrt_environment\n"
-        "from mpistrat.cluster_resolver.tpu_discovery import discover_slice\n"
+        "from mpistrat.cluster_resolver.tpu.pjrt import pjrt_environment, set_pjrt_environment\n"
+        "from mpistrat.cluster_resolver.tpu.discovery import discover_slice\n"
         "from mpistrat.topology import Topology\n"
         "found = discover_slice()\n"
         "set_pjrt_environment(pjrt_environment(Topology(3, 4, (0,) * 4), [found] * 4))\n"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from mpistrat.cluster_resolver.platform_device import PlatformDevice
 from mpistrat.fault_tolerance import TerminationConfig, announced_end
 from mpistrat.fault_tolerance.announced_end import (
     NOTHING,
@@ -19,6 +18,7 @@ from mpistrat.fault_tolerance.announced_end import (
     level_of,
     reason_of,
 )
+from mpistrat.fault_tolerance.platform_device import PlatformDevice
 from mpistrat.fault_tolerance.termination_config import completed
 
 QUIET = {"signals": (), "end_time": math.inf}

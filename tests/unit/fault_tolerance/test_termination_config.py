@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.cluster_resolver.platform_device import PlatformDevice
 from mpistrat.fault_tolerance import TerminationConfig
+from mpistrat.fault_tolerance.platform_device import PlatformDevice
 from mpistrat.fault_tolerance.termination_config import completed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cluster_resolver.slurm_job import SlurmError, SlurmJob, slurm_job
+from mpistrat.cluster_resolver.slurm.job import SlurmError, SlurmJob, slurm_job
 from mpistrat.fault_tolerance import time_limit
 from mpistrat.fault_tolerance.time_limit import TimeLimit
 

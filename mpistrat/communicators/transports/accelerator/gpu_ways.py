@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpistrat.cluster_resolver.start_deadline import start_deadline
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
@@ -20,6 +19,7 @@ from mpistrat.communicators.transports.accelerator.library import CupyLibrary, T
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 
 

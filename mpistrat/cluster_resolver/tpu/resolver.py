@@ -12,9 +12,9 @@ from mpistrat.cluster_resolver.cluster_resolver import (
 )
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.tpu_chips import local_cores
-from mpistrat.cluster_resolver.tpu_discovery import discover_slice
-from mpistrat.cluster_resolver.tpu_slice import TPUSlice
+from mpistrat.cluster_resolver.tpu.chips import local_cores
+from mpistrat.cluster_resolver.tpu.discovery import discover_slice
+from mpistrat.cluster_resolver.tpu.slice import TPUSlice
 from mpistrat.topology import Topology
 
 _LOCAL = "local"

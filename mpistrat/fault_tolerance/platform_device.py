@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from mpistrat.cluster_resolver.slurm_job import slurm_job
+from mpistrat.cluster_resolver.slurm.job import slurm_job
 from mpistrat.machine.gpus import visible_gpus
 
 _PRODUCT = "/sys/class/dmi/id/product_name"  # "Google Compute Engine"

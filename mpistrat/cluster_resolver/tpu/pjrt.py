@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpistrat.cluster_resolver.tpu_slice import TPUSlice, bounds_text
+from mpistrat.cluster_resolver.tpu.slice import TPUSlice, bounds_text
 from mpistrat.errors import NotFoundError, TopologyError
 from mpistrat.topology import Topology
 

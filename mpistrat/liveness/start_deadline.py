@@ -63,7 +63,7 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        env=environment_of_children(os.environ),
+        env=environment_of_children(),
     )
     assert watcher.stdin is not None
     try:

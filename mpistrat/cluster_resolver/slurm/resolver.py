@@ -9,9 +9,9 @@ from collections.abc import Mapping, MutableMapping
 
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
-from mpistrat.cluster_resolver.hostlist import expand_hostlist, expand_tasks_per_node
 from mpistrat.cluster_resolver.launcher import NODE_NAME, describes_daemons
-from mpistrat.cluster_resolver.task_placement import Place, place_tasks
+from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster_resolver.slurm.task_placement import Place, place_tasks
 from mpistrat.errors import TopologyError
 from mpistrat.machine.gpus import VISIBLE_DEVICES, visible_gpus
 from mpistrat.topology import Topology

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from mpistrat.cluster_resolver.metadata_server import HOST, read_metadata
-from mpistrat.cluster_resolver.pjrt import CHIPS_PER_PROCESS_BOUNDS, PROCESS_BOUNDS, TASK_ID
-from mpistrat.cluster_resolver.tpu_slice import Bounds, TPUSlice, bounds_of_type, parse_bounds
+from mpistrat.cluster_resolver.tpu.pjrt import CHIPS_PER_PROCESS_BOUNDS, PROCESS_BOUNDS, TASK_ID
+from mpistrat.cluster_resolver.tpu.slice import Bounds, TPUSlice, bounds_of_type, parse_bounds
 from mpistrat.errors import NotFoundError
 
 SKIP_METADATA = "TPU_SKIP_MDS_QUERY"  # "1", "true": the variables say everything

@@ -21,6 +21,11 @@ _TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
 _NO_LIMIT = ("NONE", "UNLIMITED")  # "N/A" and "0": not known now
 
 
+_VARIABLES = ("SLURM_", "SLURMD_NODENAME", "SRUN_CPUS_PER_TASK")
+# Of no use for a diagnosis, or nobody's business
+_LEFT_OUT = ("SLURM_JWT", "SLURM_CONF", "SLURM_SUBMIT", "SLURM_JOB_USER", "SLURM_JOB_UID")
+
+
 class SlurmError(RuntimeError):
     """Slurm's commands are missing here, or fail; says which, and how."""
 
@@ -70,6 +75,16 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
     )
 
 
+def slurm_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What Slurm says of job, step and task."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if name.startswith(_VARIABLES) and not name.startswith(_LEFT_OUT)
+    }
+
+
 def _seconds_since_1970(text: str) -> float:
     if text in _NO_LIMIT:
         return math.inf
@@ -91,7 +106,7 @@ def _output_of(command: list[str], seconds: float) -> str:
             capture_output=True,
             text=True,
             timeout=seconds,
-            env={**environment_of_children(os.environ), **_TIME_FORMAT},
+            env={**environment_of_children(), **_TIME_FORMAT},
         )
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} has not answered within {seconds:g} s") from None

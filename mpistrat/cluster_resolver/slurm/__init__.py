@@ -1,0 +1,1 @@
+"""What Slurm tells of the job, the step and its tasks."""

@@ -1,0 +1,1 @@
+"""The slice of TPU chips that this process is part of."""
