@@ -24,8 +24,7 @@ from mpistrat.communicators.transports.ring import RingTransport
 from mpistrat.communicators.transports.transport import Transport
 from mpistrat.communicators.transports.window import WindowTransport
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness import job_end
-from mpistrat.liveness.node_records import records_of_all, watch_of
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
@@ -68,8 +67,9 @@ def communicator_for(
                 from mpistrat.trace.of_job import begin
 
                 timeline = begin(duplicate, folder)
-            cached[check] = Router(ways, Contract(mpi, name, watch, check, timeline))
-        job_end.watch(cached[check], duplicate)
+            contract = Contract(mpi, name, watch, check, timeline)
+            cached[check] = Router(ways, contract)
+        job_end().watch(contract, duplicate)
     return cached[check]
 
 
@@ -88,7 +88,7 @@ def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
 
     Args: name: of the communicator.
     """
-    watch = watch_of(mpi.comm, name)
+    watch = job_end().records.watch_of(mpi.comm, name)
     compressed: list[Transport] = []
     if watch.peers is not None:
         window = WindowTransport(mpi, watch, shared_bytes())
@@ -112,8 +112,8 @@ def _ways_between_nodes(mpi: MpiTransport, watch: CommunicatorWatch) -> Ways:
     if max(sizes) == 1:
         node.Free()
         return _ways_in_pieces(mpi, PipelinedTransport(mpi, watch))
-    several = node.size < comm.size
-    if not several or not all(comm.allgather(records_of_all(node, watch.record) is not None)):
+    several, records = node.size < comm.size, job_end().records
+    if not several or not all(comm.allgather(records.see_each_other(node, watch.record))):
         node.Free()
         return Ways(mpi, [CompressedTransport(Router(Ways(mpi)))])
     carriers = min(sizes)

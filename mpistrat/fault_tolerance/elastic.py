@@ -209,9 +209,9 @@ class Elastic:
 
     def _recover(self, survivors: Survivors, noticed: float) -> None:
         """Called by: every rank that is left."""
-        from mpistrat.liveness import job_end
+        from mpistrat.liveness.job_end import job_end
 
-        job_end.end_without_finalize()
+        job_end().end_without_finalize()
         size = survivors.comm.size
         lost, step = survivors.go_on(self._states.last)
         if self._loss is not None:  # lost while they went on

@@ -175,9 +175,9 @@ class PreemptionCheckpointHandler:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
         if self._communicator.size > 1:
-            from mpistrat.liveness import job_end
+            from mpistrat.liveness.job_end import job_end
 
-            job_end.leave_together()
+            job_end().leave_together()
         # All have said what they had to.
         self._communicator.barrier(label="before the program ends")
         if self._config.requeue and self._communicator.rank == 0:

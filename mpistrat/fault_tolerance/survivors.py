@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.construction import communicator_for, discard
-from mpistrat.liveness import job_end
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.record import text_of
 from mpistrat.liveness.revocable_group import FaultTolerantComm, RevocableGroup, means_rank_lost
 from mpistrat.liveness.start_deadline import start_deadline
@@ -46,7 +46,7 @@ class Survivors:
     def meet(self) -> None:
         """Make `communicator`. Collective."""
         self.communicator = communicator_for(self.comm, what="run_elastic")
-        job_end.expect_losses(True)
+        job_end().losses.expect(True)
 
     def has_lost(self, error: Exception) -> bool:
         """Whether `error` is, or may come of, the loss of a rank."""
@@ -104,9 +104,9 @@ class Survivors:
     def end(self) -> None:
         """Whoever fails from now on ends the job."""
         self._group.stop_looking()
-        job_end.expect_losses(False)
+        job_end().losses.expect(False)
         if self._group.has_lost():  # one that was done, as all were
-            job_end.end_without_finalize()
+            job_end().end_without_finalize()
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:

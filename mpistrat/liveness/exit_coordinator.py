@@ -1,9 +1,9 @@
 """Who has left a group of ranks, who waits there, and whether that is the end of the job.
 
-The exit coordinator, one rank of each group, is told when a rank leaves and when a rank has waited for a while inside
-a collective. Every collective is one that all ranks of its communicator must enter. So the job is over
-exactly if a rank has left after fewer collectives on a communicator than another has entered; a rank that
-still works on its own, however long, is left alone.
+Each rank reports to the exit coordinator of its group when it leaves, and when it has waited for a while inside a
+collective. All ranks of a communicator must enter each collective on it. So the job is over exactly if a rank has left
+after fewer collectives on a communicator than another has entered. A rank that still works on its own, however long,
+does not end the job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Waits:
 
 
 class ExitCoordinator:
-    """Hears what happens in a group of `size` ranks."""
+    """Decides whether the job is over, from what the `size` ranks of a group report."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -49,7 +49,7 @@ class ExitCoordinator:
         self._furthest: dict[str, Waits] = {}
         self._first_failure: tuple[float, Left] | None = None
 
-    def hear(self, message: Left | Waits, now: float) -> None:
+    def receive(self, message: Left | Waits, now: float) -> None:
         if isinstance(message, Left):
             self._left[message.rank] = message
             if message.code and self._first_failure is None:

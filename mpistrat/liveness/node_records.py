@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpistrat.liveness import observation
 from mpistrat.liveness.job_folder import JobFolder, record_of, remove_leftovers, stacks_of
 from mpistrat.liveness.processes import job_of
-from mpistrat.liveness.record import END, LOOKED, RAISE, RankRecord
+from mpistrat.liveness.record import END, RAISE, RankRecord
 from mpistrat.liveness.revocable_group import revocable_group_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.cpu_share import cpu_share
@@ -23,43 +23,87 @@ from mpistrat.settings import raises_on_stall, stall_seconds
 
 SECONDS_TO_BE_SEEN = 1.0
 
-_record: RankRecord | None = None
-_folder: JobFolder | None = None  # held as long as this process lives
-_peers: dict[str, RankRecord] = {}  # by path
 
+class NodeRecords:
+    """This rank's record, and those of other ranks of its node that it reads.
 
-def watch_of(comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
-    """This rank's watch in a new communicator of ours over `comm`; collective over it.
-
-    At the first call of a process its record is made, and the node's observer hears of it.
+    Attributes: own: this rank's. Nobody else sees it until the first `watch_of`, nor later if it finds no folder.
     """
-    node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
-    record = _own_record(node)
-    board_of = comm.size, comm.bcast(MPI.COMM_WORLD.rank)
-    board = record.new_board(_hash(name), *board_of)
-    if board is None:  # the record has no more: this communicator is not observed
-        record = _private_record()
-        board = record.new_board(_hash(name), *board_of)
-    assert board is not None
-    records = records_of_all(node, record) if node.size == comm.size else None
-    peers = None
-    if records is not None:
-        peers = [
-            (theirs.words, their_board)
-            for theirs, their_board in zip(records, node.allgather(board), strict=True)
-            if theirs.path != record.path
-        ]
-    cpus = os.sched_getaffinity(0)
-    crowded = cpu_share(cpus, node.allgather(cpus)) < 1
-    node.Free()
-    return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
 
+    def __init__(self) -> None:
+        self.own = RankRecord(None)
+        self._folder: JobFolder | None = None  # held as long as this process lives
+        self._read: dict[str, RankRecord] = {}  # by path
 
-def records_of_all(node: MPI.Intracomm, record: RankRecord) -> list[RankRecord] | None:
-    """The records of the ranks of `node`; None unless all can read all. Collective. Args: record: this rank's."""
-    records = _read_records(node.allgather(record.path))
-    # Not allreduce: mpi4py's goes over a duplicate of its own, which is not revoked when a rank is lost.
-    return records if all(node.allgather(records is not None)) else None
+    def watch_of(self, comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
+        """This rank's watch in a new communicator of ours over `comm`; collective over it.
+
+        At the first call of a process its record is made, and the node's observer learns of it.
+        """
+        node = cast("MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+        self._join(node)
+        record, first, peers = self.own, comm.bcast(MPI.COMM_WORLD.rank), None
+        while (board := record.new_board(_hash(name), comm.size, first)) is None:
+            record = _start(
+                RankRecord(None)
+            )  # this rank's has no more: the communicator is not observed
+        if node.size == comm.size and self.see_each_other(node, record):
+            everyone = node.allgather((record.path, board))
+            del everyone[node.rank]
+            peers = [(self._read[path].words, board) for path, board in everyone]
+        cpus = os.sched_getaffinity(0)
+        crowded = cpu_share(cpus, node.allgather(cpus)) < 1
+        node.Free()
+        return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
+
+    def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
+        """Whether all ranks of `node` can read each other's `record`. Collective."""
+        readable = all(map(self._is_readable, node.allgather(record.path)))
+        # Not allreduce: mpi4py's goes over a duplicate of its own, which is not revoked when a rank is lost.
+        return all(node.allgather(readable))
+
+    def _is_readable(self, path: str | None) -> bool:
+        """False where nobody else sees the record, or not from here, as in another container."""
+        if path is None:
+            return False
+        with contextlib.suppress(OSError):
+            self._read[path] = self._read.get(path) or RankRecord(path)
+        return path in self._read
+
+    def _join(self, node: MPI.Intracomm) -> None:
+        """Have this rank's record in the job's folder, and its node's observer know of it.
+
+        Collective over `node`, also where this process has its record already.
+        """
+        folder, new = self._folder, False
+        if node.rank == 0 and not self.own.started:
+            with contextlib.suppress(OSError):
+                remove_leftovers()
+                # The same for strategies over other ranks of the node: one observer watches them all.
+                folder, new = JobFolder.create(job_of(os.getpid()) or uuid.uuid4().hex)
+        path, namespace = node.bcast((folder and folder.path, _process_namespace()))
+        if not self.own.started:
+            with contextlib.suppress(OSError):
+                if path is not None and _process_namespace() == namespace:
+                    folder = folder or JobFolder(path)
+                    self.own = _new_record(folder)
+                    self._folder = folder
+        if not self.own.started:
+            _start(self.own)
+        node.Barrier()
+        if new:
+            observation.observe(path)
+        elif self._folder is not None:
+            _wait_to_be_seen(self.own)
+        unseen = node.gather(self._folder is None)
+        if unseen and any(unseen):
+            warnings.warn(
+                f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
+                "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
+                "containers): when ranks wait too long, a StallError cannot say for whom.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _hash(name: str) -> int:
@@ -68,51 +112,10 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _own_record(node: MPI.Intracomm) -> RankRecord:
-    """Collective over `node`, also where this process has its record already."""
-    global _record, _folder
-    path, observable, new = None, 0, False
-    created: JobFolder | None = None
-    if node.rank == 0:
-        observable = _process_namespace()
-        if _folder is not None:
-            path = _folder.path
-        elif _record is None:
-            with contextlib.suppress(OSError):
-                remove_leftovers()
-                # The same for strategies over other ranks of the node: one observer watches them all.
-                created, new = JobFolder.create(job_of(os.getpid()) or uuid.uuid4().hex)
-                path = created.path
-    path, observable = node.bcast((path, observable))
-    if _record is None:
-        if path is not None and _process_namespace() == observable:
-            with contextlib.suppress(OSError):
-                folder = created or JobFolder(path)
-                _record = _new_record(folder)
-                _folder = folder
-        if _record is None:
-            _record = _private_record()
-    node.Barrier()
-    if new and created is not None:
-        observation.observe(created.path)
-    elif _folder is not None:
-        _wait_to_be_seen(_record)
-    unseen = node.gather(_folder is None)
-    if unseen and any(unseen):
-        warnings.warn(
-            f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
-            "temporary files (no space, or no right to write there; or their processes are numbered apart, in "
-            "containers): when ranks wait too long, a StallError cannot say for whom.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return _record
-
-
 def _wait_to_be_seen(record: RankRecord) -> None:
     """By an observer that runs already: of a rank that died before, it would not learn how."""
     deadline = time.monotonic() + SECONDS_TO_BE_SEEN
-    while not record.words[LOOKED] and time.monotonic() < deadline:
+    while not record.looked and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -129,36 +132,10 @@ def _new_record(folder: JobFolder) -> RankRecord:
     record = RankRecord(record_of(folder.path, rank), create=True)
     observation.speak_on_signal(record, stacks_of(folder.path, rank))
     folder.remember_mappings(rank)
-    _start(record)
+    return _start(record)
+
+
+def _start(record: RankRecord) -> RankRecord:
+    world, on_stall = MPI.COMM_WORLD, RAISE if raises_on_stall() else END
+    record.start(world.rank, world.size, socket.gethostname(), stall_seconds(), on_stall)
     return record
-
-
-def _private_record() -> RankRecord:
-    record = RankRecord(None)
-    _start(record)
-    return record
-
-
-def _start(record: RankRecord) -> None:
-    record.start(
-        MPI.COMM_WORLD.rank,
-        MPI.COMM_WORLD.size,
-        socket.gethostname(),
-        stall_seconds(),
-        RAISE if raises_on_stall() else END,
-    )
-
-
-def _read_records(paths: list[str | None]) -> list[RankRecord] | None:
-    """None when a record cannot be read here, as from another container."""
-    records = []
-    for path in paths:
-        if path is None:
-            return None
-        if path not in _peers:
-            try:
-                _peers[path] = RankRecord(path)
-            except OSError:
-                return None
-        records.append(_peers[path])
-    return records

@@ -1,9 +1,10 @@
-"""What a communicator of this process shares with those of its node."""
+"""What a communicator of this process shares with those of its node, and what others know of its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mpistrat.liveness.record import RankRecord
 
@@ -37,5 +38,37 @@ class CommunicatorWatch:
     def __post_init__(self) -> None:
         if self.board < 0:
             board = self.record.new_board(0, 1)
-            assert board is not None
+            if board is None:
+                raise ValueError("the record has no board left for another communicator")
             self.board = board
+
+
+class WatchedCalls(Protocol):
+    """The calls of a communicator, as this rank's other threads read them.
+
+    Attributes:
+        name: the same on all ranks.
+        calls: how many collectives this rank has entered.
+        waiting_in: the one that it is inside of, in words; None outside.
+        called_at: where the program called it.
+        watch: where the calls are recorded.
+        parts: the communicators that were made of this one.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def calls(self) -> int: ...
+
+    @property
+    def waiting_in(self) -> object | None: ...
+
+    @property
+    def called_at(self) -> str: ...
+
+    @property
+    def watch(self) -> CommunicatorWatch: ...
+
+    @property
+    def parts(self) -> Sequence[WatchedCalls]: ...

@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.job_roles import JobRoles
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
-from mpistrat.liveness import interrupts, job_end
+from mpistrat.liveness import interrupts
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.client import Client
@@ -47,7 +48,7 @@ def meeting() -> Iterator[None]:
     except MPI.Exception as error:
         if _why_not_fault_tolerant():
             raise
-        job_end.end_job(f"ending the job: a rank has died before all had met: {error}", 1)
+        job_end().end_job(f"ending the job: a rank has died before all had met: {error}", 1)
 
 
 def _why_not_fault_tolerant() -> str:
@@ -143,8 +144,8 @@ class ServerJob:
             return
         self.rpc.notify(self.servers[0], _HERE, coordinates)
         self.rpc.run_until(lambda: self._begun)
-        job_end.go_on_without_the_lost(self.rpc.channel.has_lost)
-        job_end.expect_losses(not coordinates)
+        job_end().losses.go_on(self.rpc.channel.has_lost)
+        job_end().losses.expect(not coordinates)
 
     def _comes(self, rank: int, coordinates: bool) -> None:
         self._here += 1
@@ -199,7 +200,7 @@ class ServerJob:
         to = (*self.servers, *(self.workers if self.rpc.rank == self.coordinator else ()))
         if not self.rpc.run_until(lambda: not self.rpc.channel.unsent(to), _SECONDS_TO_SEND):
             names = ", ".join(map(self.name_of, self.rpc.channel.unsent(to)))
-            job_end.end_job(
+            job_end().end_job(
                 f"ending the job: {self.name_of(self.rpc.rank)} was at its end for {_SECONDS_TO_SEND:g} s, and "
                 f"{names} did not read what it had sent: see what they do (py-spy dump), or whether they were stopped",
                 1,
@@ -257,7 +258,7 @@ class Losses:
         if not job.outlives_ranks:
             self._lost_for_good(rank)
             return
-        job_end.end_without_finalize()
+        job_end().end_without_finalize()
         lost, coordinator = job.rpc.channel.lost, job.coordinator
         if rank == coordinator and not job.ended:
             self._end_job(f"{job.name_of(rank)} has died, which tells the others what to do")
@@ -299,7 +300,7 @@ class Losses:
             needed.update(job.clients)
         if rank in needed:
             time.sleep(_SECONDS_FOR_THE_FIRST)
-            job_end.end_job(
+            job_end().end_job(
                 f"ending the job: {job.name_of(rank)} has died, or has left without a word, and "
                 f"{job.name_of(job.rpc.rank)} needs it",
                 1,
@@ -311,7 +312,7 @@ class Losses:
         first = next(alive for alive in (*job.servers, *job.clients) if alive not in lost)
         if job.rpc.rank != first:
             time.sleep(_SECONDS_FOR_THE_FIRST)
-        job_end.end_job(f"ending the job: {why}", 1)
+        job_end().end_job(f"ending the job: {why}", 1)
 
 
 def _is_needed(rank: int, job: ServerJob, clients: set[int]) -> bool:

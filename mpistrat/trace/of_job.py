@@ -6,6 +6,7 @@ mpi4py is imported at the top of this file, and this file only where MPISTRAT_TR
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 
@@ -13,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.errors import TopologyError
-from mpistrat.liveness import job_end
+from mpistrat.liveness.job_end import job_end
 from mpistrat.machine.private_files import create
 from mpistrat.trace import clocks, of_process
 from mpistrat.trace.timeline import Timeline, header_of, part_of
@@ -41,17 +42,15 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
             f"there ({errors[0]}); name a folder that every rank can make and write to, or unset it"
         )
     if not _comms:
-        job_end.also(timeline, _complete)
+        job_end().finish_with(timeline, functools.partial(_complete, timeline))
     compare_clocks(comm, timeline)
     _comms.append(comm)
     return timeline
 
 
-def _complete() -> None:
+def _complete(timeline: Timeline) -> None:
     """All ranks have come to their ends, and none records anything any more."""
-    timeline = of_process.timeline()
-    assert timeline is not None
-    whole = [comm for comm in _comms if not job_end.has_lost_a_rank(comm)]
+    whole = [comm for comm in _comms if not job_end().losses.has_lost(comm)]
     for comm in whole:
         compare_clocks(comm, timeline)
     timeline.close()

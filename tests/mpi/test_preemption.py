@@ -19,7 +19,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators.contract.contract import UNCHECKED
 from mpistrat.fault_tolerance import PreemptionCheckpointHandler, TerminationConfig
-from mpistrat.liveness import job_end
+from mpistrat.liveness.job_end import job_end
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -33,7 +33,7 @@ class Left(Exception):
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(job_end, "leave_together", lambda: None)  # the tests go on
+    monkeypatch.setattr(job_end(), "leave_together", lambda: None)  # the tests go on
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():

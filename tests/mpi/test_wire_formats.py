@@ -14,7 +14,7 @@ from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.compressed import CompressedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.fault_tolerance.committed_states import CommittedStates
-from mpistrat.liveness.node_records import watch_of
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.pytorch.gradients.wires import Wire
 from mpistrat.wire_formats import ShortFloats, TopK
@@ -183,7 +183,8 @@ class Training:
 
     @staticmethod
     def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
-        return between_nodes(mpi), dataclasses.replace(watch_of(mpi.comm, name), peers=None)
+        watch = job_end().records.watch_of(mpi.comm, name)
+        return between_nodes(mpi), dataclasses.replace(watch, peers=None)
 
     def train(self, steps: int) -> None:
         def step() -> None:

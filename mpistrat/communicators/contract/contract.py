@@ -19,8 +19,8 @@ from mpistrat.communicators.contract.call_signature import (
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.liveness import job_end
 from mpistrat.liveness.call_site import call_site, outside
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -43,6 +43,8 @@ class Contract(Unchecked):
         name, timeline: as of `Unchecked`.
         watch: where the calls are recorded; None: in memory that nobody else sees.
         check: "always"; with "never" ranks do not compare their calls.
+    Attributes:
+        parts: the contracts of the communicators that were made of this one.
     """
 
     watch: CommunicatorWatch
@@ -60,6 +62,7 @@ class Contract(Unchecked):
         self.watch = watch or CommunicatorWatch()
         self.check = check
         self.timeline = timeline
+        self.parts: list[Contract] = []
         self._mpi = mpi
         self._record = self.watch.record
         self._board = self.watch.board
@@ -94,10 +97,12 @@ class Contract(Unchecked):
             raise error
 
     def abort(self, code: int) -> NoReturn:
-        job_end.abort(code)
+        job_end().abort(code)
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
-        return Contract(mpi, f"{self.name}/{name}", watch, self.check, self.timeline)
+        part = Contract(mpi, f"{self.name}/{name}", watch, self.check, self.timeline)
+        self.parts.append(part)
+        return part
 
     def enter(
         self,

@@ -26,7 +26,7 @@ class Unchecked:
         timeline: where the calls are shown; None where they are not.
         agreement: how the ranks compare their calls; None where they do not.
         calls: how many collectives this rank has entered.
-        waiting_in: the signature of the collective that this rank is in, or None. A thread of `job_end` reads it.
+        waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
         called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
             must not look at frames that run on.
     """

@@ -133,11 +133,11 @@ class Worker:
         try:
             self._return_what_waits()
         except Exception as error:  # nobody else would hear of it, and closures may be lost
-            from mpistrat.liveness.job_end import end_job  # here, because it starts MPI
+            from mpistrat.liveness.job_end import job_end  # here, because it starts MPI
 
             who = self._rpc.name_of(self._rpc.rank)
             what = f"{type(error).__name__}: {error}"
-            end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
+            job_end().end_job(f"ending the job: {who} cannot take closures any more: {what}", 1)
 
     def _return_what_waits(self) -> None:
         """While a closure takes long, give back those behind it, and send the outcomes of those before it."""

@@ -7,14 +7,14 @@ import pytest
 
 from mpistrat.fault_tolerance import survivors as survivors_module
 from mpistrat.fault_tolerance.survivors import Survivors
-from mpistrat.liveness import job_end
+from mpistrat.liveness.job_end import job_end
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_rank_that_is_lost_when_all_are_done(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """MPI_Finalize might wait for it."""
     skipped: list[bool] = []
-    monkeypatch.setattr(job_end, "end_without_finalize", lambda: skipped.append(True))
+    monkeypatch.setattr(job_end(), "end_without_finalize", lambda: skipped.append(True))
     group = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
     monkeypatch.setattr(survivors_module, "RevocableGroup", lambda comm: group)
     comm: Any = SimpleNamespace(Dup=lambda: None)

@@ -383,7 +383,8 @@ def test_a_worker_that_cannot_read_while_it_executes_ends_the_job(
     """The thread that reads meanwhile has nobody who would hear of its error."""
     ended: list[tuple[str, int]] = []
     job_end = SimpleNamespace(end_job=lambda text, code: ended.append((text, code)))
-    monkeypatch.setitem(sys.modules, "mpistrat.liveness.job_end", job_end)  # it needs MPI
+    module = SimpleNamespace(job_end=lambda: job_end)
+    monkeypatch.setitem(sys.modules, "mpistrat.liveness.job_end", module)  # it needs MPI
     threads = start(1)
     waiting = Waiting(threads, "waiting")
     value = threads.coordinator.schedule(waiting)

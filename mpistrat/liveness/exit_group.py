@@ -1,0 +1,130 @@
+"""Ranks that tell each other where they are stuck and when they leave.
+
+The messages go over a duplicate of the group's communicator, also from the thread of `JobEnd`: they need
+MPI_THREAD_MULTIPLE.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
+from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
+from mpistrat.liveness.program_exit import ProgramExit
+from mpistrat.liveness.rank_losses import RankLosses
+from mpistrat.liveness.record import SINCE, RankRecord
+from mpistrat.liveness.revocable_group import revocable_group_of
+from mpistrat.liveness.watch import WatchedCalls
+
+SECONDS_UNTIL_STUCK = 0.5
+
+
+class ExitGroup:
+    """The ranks of `comm`, of which rank 0 has the exit coordinator. Collective over `comm`.
+
+    Args:
+        who: this rank, in words.
+        record: of this rank.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, who: str, record: RankRecord, losses: RankLosses
+    ) -> None:
+        self._revocable_group = revocable_group_of(comm)
+        self._members = comm.Get_group()
+        self._comm = comm.Dup()
+        self._who, self._losses = who, losses
+        self._watched: list[WatchedCalls] = []
+        self._reported: dict[str, int] = {}  # the last call of each communicator that was reported
+        self._coordinator = ExitCoordinator(comm.size) if comm.rank == 0 else None
+        self._other_nodes = OtherNodes(self._comm, record, self._send)
+        self._unsent: list[MPI.Request] = []
+        self._all_ended = MPI.REQUEST_NULL
+
+    def covers(self, comm: MPI.Intracomm) -> bool:
+        """Whether all ranks of `comm` are in this group, and whether both outlive lost ranks, or neither does."""
+        group = comm.Get_group()
+        translated = group.Translate_ranks(None, self._members)
+        group.Free()
+        alike = revocable_group_of(comm) is self._revocable_group
+        return alike and MPI.UNDEFINED not in translated
+
+    def add(self, calls: WatchedCalls) -> None:
+        self._watched.append(calls)
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of the ranks has failed, and the others have gone on without this group."""
+        return self._losses.has_lost(self._comm)
+
+    def calls(self) -> Iterator[WatchedCalls]:
+        """Of the communicators of this group, and of all their parts."""
+        return _with_parts(self._watched)
+
+    def look(self) -> bool:
+        """Exchange messages; returns whether this rank was found to be stuck in one more collective."""
+        now = time.monotonic_ns()
+        stuck = False
+        for calls in self.calls():
+            call, collective = calls.calls, calls.waiting_in
+            since = calls.watch.record.words[
+                calls.watch.board + SINCE
+            ]  # last: it begins anew with each call
+            if collective is None or not since or now - since < SECONDS_UNTIL_STUCK * 1e9:
+                continue
+            if self._reported.get(calls.name) != call:
+                self._reported[calls.name], stuck = call, True
+                where = f"{collective}\n      at {calls.called_at}"
+                self._send(Waits(self._who, calls.name, call, where))
+        self._receive()
+        return stuck
+
+    def verdict(self) -> tuple[str, int] | None:
+        """Why the job is over and its exit code, if this rank has the exit coordinator and the job is over."""
+        if (
+            self._coordinator is None
+            or (verdict := self._coordinator.verdict(time.monotonic())) is None
+        ):
+            return None
+        text, code = verdict
+        return f"ending the job: {text}", code
+
+    def leave(self, end: ProgramExit) -> None:
+        calls = {calls.name: calls.calls for calls in self.calls()}
+        self._send(Left(MPI.COMM_WORLD.rank, self._who, end.how, end.code, calls))
+        self.end()
+
+    def end(self) -> None:
+        """This rank is at its end; `all_ended` says when the others are."""
+        self._all_ended = self._comm.Ibarrier()
+
+    def all_ended(self) -> bool:
+        """Called again and again until it is true, after `leave` or `end`."""
+        self._receive()
+        self._unsent = [request for request in self._unsent if not request.Test()]
+        heard_all = self._coordinator is None or self._coordinator.all_left()
+        return self._all_ended.Test() and heard_all and not self._unsent
+
+    def _send(self, message: Any, rank: int = 0) -> None:
+        self._unsent = [request for request in self._unsent if not request.Test()]
+        self._unsent.append(self._comm.isend(message, rank))
+
+    def _receive(self) -> None:
+        now = time.monotonic()
+        while (arrived := self._comm.improbe()) is not None:
+            message = arrived.recv()
+            if isinstance(message, (Ask, Answer, Raise)):
+                self._other_nodes.receive(message)
+            elif self._coordinator is not None:
+                self._coordinator.receive(message, now)
+        self._other_nodes.look(now)
+
+
+def _with_parts(communicators: Sequence[WatchedCalls]) -> Iterator[WatchedCalls]:
+    for communicator in list(communicators):
+        yield communicator
+        yield from _with_parts(communicator.parts)
