@@ -48,7 +48,8 @@ class Rank:
 
     @property
     def who(self) -> str:
-        return self.record.who
+        record = self.record
+        return f"rank {record.rank} of {record.size} ({record.host}, pid {record.pid})"
 
     @property
     def has_left(self) -> bool:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
+from mpistrat.liveness.failure_detector import find_ranks
 from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.other_accounts import Account, account, leave_accounts
+from mpistrat.liveness.other_accounts import Account, leave_accounts
 from mpistrat.liveness.record import RAISE, RankRecord
+from mpistrat.liveness.report import account_of
 from mpistrat.machine.private_files import create
 
 SECONDS_TO_ANSWER = 2.0
@@ -70,7 +72,7 @@ class OtherNodes:
         record = self._record
         if isinstance(message, Ask):
             record.asked = time.monotonic_ns()  # that node reports the stall: our observer need not
-            self._send(Answer(self._node, account(record.folder)), message.asker)
+            self._send(Answer(self._node, _account_of_node(record.folder)), message.asker)
         elif isinstance(message, Answer):
             self._accounts.setdefault(message.node, message.account)
         else:
@@ -102,3 +104,13 @@ class OtherNodes:
         for ranks in self._others.values():
             for rank in ranks[:most]:
                 self._send(message, rank)
+
+
+def _account_of_node(folder: str) -> Account:
+    """Of the ranks whose records lie in `folder`; takes up to two seconds if ranks do not answer."""
+    ranks = find_ranks(folder)
+    calls = {
+        str(rank.number): {str(board.group): board.calls for board in rank.record.boards()}
+        for rank in ranks
+    }
+    return Account(calls, account_of(ranks))

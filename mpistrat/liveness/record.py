@@ -182,10 +182,6 @@ class RankRecord:
         return self.words[VERSION] == MAGIC
 
     @property
-    def who(self) -> str:
-        return f"rank {self.rank} of {self.size} ({self.host}, pid {self.pid})"
-
-    @property
     def folder(self) -> str:
         """The job's folder, in which this record lies; "" if nobody else sees it."""
         return os.path.dirname(self.path or "")
