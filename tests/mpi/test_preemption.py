@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.communicators.contract.contract import UNCHECKED
+from mpistrat.communicators.contract.unchecked import UNCHECKED
 from mpistrat.fault_tolerance import PreemptionCheckpointHandler, TerminationConfig
 from mpistrat.liveness.job_end import job_end
 
