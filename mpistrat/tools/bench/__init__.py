@@ -1,1 +1,1 @@
-"""`mpistrat-bench`: what the machine gives, and what mpistrat makes of it."""
+"""`mpistrat-bench`: how fast the machine is, and how fast mpistrat is on it."""

@@ -1,4 +1,4 @@
-"""What may be written on the command line of `mpistrat-bench`, and of the programs in benchmarks/."""
+"""The command lines of `mpistrat-bench` and of the programs in benchmarks/."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _SIZES = ("-b --minbytes", "-e --maxbytes", "-f --factor")
 _FILES = ("--json", "--plot")
 _WORK = ("--model", "--batch-size", "--communication-options")
 
-# Of all commands
+# The options of all commands
 _OPTIONS: dict[str, dict[str, Any]] = {
     "-b --minbytes": {"type": number_of_bytes, "default": "4K", "metavar": "BYTES"},
     "-e --maxbytes": {"type": number_of_bytes, "default": "64M", "metavar": "BYTES"},
@@ -135,7 +135,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def program(description: str | None, rounds: int = ROUNDS) -> argparse.ArgumentParser:
     """`--rounds N` and `--json PREFIX` for a program in benchmarks/.
 
-    `json` of the result makes the path of a file of its name: "PREFIXname.json", or None where nothing is written.
+    `json(name)` of the parsed arguments is "PREFIXname.json", or None without `--json`.
     """
     parser = argparse.ArgumentParser(description=description)
     _add(parser, ["--rounds"], rounds=rounds)
@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: Any, options: Iterable[str], **defaults: Any) -> None:
-    """`options` of `_OPTIONS`; `run`: what the command is called in command.py."""
+    """Add `options` of `_OPTIONS`. `run` of the defaults names the function in command.py."""
     for option in options:
         parser.add_argument(*option.split(), **_OPTIONS[option])
     parser.set_defaults(**defaults)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> Report:
-    """Prints each row as soon as it is measured."""
+    """A sweep prints each row as soon as it is measured."""
     name, communicator = arguments.operation, all_ranks()
     rows: list[sweep.Row] = []
 

@@ -17,7 +17,7 @@ OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
 
 
 def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
-    """One rank alone, all peers, and mpistrat; and the peers left out, with the reason. Called by: every rank."""
+    """One rank alone, all peers, and mpistrat; then the peers left out, with the reason. Called by: every rank."""
     from mpistrat.tools.bench.work import alone, with_mpistrat
 
     others, left_out = peers.contestants("training_steps", work)
@@ -27,7 +27,7 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
 def compare_training(
     contestants: Mapping[str, Any], num_rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """A row for each contestant; their losses show whether they have done the same. Called by: every rank."""
+    """A row for each contestant. Equal losses show that they did the same work. Called by: every rank."""
     rounds = compare(contestants, num_rounds=num_rounds)
     times = medians(rounds)
     losses = {
@@ -48,7 +48,7 @@ def compare_training(
 
 
 def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
-    """Who sums `nbytes` of float32, in which way; and the peers left out. Called by: every rank."""
+    """The ways to sum `nbytes` of float32, by name, and the peers left out. Called by: every rank."""
     ours = all_ranks()
     values = operand(max(1, nbytes // 4), ours.rank, ours.size)
     result, in_place, other, window = (values.copy() for _ in range(4))
@@ -87,7 +87,7 @@ def compare_all_reduces(
 
 
 def operand(count: int, rank: int, ranks: int) -> np.ndarray:
-    """Adds up to zeros over several ranks, so that sums in place do not grow with each call."""
+    """The operand of a rank. The operands of several ranks add up to zeros, so that sums in place do not grow."""
     sign = 1 if rank == 0 else -1 if rank == ranks - 1 else 0
     return (np.arange(count) % 3 + 1).astype(np.float32) * sign
 

@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pictures(Dataset[Batch]):
-    """Of `images` [examples, height, width(, channels)], each resized when it is asked for."""
+    """`images` [examples, height, width(, channels)] with labels. Each image is resized when it is asked for."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, shape: tuple[int, ...]) -> None:
         self._images = images if images.ndim == 4 else images[..., None]
@@ -40,7 +40,7 @@ class Pictures(Dataset[Batch]):
 
 
 class Text(Dataset[Batch]):
-    """Pieces of a file; the targets are the bytes one further on."""
+    """Pieces of a file. The target of a byte is the byte after it."""
 
     def __init__(self, file: Path, length: int) -> None:
         self._bytes, self._length = np.memmap(file, np.uint8, mode="r"), length
@@ -59,7 +59,7 @@ def batches(
 ) -> Iterator[Batch] | None:
     """This rank's parts of global batches, epoch after epoch; None for synthetic input. Called by: every rank.
 
-    Raises: UsageError, on all ranks, where `source` is no input of this model's.
+    Raises: UsageError, on all ranks, where this model cannot read `source`.
     """
     if source == SYNTHETIC:
         return None

@@ -22,7 +22,7 @@ STEPS = 400  # of an epoch whose overhead is measured
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Byte images in one file, of which each is read, made floats and normalised when it is asked for."""
+    """Byte images in one file. Each is read, made floats and normalised when it is asked for."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -104,7 +104,7 @@ def _by_worker(path: str) -> dict[str, Callable[[], object]]:
 
 
 class Endless:
-    """Batches of whose number nothing is known."""
+    """Batches without a length."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -114,7 +114,7 @@ class Endless:
 
 
 def overhead(num_rounds: int) -> list[dict[str, Any]]:
-    """Microseconds per step of a distributed dataset beside those of the same batches, of this rank only.
+    """Microseconds per step of a distributed dataset, beside those of this rank's batches alone.
 
     Called by: every rank.
     """

@@ -1,7 +1,7 @@
-"""The collectives that are measured: their operands, what must come out, and how their bytes are counted.
+"""The collectives that are measured: their operands, their results, and how their bytes are counted.
 
 Bytes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md): `algbw` = bytes / time; `busbw` = algbw times a
-factor that makes it the speed of the links, whatever the number of ranks.
+factor that makes it the speed of the links for any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Operation(abc.ABC):
 
     Attributes:
         count: elements in `nbytes`.
-        redop: "sum", or "none" for what combines nothing.
+        redop: "sum", or "none" for a collective that combines nothing.
         source, result: this rank's operand, and the buffer that the result is in.
     """
 
@@ -51,10 +51,10 @@ class Operation(abc.ABC):
         return (ranks - 1) / ranks if cls.splits else 1.0
 
     def prepare(self, in_window: bool) -> None:  # noqa: B027 - most need no other buffers
-        """Called once: make other buffers than `source` and a copy of it."""
+        """Make buffers other than `source` and a copy of it. Called once."""
 
     def reset(self) -> None:  # noqa: B027 - most overwrite nothing that they read
-        """Before each call: operands as they were."""
+        """Restore the operands. Called before each call."""
 
     @abc.abstractmethod
     def __call__(self) -> None: ...
@@ -68,7 +68,7 @@ class Operation(abc.ABC):
         return int((self.result != self.expected()).sum())
 
     def operand(self, rank: int, count: int) -> np.ndarray:
-        """`rank`'s: 1, 2, 3, 1, 2, 3, …, from another place on each rank."""
+        """1, 2, 3, 1, 2, 3, …; each rank begins elsewhere."""
         return ((np.arange(count) + rank) % 3 + 1).astype(self.dtype)
 
     def total(self) -> np.ndarray:

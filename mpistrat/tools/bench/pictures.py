@@ -15,7 +15,7 @@ _LIMIT = "all ranks copy as much"
 
 
 def can_be_drawn() -> bool:
-    """Whether there is matplotlib."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -43,7 +43,7 @@ def _words(part: str) -> str:
 def over_sizes(
     nbytes: Sequence[int], times: Mapping[str, Sequence[float]], limit: Sequence[float], path: str
 ) -> None:
-    """Microseconds and bandwidth of each contestant; `limit`: in which all ranks at once copy as many bytes."""
+    """Microseconds and bandwidth of each contestant. `limit`: microseconds in which all ranks copy as many bytes."""
     with _picture(path, 2) as (figure, left, right):
         for name, us in {**times, _LIMIT: limit}.items():
             style = "k--" if name == _LIMIT else "o-"

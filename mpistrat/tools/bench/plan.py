@@ -1,15 +1,15 @@
-"""How long an all-reduce would take on other numbers of nodes: measured parts, put together by a model.
+"""How long an all-reduce would take on other numbers of nodes: a model puts measured parts together.
 
-A node's ranks combine what they have in their memory, then each carries a slice between the nodes, so that
+The ranks of a node combine what they have in their memory, then each carries a slice between the nodes. So
 
     t(S, N) = node(S) + between(S, N),   node(S) = alpha + beta S,
     between(S, N) = 2 ceil(log2 N) latency + 2 (N - 1) / N S byte
 
-for S bytes on N nodes. `node` is fitted to times of this run, with one alpha and beta for what the caches hold and
-others for what they do not. `latency` and `byte` are of the network, for all ranks of a node together: fitted to times
-between the nodes of this run by MPI's own algorithm, or given. Sums in pieces, which are taken where they were measured
-to be at most 1.1 times as slow, are not modelled on their own. Sources: `communicators/costs/model.py`. What the model
-does not know: switches that are shared with others, and more than one level of them.
+for S bytes on N nodes. `node` is fitted to times of this run: one alpha and beta for buffers that the caches hold, and
+others for larger ones. `latency` and `byte` describe the network, for all ranks of a node together. They are fitted to
+times between the nodes of this run by MPI's own algorithm, or come from the command line. The model has no case of its
+own for sums in pieces, which are taken where they were measured to be at most 1.1 times as slow. It knows neither
+switches that are shared with others nor several levels of switches. Sources: `communicators/costs/model.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpistrat.tools.bench.surroundings import surroundings
 from mpistrat.tools.bench.sweep import measure
 from mpistrat.topology import Topology
 
-# Fitted from here, below which nothing goes by node, to the largest that is asked for, as far as memory should be had.
+# Sizes to fit: nothing below the smallest goes by node, and buffers beyond the largest take too much memory.
 SMALLEST, LARGEST = 1 << 16, 1 << 26
 _FACTOR = 2
 _CALLS = 15  # of each size
@@ -42,7 +42,7 @@ _WIDTHS = (7, 7, 14, 16, 14, 14, 15, 8)  # of the table's columns
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:
-    """Bytes of the buffers that are asked for. Raises: UsageError for those that the model says nothing of."""
+    """Bytes of the buffers to predict. Raises: UsageError for a size that the model does not cover."""
     sizes = arguments.size or [1 << 20, 16 << 20, 64 << 20]
     if arguments.model_parameters:
         sizes = [4 * int(parameters) for parameters in arguments.model_parameters]
@@ -54,7 +54,7 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
 
 
 def check_network(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError for a network that is half described, or none."""
+    """Raises: UsageError for a network that is half described, or impossible."""
     if (arguments.alpha_us is None) != (arguments.gbit is None):
         raise UsageError("--alpha-us and --gbit describe one network: give both or neither")
     if arguments.gbit is not None and not (arguments.gbit > 0 and arguments.alpha_us >= 0):
@@ -65,13 +65,13 @@ def check_network(arguments: argparse.Namespace) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Of one all-reduce on N nodes.
+    """The time of one all-reduce on N nodes.
 
     Attributes:
-        ranks_per_node: which all nodes have.
-        in_caches, beyond_caches: within a node, of buffers of up to, and of more than, `caches` bytes.
+        ranks_per_node: the same on all nodes.
+        in_caches, beyond_caches: the cost within a node, up to `caches` bytes and beyond.
         latency, byte: seconds of one message, and per byte that leaves a node; None where no network is known.
-        network_error: of the fit, as `Cost.error`; None where the network was given.
+        network_error: of the fit, as `Cost.error`; None where the command line describes the network.
     """
 
     ranks_per_node: int
@@ -92,7 +92,7 @@ class Model:
         return cost.seconds(nbytes)
 
     def lines(self) -> list[str]:
-        """As a formula."""
+        """The model as a formula."""
         lines = [
             f"t(S, N) = node(S) + between(S, N), for S bytes on N nodes of {self.ranks_per_node} ranks",
             f"node(S) = {_line(self.in_caches)}, up to S = {self.caches}; then",
@@ -116,10 +116,10 @@ def _line(cost: Cost) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Times are microseconds; bandwidths are nccl-tests', in 1e9 bytes per second.
+    """Times are microseconds; bandwidths are those of nccl-tests, in 1e9 bytes per second.
 
     Attributes:
-        measured: the median in this run, where it runs on as many nodes and ranks.
+        measured: the median in this run, where it has as many nodes and ranks.
         off: predicted / measured - 1.
     """
 
@@ -134,9 +134,9 @@ class Prediction:
 
 
 def predictions(arguments: argparse.Namespace) -> tuple[Model, list[Prediction], dict[str, Any]]:
-    """The model, what it says of the nodes and sizes asked for, and what it was measured on. Called by: every rank.
+    """The model, its predictions, and what it was measured on. Called by: every rank.
 
-    Raises: UsageError when this run cannot tell.
+    Raises: UsageError where this run has nothing to fit to.
     """
     sizes = sizes_of(arguments)
     check_network(arguments)
@@ -167,7 +167,7 @@ def predictions(arguments: argparse.Namespace) -> tuple[Model, list[Prediction],
 
 
 def predict(model: Model, nodes: int, nbytes: int, measured: float | None) -> Prediction:
-    """`measured`: in microseconds, if it is known."""
+    """Args: measured: microseconds, if this run has measured it."""
     predicted = model.seconds(nbytes, nodes) * 1e6
     ranks = nodes * model.ranks_per_node
     algbw = nbytes / predicted / 1e3 if predicted else 0.0
@@ -183,11 +183,11 @@ def _model(
     wanted: Sequence[int],
     arguments: argparse.Namespace,
 ) -> Model:
-    """Fitted to what the first `per_node` ranks of each node measure. Collective."""
+    """The model, fitted to times of the first `per_node` ranks of each node. Collective."""
     place, nodes = topology.local_rank, topology.num_nodes
     takes_part = place < per_node
     node = communicator.split(topology.node if takes_part else nodes + topology.node)
-    # By MPI's own algorithm, whose cost on more nodes is known.
+    # MPI's own algorithm, because its cost on more nodes is known
     across = communicator.split(place).by(CommunicationImplementation.MPI)
     sizes = [SMALLEST]
     while sizes[-1] < min(LARGEST, max(*wanted, SMALLEST * _FACTOR**5)):

@@ -1,4 +1,4 @@
-"""What a measurement reports: a table for people, and the same with every sample as JSON (benchmarks/README.md)."""
+"""What a measurement reports: a table for people, and the same as JSON with every sample (benchmarks/README.md)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def table_report(
     left_out: Mapping[str, str] = {},
     draw: Callable[[str], None] | None = None,
 ) -> Report:
-    """`rows` as a table; `left_out`: who does not take part, and why."""
+    """`rows` as a table. `left_out`: the peers that take no part, and why."""
     taken_on = (
         f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores"
     )
@@ -101,7 +101,7 @@ def aligned(cells: Iterable[str], widths: Iterable[int], between: str = "") -> s
 
 
 def oversubscription(where: Row) -> list[str]:
-    """The warning that such times need; nothing where there are cores for all ranks."""
+    """The warning for more ranks than cores; empty where there is a core for each rank."""
     if not where["oversubscribed"]:
         return []
     return [
@@ -111,7 +111,7 @@ def oversubscription(where: Row) -> list[str]:
 
 
 def _arguments_but_files() -> list[str]:
-    """Of the command line: where results were written, and where a peer is installed, says nothing of them."""
+    """The command line without paths: they say nothing about the results, and results can be handed on."""
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--json", "--plot", "--tensorflow"):
         files.add_argument(option)

@@ -1,4 +1,4 @@
-"""Comparing contestants in one run: rounds in which all take their turn."""
+"""How contestants are compared in one run: in each round, all take their turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 
 ROUNDS = 9
-# How long a contestant's turn should last, where the number of its calls is not fixed.
+# How long a turn should last where the number of calls is not fixed
 SECONDS_PER_TURN = 0.1
 
 

@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""The machine and the software that a measurement was taken on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _mpi() -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """Its version, compute threads and GPUs, where a benchmark uses it."""
+    """Version, compute threads and GPUs of torch, where a benchmark has imported it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

@@ -1,4 +1,4 @@
-"""One collective over a range of sizes, beside what the machine could do at most; printed with nccl-tests' columns."""
+"""One collective over a range of sizes, beside the limit of the machine; printed with the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _WIDTHS = [width for _, _, width, _ in _COLUMNS]
 
 @dataclass
 class Row:
-    """What was measured at one size. Times are microseconds; a call's is the slowest rank's.
+    """What was measured at one size. Times are microseconds; a call takes as long as its slowest rank.
 
     Attributes:
         bytes, count: as nccl-tests counts them.
         calls: how many were timed.
         time, p50, p99: the mean, the median, and what 99 of 100 calls stay below.
         algbw, busbw: 1e9 bytes per second, of the median.
-        wrong: elements that were not what they must be, of all ranks, in the first and the last call.
-        limit: the median of all ranks at once copying as many bytes.
+        wrong: wrong elements on all ranks, in the first and the last call.
+        limit: the median time in which all ranks at once copy as many bytes.
         percent_of_limit: 100 · limit / p50.
-        slowest_rank, slowest_ratio: whose median is the largest, and how many times the median of the ranks.
+        slowest_rank, slowest_ratio: the rank with the largest median, and that median over the median of the ranks.
         samples: every call's time.
     """
 

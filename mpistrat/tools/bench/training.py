@@ -29,7 +29,7 @@ STEPS_PER_BLOCK = 5
 
 
 def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the steps took, as in benchmarks/README.md, and what that was measured on. Called by: every rank.
+    """The row of the training (benchmarks/README.md), and what it was measured on. Called by: every rank.
 
     Raises: UsageError on all ranks.
     """
@@ -79,7 +79,7 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def work_of(name: str, batch_size: int | None, device: str = "cpu:0") -> Work:
-    """This rank's part of a global batch; None is what the model has for each rank. Called by: every rank.
+    """This rank's part of a global batch; None: as many examples per rank as the model has. Called by: every rank.
 
     Raises: UsageError on all ranks, when the batch does not divide by them.
     """
@@ -143,7 +143,7 @@ def _measure(
 def efficiency_of(
     compute_ms: float, step_ms: float, where: Mapping[str, Any]
 ) -> tuple[float | None, str]:
-    """The part of a step that is computation; or None, and why that would mislead."""
+    """The part of a step that is computation; or None, and the reason why it would mislead."""
     if where["oversubscribed"]:
         ranks, cores = where["ranks"], where["usable_cores"]
         return None, f"{ranks} ranks share {cores} cores, and slow each other down"
@@ -151,7 +151,7 @@ def efficiency_of(
 
 
 def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> list[int]:
-    """Those whose parameters are not rank 0's, bit for bit. Called by: every rank."""
+    """The ranks whose parameters differ from rank 0's in any bit. Called by: every rank."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -160,7 +160,7 @@ def ranks_that_differ(communicator: Communicator, module: torch.nn.Module) -> li
 
 
 def wrong(row: Mapping[str, Any]) -> str:
-    """What the check of the results found; empty when all is right."""
+    """What is wrong with the results; "" when all is right."""
     found = []
     if row["ranks_that_differ"]:
         ranks = ", ".join(map(str, row["ranks_that_differ"]))

@@ -1,4 +1,4 @@
-"""The training step that all contestants take, and two who take it: plain torch, and mpistrat."""
+"""The training step that all contestants take, in plain torch and with mpistrat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Work:
         self.batch = (inputs.to(self.device), targets.to(self.device))
 
     def build(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """The same on each rank and for each contestant."""
+        """The module and its optimizer: the same weights on each rank and for each contestant."""
         torch.manual_seed(0)
         module = self.model.build().to(self.device)
         return module, torch.optim.SGD(module.parameters(), lr=0.01)
@@ -58,7 +58,7 @@ def step_of(work: Work, module: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def alone(work: Work) -> Step:
-    """Of a rank that talks to nobody."""
+    """The step of a rank without communication."""
     return step_of(work, *work.build())
 
 
@@ -78,7 +78,7 @@ def with_mpistrat(work: Work, options: Any = None, **more: Any) -> Step:
 
 
 def past_trials(work: Work, strategy: Strategy) -> Step:
-    """A step that the strategy takes as it will take all others, from where the others begin."""
+    """A step with first weights, after the strategy has tried how gradients travel best."""
     step, module = with_strategy(work, strategy)
     first = copy.deepcopy(module.state_dict())
     for _ in range(STEPS_OF_TRIALS):

@@ -1,4 +1,4 @@
-"""Questions to other programs, each with a limit: what is asked may hang, crash, or not be there."""
+"""Questions to other programs, each with a time limit: a program may hang, crash, or be missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NO_END = "no end within"
 
 @dataclass(frozen=True)
 class Answer:
-    """Attributes: ended: "" for exit code 0, else how: "exit code 1", "killed by SIGSEGV", "no end within 10 s"."""
+    """What a program wrote.
+
+    Attributes: ended: "" for exit code 0, else "exit code 1", "killed by SIGSEGV", "no end within 10 s".
+    """
 
     output: str
     errors: str
@@ -28,7 +31,7 @@ class Answer:
         return self.ended.startswith(_NO_END)
 
     def json(self, begin: str) -> dict[str, Any] | None:
-        """The last line that begins so, which is JSON; None where the program failed, or wrote no such line."""
+        """The last line that begins so, read as JSON; None where the program failed, or wrote no such line."""
         lines = [line for line in self.output.splitlines() if line.startswith(begin)]
         try:
             return None if self.ended else json.loads(lines[-1])
@@ -68,7 +71,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str]) 
 
 
 def file_with(content: bytes) -> IO[bytes]:
-    """A file that another process reads or writes, in memory: a folder that can be written may be what is missing."""
+    """A file in memory that another process reads or writes. There may be no folder that can be written."""
     file = os.fdopen(os.memfd_create("mpistrat-doctor"), "w+b")
     file.write(content)
     file.seek(0)
@@ -76,7 +79,7 @@ def file_with(content: bytes) -> IO[bytes]:
 
 
 def how_it_ended(code: int) -> str:
-    """ "" for 0; a negative number is a signal's, as subprocess has it."""
+    """ "" for exit code 0. A negative code is a signal's, as in subprocess."""
     if code >= 0:
         return f"exit code {code}" if code else ""
     try:
@@ -86,12 +89,12 @@ def how_it_ended(code: int) -> str:
 
 
 def written(file: IO[bytes]) -> str:
-    """The end of what is in a file that another process wrote to."""
+    """The end of a file that another process wrote."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), MOST_WORDS, max(0, size - MOST_WORDS)).decode(errors="replace")
 
 
 def last_words(text: str, lines: int = 4) -> str:
-    """The last lines that say something, in one."""
+    """The last lines that say something, as one line."""
     said = [line.strip() for line in text.splitlines() if line.strip(" -=*#\t\0")]
     return " / ".join(said[-lines:])

@@ -1,4 +1,4 @@
-"""`mpistrat doctor`: gathers, judges, prints. It speaks where what it looks at is broken, too."""
+"""`mpistrat doctor`: gathers facts, judges them, prints findings, even where MPI is broken."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(in_json: bool) -> int:
 
 
 def look() -> Rank:
-    """What this process can tell without MPI."""
+    """What this process can find out without MPI."""
     launch = nodes.look()
     driver = cuda_driver.look()
     return Rank(
@@ -76,7 +76,7 @@ def judge(job: Job) -> list[Finding]:
 
 
 def _guarded(check: Check, job: Job) -> Iterator[Finding]:
-    """A check that fails itself does not keep the others from being heard."""
+    """The findings of a check. A check that fails itself is reported, and the others go on."""
     try:
         yield from check(job)
     except Exception as error:
@@ -90,8 +90,11 @@ def _guarded(check: Check, job: Job) -> Iterator[Finding]:
 
 
 def _speak_for_a_node(here: Rank, failure: Failure) -> int:
-    """A line of a rank that is not rank 0, which has most likely failed, too, and says more. Returns the exit code."""
-    # Launcher and library are a node's: one of its ranks speaks, should rank 0 not have found the same.
+    """Print one line for a rank that is not rank 0. Rank 0 has most likely failed, too, and says more.
+
+    Returns: the exit code.
+    """
+    # A node has one launcher and one library, so one of its ranks speaks, in case rank 0 has found something else.
     of_node = failure.kind in ("topology", "library")
     if not of_node or here.launch.first_on_node:
         time.sleep(SECONDS_FOR_RANK_0)  # once rank 0 has spoken, launchers end the others

@@ -1,4 +1,4 @@
-"""What the kernel's control groups allow this process: Slurm's, a container's, systemd's. Versions 1 and 2."""
+"""What the kernel's control groups (Slurm's, a container's, systemd's) allow this process. Versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 where there is no li
 
 @dataclass(frozen=True)
 class Allowed:
-    """CPUs' worth of time, and bytes; None: no limit. Pages of files that the kernel would drop count as free."""
+    """CPUs' worth of time, and bytes of memory; None: no limit. Pages that the kernel can drop count as free."""
 
     cpus: float | None = None
     memory: int | None = None
@@ -21,7 +21,7 @@ class Allowed:
 
 
 def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -> Allowed:
-    """The tightest limits of this process's groups and of those that they lie in."""
+    """The tightest limits of this process's groups and of the groups around them."""
     cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _folders(groups, mounts):
@@ -43,7 +43,7 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
 
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:
-    """From a group's folder up; in a container, where paths are those outside, only what is mounted."""
+    """The folders of the groups and of the groups around them. A container has only what is mounted there."""
     for line in _read(Path(groups)).splitlines():
         _, controllers, path = line.split(":", 2)  # "4:memory:/slurm/uid_0/job_7", "0::/user.slice"
         tops = [Path(mounts), *(Path(mounts, name) for name in controllers.split(",") if name)]
@@ -56,13 +56,13 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
 
 
 def number_in(file: Path, name: str) -> int:
-    """Of a line such as "inactive_file 81920" or "MemAvailable:  81920 kB"; 0 where there is none."""
+    """81920 of a line such as "NAME 81920" or "NAME:  81920 kB"; 0 where there is none."""
     found = re.search(rf"^{name}:?\s+(\d+)", _read(file), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _read(file: Path) -> str:
-    """What it has; "" where it cannot be read."""
+    """The text of a file; "" where it cannot be read."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Ranks and threads against the cores that they may run on."""
+"""Whether ranks and threads have the cores that they need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def look() -> Cores:
 
 
 def _cores_of_launcher() -> int:
-    """Not all that the node has: a container or a batch system may allow it fewer, and then it has not bound ranks."""
+    """How many cores the launcher may use: where a container or a batch system allows few, ranks are not bound."""
     try:
         return len(os.sched_getaffinity(launcher_of(os.getpid()) or 0))
     except ProcessLookupError:  # it has just ended
@@ -48,7 +48,7 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def _sharing(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    """More ranks than cores; ranks bound to the same ones while others are free; cores that nobody may use."""
+    """More ranks than cores, ranks bound to the same cores while others are free, or cores that no rank may use."""
     masks = [set(rank.cores.allowed) for rank in ranks]
     union = set().union(*masks)
     first, in_slurm = ranks[0].cores, ranks[0].launch.slurm

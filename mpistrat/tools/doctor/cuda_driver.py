@@ -1,8 +1,7 @@
-"""Which GPUs CUDA's driver gives a rank, after CUDA_VISIBLE_DEVICES and control groups: no tool of NVIDIA's is needed.
+"""Which GPUs CUDA's driver gives a rank, after CUDA_VISIBLE_DEVICES and control groups. No tool of NVIDIA's is needed.
 
-`python -m mpistrat.tools.doctor.cuda_driver` prints them, in a process of its own: a driver may crash, hang, or take
-memory.
-Calls and error numbers are those of <cuda.h>.
+`python -m mpistrat.tools.doctor.cuda_driver` prints them. It is a process of its own, because a driver may crash, hang,
+or take memory. Calls and error numbers are those of <cuda.h>.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ def look() -> Driver:
     )
     found = answer.json(BEGIN)
     if found is None:
-        # The driver need not be what failed: the child may not even have come to ask it.
+        # The driver need not be what failed: the child may have ended before it asked.
         why = answer.failure("it tells nothing")
         return Driver(True, error=f"the question to CUDA's driver failed: {why}", hangs=answer.late)
     return Driver(**found)
 
 
 def driver_of(library: Any) -> Driver:
-    """What the driver tells through its library."""
+    """What the driver's library says."""
     try:
         _call(library.cuInit, 0)
         number = ctypes.c_int()
@@ -55,7 +54,7 @@ def driver_of(library: Any) -> Driver:
 
 
 def _name(library: Any, index: int) -> str:
-    """A UUID, in hexadecimal; that of the slice where a GPU is divided (MIG)."""
+    """The UUID in hexadecimal of a GPU, or of its slice where it is divided (MIG)."""
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     _call(library.cuDeviceGet, ctypes.byref(device), index)
     # Drivers before CUDA 11.4 have the first one only.
@@ -65,7 +64,7 @@ def _name(library: Any, index: int) -> str:
 
 
 class _CudaError(Exception):
-    """With its number."""
+    """An error of CUDA's. Its argument is its number."""
 
 
 def _call(function: Any, *arguments: Any) -> None:

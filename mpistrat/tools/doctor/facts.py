@@ -1,6 +1,6 @@
-"""What is known of a job: gathered by each rank as plain data, and judged elsewhere.
+"""The facts of a job: each rank gathers them as plain data, and the checks judge them.
 
-All of it can be written as JSON, which is how it comes from a rank's processes to the one that judges.
+The ranks send them as JSON to the process that judges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 @dataclass(frozen=True)
 class Software:
-    """Versions as they are installed, "" for what is not."""
+    """Versions; "" for what is not installed."""
 
     python: str = ""
     executable: str = ""
@@ -33,7 +33,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Launch:
-    """What launcher and Slurm say of this process, and what the commands beside it are."""
+    """What the launcher and Slurm say about this process, and which commands are there."""
 
     size: int | None = None  # ranks that were started; None where nobody says
     rank: int | None = None
@@ -48,7 +48,7 @@ class Launch:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process is the one to speak where the ranks cannot find each other."""
+        """Whether this process is the one that speaks where the ranks cannot find each other."""
         return self.rank in (0, None)
 
     @property
@@ -57,7 +57,7 @@ class Launch:
 
     @property
     def of_ended_job(self) -> bool:
-        """Whether Slurm's variables speak of a job that does not run."""
+        """Whether Slurm's variables are those of a job that does not run."""
         return self.job_state not in ("", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
@@ -85,7 +85,7 @@ class Cores:
 
 @dataclass(frozen=True)
 class Room:
-    """Of a file system, in bytes."""
+    """Room in a file system, in bytes."""
 
     folder: str
     size: int
@@ -111,17 +111,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Driver:
-    """CUDA's, as it speaks to a rank."""
+    """CUDA's driver, as a rank sees it."""
 
     installed: bool = False
     gpus: list[str] = field(default_factory=list)  # UUIDs of those that the rank may use
     error: str = ""  # why it cannot be asked
-    hangs: bool = False  # whoever asks it, torch and nvidia-smi too, waits for ever
+    hangs: bool = False  # torch, nvidia-smi and all others that ask it wait for ever
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """As a process sees them that imports torch, then CuPy."""
+    """The GPUs as a process sees them that imports torch, then CuPy."""
 
     named: list[str] = field(default_factory=list)  # by CUDA_VISIBLE_DEVICES, else by nvidia-smi
     torch: str = ""  # "" where it is not installed, or cannot be imported
@@ -175,13 +175,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no MPI job to speak of.
+    """Why there is no MPI job.
 
     Attributes:
         stage: what was being done: "MPI_Init".
         kind: "topology" (launcher and library contradict each other), "library" (no MPI), "ended" or "late".
         text: what happened.
-        words: what the process had written last.
+        words: the last lines that the process wrote.
     """
 
     stage: str
@@ -204,7 +204,7 @@ class Job:
         return self.ranks[0]
 
     def nodes(self) -> dict[str, list[Rank]]:
-        """The ranks of each node, by its name; nodes that are called the same get their number, too."""
+        """The ranks of each node by its name. Where several nodes have one name, their numbers are added."""
         of_node = grouped((rank.node, rank) for rank in self.ranks)
         ranks = [of_node[node] for node in sorted(of_node)]
         hosts = [ranks_of[0].host for ranks_of in ranks]
@@ -216,7 +216,7 @@ class Job:
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values of each key. Keys are in the order in which they come."""
+    """The values of each key. The keys keep their order."""
     found: dict[Key, list[Value]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)

@@ -1,4 +1,4 @@
-"""What the doctor has to say."""
+"""What the doctor says: findings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LEVELS = (PROBLEM, WARNING, OK)  # as they are printed
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence or two that are true, and what to do where that is not as it should be.
+    """A true sentence or two, and what to do about it if something is wrong.
 
     Attributes:
         check: what was looked at: "MPI", "cores", ...
         level: OK, WARNING (it works, and could do better) or PROBLEM (something to fix).
-        nodes: of which it is true; none: of the job.
-    Raises: ValueError for an unknown level, and where a warning or a problem comes without a fix.
+        nodes: the nodes of which it is true; none: it is true of the job.
+    Raises: ValueError for an unknown level, or a warning or problem without a fix, or a fix for what is OK.
     """
 
     check: str
@@ -47,11 +47,11 @@ def findings_of(check: str) -> tuple[partial[Finding], partial[Finding], partial
 
 
 def on_node(name: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """What was found of one node, with its name."""
+    """`findings` with the name of the node on which they were found."""
     return (dataclasses.replace(finding, nodes=(name,)) for finding in findings)
 
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
-    """What is true of several nodes as one finding."""
+    """Findings that are the same on several nodes become one."""
     same = grouped((dataclasses.replace(finding, nodes=()), finding.nodes) for finding in findings)
     return [dataclasses.replace(finding, nodes=sum(names, ())) for finding, names in same.items()]

@@ -51,8 +51,8 @@ print("\n" + json.dumps(seen))
 
 
 def look(driver: Driver) -> Gpus:
-    """What a child sees that imports the libraries: this process need not have them, nor survive them."""
-    if driver.hangs:  # each would wait for its own limit, and the other ranks for this one
+    """What a child sees when it imports torch and CuPy. This process may lack them, or crash with them."""
+    if driver.hangs:  # each question would wait for its own limit, and the other ranks for this one
         return Gpus(torch_error="not asked: CUDA's driver hangs")
     answer = ask([sys.executable, "-c", _IMPORT], SECONDS_TO_IMPORT, environment_of_children())
     named = list(visible_gpus())
@@ -88,18 +88,18 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def _have(ranks: list[Rank], gpus: Gpus) -> bool:
-    """Whether any rank of a node can use one: what else names GPUs may speak of another machine, or not be there."""
+    """Whether any rank of a node can use a GPU. CUDA_VISIBLE_DEVICES and nvidia-smi alone prove nothing."""
     return any(rank.driver.gpus for rank in ranks) or gpus.torch_gpus > 0
 
 
 def _errors(ranks: list[Rank]) -> list[str]:
-    """Of a node's driver, where it has one: each once."""
+    """The different errors of a node's driver, where it has a driver."""
     drivers = [rank.driver for rank in ranks if rank.driver.installed]
     return list(dict.fromkeys(driver.error for driver in drivers if driver.error))
 
 
 def _none(ranks: list[Rank], gpus: Gpus, others_have: bool) -> Iterator[Finding]:
-    """Of a node without a GPU that a program could use."""
+    """Findings on a node without a GPU that a program could use."""
     named = f"CUDA_VISIBLE_DEVICES or nvidia-smi names {count(len(gpus.named), 'GPU')}"
     errors = _errors(ranks)
     if errors:
@@ -127,11 +127,11 @@ def _none(ranks: list[Rank], gpus: Gpus, others_have: bool) -> Iterator[Finding]
 
 
 def _some(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
-    """Of a node with GPUs."""
+    """Findings on a node with GPUs."""
     yield from _without(ranks)
     number = len(ranks[0].driver.gpus) or gpus.torch_gpus
     if not number:
-        return  # the first rank, which alone has tried torch, NCCL and MPI, had none to try them on
+        return  # only the first rank tries torch, NCCL and MPI, and it had no GPU to try them on
     there = f"{'is' if number == 1 else 'are'} {count(number, 'GPU')}"
     if gpus.torch and not gpus.torch_cuda:
         yield problem(
@@ -166,7 +166,7 @@ def _some(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
 
 
 def _without(ranks: list[Rank]) -> Iterator[Finding]:
-    """Of ranks that the driver shows no GPU, while it shows others of the node some."""
+    """Ranks that the driver shows no GPU, while it shows some to others of the node."""
     without = grouped((rank.driver.error, rank.rank) for rank in ranks if not rank.driver.gpus)
     if without and any(rank.driver.gpus for rank in ranks):
         listed = [

@@ -32,8 +32,10 @@ MOST_NAMED = 5
 
 
 def partner(node: int, turn: int, nodes: int) -> int | None:
-    """Whom `node` plays in round `turn` of `rounds(nodes)`; None: it rests."""
-    fixed = rounds(nodes)  # the last of an even number of players, of whom one may not be there
+    """The opponent of `node` in round `turn` of `rounds(nodes)`; None: it rests."""
+    fixed = rounds(
+        nodes
+    )  # the last of an even number of players; with an odd number of nodes it does not exist
     if node == fixed:
         other = turn * ((fixed + 1) // 2) % fixed  # 2 * other = turn, modulo an odd number
     else:
@@ -47,7 +49,7 @@ def rounds(nodes: int) -> int:
 
 
 def turns(nodes: int, seconds: float = SECONDS) -> list[int]:
-    """The rounds that are played: all, as far as time allows; else some, evenly chosen."""
+    """The rounds that are played: all if there is time, else an even choice."""
     every, most = rounds(nodes), int(seconds / SHORTEST_ROUND)
     return list(range(every)) if every <= most else [turn * every // most for turn in range(most)]
 
@@ -61,8 +63,8 @@ def measure(
 
     Called by: the first rank of each node.
     Args:
-        begin: told before each match, by the number of the other node.
-    Returns: of the pairs of which this is the node with the lower number.
+        begin: called before each match, with the number of the other node.
+    Returns: rates of the pairs in which this node has the lower number.
     """
     data = np.zeros(LARGEST, np.uint8)
     rates = []
@@ -83,7 +85,7 @@ def measure(
 
 
 def _lead(comm: MPI.Intracomm, other: int, data: np.ndarray, until: float) -> float:
-    """Messages to and fro until then, the larger the faster they are: bytes per second at the largest size."""
+    """Send messages to and fro until then, larger ones while there is time; bytes per second at the largest size."""
     _exchange(comm, other, data[:1])  # MPI connects at the first message
     size, samples = SMALLEST, dict[int, list[float]]()
     while True:
@@ -135,7 +137,7 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def slower_than_others(rates: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Pairs that are slow, and the median of the others."""
+    """Slow pairs, and for each the median rate of the others."""
     ordered = sorted(rates.values())
     found = {}
     for pair, rate in rates.items():
@@ -156,7 +158,7 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
 def _named(
     slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float], names: Sequence[str]
 ) -> Iterator[Finding]:
-    """A node that is slow with all others once, and then the slowest of the other pairs."""
+    """First the nodes that are slow with all others, then the slowest of the other pairs."""
     rest = dict(slow)
     pairs_of = grouped((node, pair) for pair in rates for node in pair)
     for node, own in sorted(pairs_of.items()):
@@ -187,7 +189,7 @@ def _named(
 
 
 def _unused(best: float, speeds: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """A network that is faster than the bytes that MPI moves: it goes another way."""
+    """MPI moves bytes much more slowly than a network device could: it uses another one."""
     could = [max((bytes_of_link(text), text) for text in node) for node in speeds if node]
     if len(could) < len(speeds) or not could:
         return

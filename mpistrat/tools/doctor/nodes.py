@@ -1,4 +1,4 @@
-"""Nodes, their clocks, and what Slurm says of them."""
+"""Nodes, their clocks, and what Slurm says about them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,21 @@ if TYPE_CHECKING:
 ok, warning, problem = findings_of("nodes")
 SECONDS_OF_A_COMMAND = 10.0
 CLOCKS_DIFFER, CLOCKS_ARE_WRONG = 1.0, 60.0  # seconds; MUNGE refuses credentials after 300
+_STEP = {
+    "step": "SLURM_STEP_ID",
+    "nodes": "SLURM_STEP_NODELIST",
+    "tasks per node": "SLURM_STEP_TASKS_PER_NODE",
+    "distribution": "SLURM_DISTRIBUTION",
+}
 UNSET = "begin with a new login shell, or unset them (bash: unset ${!SLURM_*})"
 MISLEAD = "dates of files and logs mislead, and authentication (MUNGE, Kerberos) ends to work"
 
 
 def look() -> Launch:
-    """Raises: nothing: what the launcher says may be nonsense."""
+    """How this process was started. Raises nothing, even where the launcher's variables make no sense."""
     slurm = slurm_variables()
     launch = Launch(slurm=slurm)
-    with contextlib.suppress(TopologyError):  # MPI's own start says so
+    with contextlib.suppress(TopologyError):  # MPI says so when it starts
         if claim := launcher.read_claim():
             size = None if claim.at_least else claim.size
             first = launcher.is_first_on_node()
@@ -46,7 +52,7 @@ def look() -> Launch:
 
 
 def _commands(slurm: Mapping[str, str]) -> dict[str, Any]:
-    """Of a `Launch`, what commands answer."""
+    """The fields of a `Launch` that commands answer."""
     mpirun, job, none = first_mpirun(), slurm.get("SLURM_JOB_ID", ""), Answer("", "", "")
     version = _ask(mpirun, "--version") if mpirun else none
     types = _ask("srun", "--mpi=list") if slurm else none
@@ -67,7 +73,7 @@ def host() -> str:
 
 
 def types_of_srun(text: str) -> list[str]:
-    """Of `srun --mpi=list`: "MPI plugin types are...", then a name a line; older ones write "srun: " before each."""
+    """The types in `srun --mpi=list`: a heading, then one a line, which older ones begin with "srun: "."""
     lines = [line.removeprefix("srun: ").strip() for line in text.splitlines()]
     return [line for line in lines if re.fullmatch(r"none|pmi\w*|cray\w*|openmpi", line)]
 
@@ -80,7 +86,7 @@ def _state(job: str) -> str:
 
 
 def compare_clocks(leaders: MPI.Intracomm) -> list[Clock]:
-    """Each node's time of day beside node 0's, by the shortest of several round trips.
+    """Compare each node's time of day with node 0's, by the shortest of several round trips.
 
     Called by: the first rank of each node. Returns: on the first of them; an empty list on the others.
     """
@@ -147,7 +153,7 @@ def _clocks(job: Job) -> Iterator[Finding]:
 
 
 def _inherited(job: Job) -> Iterator[Finding]:
-    """Variables of a job to which this process does not belong: a terminal outlived it, or ssh took them along."""
+    """Variables of a job that this process does not belong to: a terminal outlived it, or ssh took them along."""
     launch = job.first.launch
     number = launch.slurm.get("SLURM_JOB_ID", "")
     if launch.of_ended_job:
@@ -168,7 +174,7 @@ def _inherited(job: Job) -> Iterator[Finding]:
 
 
 def _not_a_step(job: Job) -> Iterator[Finding]:
-    """In an allocation, and not one of its tasks: a shell of salloc or sbatch, or srun --pty."""
+    """A process in an allocation that is not one of its tasks: a shell of salloc or sbatch, or srun --pty."""
     launch = job.first.launch
     if job.failure is not None or len(job.ranks) > 1:
         return
@@ -182,7 +188,7 @@ def _not_a_step(job: Job) -> Iterator[Finding]:
 
 
 def _placement(job: Job) -> Iterator[Finding]:
-    """Slurm's numbers of tasks and nodes against MPI's."""
+    """Whether Slurm and MPI number tasks and count nodes alike."""
     if job.failure is not None:
         return
     numbers = [rank.launch.slurm.get("SLURM_PROCID", "") for rank in job.ranks]
@@ -211,14 +217,8 @@ def _slurm_summary(job: Job) -> Finding:
     launch = job.first.launch
     parts = [f"job {launch.slurm.get('SLURM_JOB_ID', '?')}"]
     if launch.by_srun:  # else the step is that of mpirun's daemons
-        for name, text in (
-            ("SLURM_STEP_ID", "step {}"),
-            ("SLURM_STEP_NODELIST", "nodes {}"),
-            ("SLURM_STEP_TASKS_PER_NODE", "tasks per node {}"),
-            ("SLURM_DISTRIBUTION", "distribution {}"),
-        ):
-            if value := launch.slurm.get(name):
-                parts.append(text.format(value))
+        values = {what: launch.slurm.get(name) for what, name in _STEP.items()}
+        parts += [f"{what} {value}" for what, value in values.items() if value]
     if launch.srun_types:
         parts.append(f"srun --mpi=list: {' '.join(launch.srun_types)}")
     return ok(f"Slurm: {', '.join(parts)}.")

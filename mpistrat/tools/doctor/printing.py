@@ -17,7 +17,7 @@ _MARKS = {PROBLEM: "PROBLEM  ", WARNING: "warning  ", OK: "ok       "}
 
 
 def as_text(findings: Sequence[Finding], nodes: int) -> str:
-    """The worst first; each fix below what it mends.
+    """Findings as lines: the worst first, and below each its fix.
 
     Args: nodes: how many the job has.
     """
@@ -54,11 +54,7 @@ def _subject(finding: Finding, nodes: int) -> str:
 
 
 def _wrapped(mark: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=mark,
-        subsequent_indent=" " * len(mark),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    # Commands and paths stay whole.
+    wrapper = textwrap.TextWrapper(WIDTH, mark, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * len(mark)
+    return wrapper.wrap(text)

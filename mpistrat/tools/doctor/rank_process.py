@@ -1,8 +1,8 @@
-"""The process that is a rank: it starts MPI, which may crash or hang, and tells its parent how far it has come.
+"""The process that is a rank. It starts MPI, which may crash or hang, and tells its parent how far it has come.
 
-`python -m mpistrat.tools.doctor.rank_process FD`: reads this rank's facts from stdin as JSON, and writes lines of
-JSON to the file descriptor FD: {"stage": …, "seconds": …} before what may hang, {"library": …}, {"failure": …}, and
-at last {"job": …} on rank 0, {"rank": …} on the others.
+`python -m mpistrat.tools.doctor.rank_process FD` reads this rank's facts from stdin as JSON, and writes lines of
+JSON to the file descriptor FD: {"stage": …, "seconds": …} before each step that may hang, {"library": …},
+{"failure": …}, and at last {"job": …} on rank 0, {"rank": …} on the others.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _library(mpi: Any) -> Library:
 
 
 def _what_is_wrong(error: TopologyError) -> str:
-    """The error's first line: the doctor knows a fix that is nearer."""
+    """The error's first line. The doctor knows a better fix than the lines after it."""
     return str(error).splitlines()[0].rstrip(".")
 
 
@@ -136,7 +136,7 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
 
 
 def gather_json(comm: Any, what: Any) -> list[Any]:
-    """Everybody's, on rank 0; [] elsewhere. As text, which nothing is run by."""
+    """What every rank sends, on rank 0; [] elsewhere. It travels as JSON, not as pickles, which could run code."""
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
     sizes = np.zeros(comm.size, np.int64)
     comm.Gather(np.full(1, mine.size, np.int64), sizes)
@@ -152,7 +152,7 @@ def gather_json(comm: Any, what: Any) -> list[Any]:
 
 
 def _wait_for_all(comm: Any) -> None:
-    """A barrier that leaves the cores to those that measure."""
+    """A barrier that leaves the cores to the ranks that measure."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.005)

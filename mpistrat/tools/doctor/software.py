@@ -1,4 +1,4 @@
-"""Is the same software on all ranks?"""
+"""Whether all ranks have the same software."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ from mpistrat.tools.doctor.wording import ranks_in_words
 from mpistrat.xla.runtime import what_differs
 
 ok, _, problem = findings_of("software")
-# What must be the same, and what differs harmlessly
-_NAMES = {
-    "mpistrat": "mpistrat",
-    "folder": "mpistrat's folder",
-    "python": "Python",
-    "mpi4py": "mpi4py",
-    "numpy": "NumPy",
-    "torch": "torch",
-    "torch_xla": "torch_xla",
-}
+# What must be the same on all ranks; and names where they differ from the fields
+_COMPARED = ("mpistrat", "folder", "python", "mpi4py", "numpy", "torch", "torch_xla")
+_NAMES = {"folder": "mpistrat's folder", "python": "Python", "numpy": "NumPy"}
 
 
 def look() -> Software:
@@ -54,14 +47,14 @@ def check(job: Job) -> Iterator[Finding]:
 
 
 def _differences(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    for name, called in _NAMES.items():
+    for name in _COMPARED:
         with_version = grouped((getattr(rank.software, name), rank.rank) for rank in ranks)
         if len(with_version) > 1:
             listed = [
                 f"{v or 'none'} on {ranks_in_words(of_v)}" for v, of_v in with_version.items()
             ]
             yield problem(
-                f"{called} is not the same on all ranks: {'; '.join(listed)}.",
+                f"{_NAMES.get(name, name)} is not the same on all ranks: {'; '.join(listed)}.",
                 "start all ranks with one environment, on a file system that all nodes see: activate it in the job "
                 f"script, or name its python there ({ranks[0].software.executable} on rank {ranks[0].rank})",
             )

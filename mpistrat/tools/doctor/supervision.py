@@ -1,7 +1,7 @@
-"""Starts the process that is a rank, and survives it: MPI may crash, hang, or end its process.
+"""Starts the process that is a rank, and survives it if MPI crashes, hangs, or ends the process.
 
-A launcher takes a rank's child for the rank: it has its environment and its open files, which is what shell scripts
-between mpirun and a program rely on.
+A launcher accepts a child in place of the rank, because the child has its environment and its open files. Shell
+scripts between mpirun and a program rely on that, too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SECONDS_TO_END = 10.0  # MPI_Finalize
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank's process.
+    """How one rank's process ended.
 
     Attributes:
-        job: what all ranks told, on rank 0.
+        job: the facts of all ranks, on rank 0.
         failure: None where MPI ran to the end.
-        library: what was loaded, if it came that far.
-        left: how the process ended after it had told everything; "" if as it should.
+        library: the library that was loaded, if it came that far.
+        left: how the process ended after it had written everything; "" for well.
     """
 
     job: Job | None = None
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run_rank(rank: Rank) -> Outcome:
-    """Called by: every rank; returns when its process has ended, or was late and is ended."""
+    """Run a rank's process until it ends, or end it when it is late. Called by: every rank."""
     read, write = os.pipe()
     os.set_inheritable(write, True)
     facts = json.dumps(as_json(rank)).encode()
@@ -90,7 +90,7 @@ def _listen(process: subprocess.Popen[bytes], pipe: IO[bytes], words: IO[bytes])
 
 
 def _how_it_ends(process: subprocess.Popen[bytes], late: str) -> str:
-    """ "" for well; `late` where it does not end by itself."""
+    """How the process ends: "" for well, and `late` where it does not end by itself."""
     try:
         return how_it_ended(process.wait(SECONDS_TO_END))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""How numbers and ranks are put into words."""
+"""Numbers and ranks in words."""
 
 from __future__ import annotations
 

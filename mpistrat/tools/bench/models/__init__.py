@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpistrat.tools.bench.models.model import Model
 
-# Each is in the file that its name begins with, which loads torch.
+# Each is in the file whose name it begins with; that file loads torch.
 MODELS = ("mlp", "mlp-large", "resnet50", "transformer")
 
 

@@ -17,7 +17,7 @@ class Model:
         input_shape: of one example; images are [channels, height, width].
         classes: of a target; of each token where inputs are tokens.
         tokens: inputs are whole numbers below `classes`, and a target is as long as its input.
-        examples_per_rank: in a batch, where nothing else is asked for.
+        examples_per_rank: in a batch, by default.
     """
 
     build: Callable[[], torch.nn.Module]

@@ -11,7 +11,7 @@ _WIDTH, _HEADS, _LAYERS, _LENGTH, _BYTES = 256, 4, 6, 128, 256
 
 
 class Transformer(nn.Module):
-    """Of tokens [batch, length] it makes logits [batch, classes, length], of the token after each."""
+    """Turns tokens [batch, length] into logits [batch, classes, length] of the token after each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What mpistrat is compared with: for each peer a file that takes part in the work by the peer's own means.
+"""The peers that mpistrat is compared with. Each has a file, which does the work by the peer's own means.
 
-Each has two functions that give contestants by name: `training_steps(work)`, each of which takes a step and returns
-this rank's loss; and `all_reduces(values)`, each of which sums it over the ranks and returns the result.
+A file has two functions, which return contestants by name. A contestant of `training_steps(work)` takes a step and
+returns this rank's loss. A contestant of `all_reduces(values)` sums the values over the ranks and returns the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PEERS = (
 
 
 def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """All peers' contestants by name, and the peers that are left out, with the reason.
+    """The contestants of all peers by name, and the peers that are left out, with the reason.
 
     Called by: every rank; a peer that one rank lacks is left out.
     Args:

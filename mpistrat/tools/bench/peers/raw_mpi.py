@@ -20,7 +20,7 @@ def training_steps(work: Work) -> dict[str, Step]:
 
 
 def _with_flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, np.ndarray, Any]:
-    """What is trained, memory for all its gradients, and each parameter's part of that beside the parameter."""
+    """Module, optimizer, a buffer for all gradients, and pairs of a parameter's part of it and the parameter."""
     module, optimizer = work.build()
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]

@@ -19,7 +19,7 @@ from mpistrat.tools.bench.work import Step, Work
 
 @functools.cache
 def _start() -> Any:
-    """One strategy per process: a worker's server cannot be started twice."""
+    """The strategy. A process has one, because a worker's server cannot be started twice."""
     tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     everyone, host = all_ranks(), own_host()
@@ -35,7 +35,7 @@ def _start() -> Any:
 
 
 def training_steps(work: Work) -> dict[str, Step]:
-    """Of the perceptrons, with the same weights and batch."""
+    """Steps of the perceptrons, with the same weights and batch."""
     module, _ = work.build()
     linear = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
     if not isinstance(module, torch.nn.Sequential) or len(linear) * 2 != len(module):

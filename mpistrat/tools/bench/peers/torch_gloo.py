@@ -18,7 +18,7 @@ SECONDS_TO_START = 120
 
 
 def start() -> None:
-    """The default group over all ranks, its TCP store on a free port of rank 0's machine."""
+    """Make the default group over all ranks. Its TCP store is on a free port of rank 0's machine."""
     if dist.is_initialized():
         return
     everyone = all_ranks()
