@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.task_roles import id_in_cluster, worker_addresses
@@ -24,11 +25,13 @@ class ClusterResolver(ABC):
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
-        environment: str = "",
+        environment: str | None = "",
     ):
-        self._task_type = task_type
-        self._task_id = task_id
-        self._rpc_layer = rpc_layer
+        self._given: dict[str, Any] = {
+            "task_type": task_type,
+            "task_id": task_id,
+            "rpc_layer": rpc_layer,
+        }
         self._environment = environment
 
     @abstractmethod
@@ -39,7 +42,16 @@ class ClusterResolver(ABC):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of a task, `rpc_layer://` in front when a layer is known."""
+        """The address of this task, or of the one that is given; `rpc_layer://` in front when a layer is known.
+
+        '' as long as nothing tells a task.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        return format_master_url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -54,27 +66,35 @@ class ClusterResolver(ABC):
 
     @property
     def task_type(self) -> str | None:
-        return self._task_type
+        return self._known("task_type")
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+        self._give("task_type", task_type)
 
     @property
     def task_id(self) -> int | None:
-        return self._task_id
+        return self._known("task_id")
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+        self._give("task_id", task_id)
 
     @property
     def rpc_layer(self) -> str | None:
-        return self._rpc_layer
+        return self._known("rpc_layer")
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        self._give("rpc_layer", rpc_layer)
+
+    def _known(self, name: str) -> Any:
+        """The value of "task_type", "task_id" or "rpc_layer"; where it was not given, a subclass may find it."""
+        return self._given[name]
+
+    def _give(self, name: str, value: Any) -> None:
+        """Let it be `value`."""
+        self._given[name] = value
 
     def topology(self) -> Topology:
         """This process's place among the tasks that train: the chief, if there is one, then the workers.

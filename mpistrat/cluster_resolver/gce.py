@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
-from mpistrat.cluster_resolver.listed_tasks import require_client, topology_of_listed
+from mpistrat.cluster_resolver.listed_tasks import ListedTasksResolver
 from mpistrat.errors import UnavailableError
-from mpistrat.topology import Topology
 
 SECONDS = 15.0  # for each answer, and to ask again for it while the service is busy
 
 
-class GCEClusterResolver(ClusterResolver):
+class GCEClusterResolver(ListedTasksResolver):
     """The running instances of a group, listed again at every question.
 
     Their addresses are those of their first network interfaces, sorted as text.
@@ -44,7 +42,7 @@ class GCEClusterResolver(ClusterResolver):
         client_options: Any = None,
     ):
         super().__init__(task_type, task_id, rpc_layer)
-        require_client(self, "google.cloud.compute_v1", "gce", "google-cloud-compute")
+        self._require("google.cloud.compute_v1", "gce", "google-cloud-compute")
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
@@ -64,32 +62,14 @@ class GCEClusterResolver(ClusterResolver):
             raise UnavailableError(
                 f"the instance group {self._group!r:.80} ({self._place}) cannot be listed: {error}"
             ) from error
-        return ClusterSpec({str(self._task_type): addresses})
+        return ClusterSpec({str(self.task_type): addresses})
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """The given or own task's address."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        address = self.cluster_spec().task_address(job, index)
-        return format_master_url(address, rpc_layer or self.rpc_layer)
-
-    @property
-    def task_type(self) -> str | None:
-        return self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        raise RuntimeError(
-            "the task_type of a GCEClusterResolver is that of its instance group; give it to the constructor"
-        )
-
-    def topology(self) -> Topology:
-        """MPI's. Raises: TopologyError when MPI has started another number of ranks than there are instances."""
-        return topology_of_listed(self)
+    def _give(self, name: str, value: Any) -> None:
+        if name == "task_type":
+            raise RuntimeError(
+                "the task_type of a GCEClusterResolver is that of its instance group; give it to the constructor"
+            )
+        super()._give(name, value)
 
     def _addresses(self) -> list[str]:
         from google.api_core.exceptions import ServiceUnavailable

@@ -6,11 +6,9 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
-from mpistrat.cluster_resolver.listed_tasks import require_client, topology_of_listed
+from mpistrat.cluster_resolver.listed_tasks import ListedTasksResolver
 from mpistrat.errors import UnavailableError
-from mpistrat.topology import Topology
 
 _SECONDS = (5, 15)  # to connect, and for the answer
 _TRIES_AGAIN = 1
@@ -23,7 +21,7 @@ class KubernetesExecutableLocation(enum.Enum):
     OFF_CLUSTER = 1  # with $KUBECONFIG or ~/.kube/config
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(ListedTasksResolver):
     """The pods that match label selectors, listed again at every question.
 
     Args:
@@ -49,7 +47,7 @@ class KubernetesClusterResolver(ClusterResolver):
     ):
         super().__init__(rpc_layer=rpc_layer)
         if override_client is None:
-            require_client(self, "kubernetes", "kubernetes", "kubernetes")
+            self._require("kubernetes", "kubernetes", "kubernetes")
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ValueError(
                 f"executable_location={executable_location!r:.80} must be an KubernetesExecutableLocation"
@@ -71,21 +69,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 for job, selectors in self._selectors.items()
             }
         )
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """The given or own task's address; '' as long as neither tells a task."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        address = self.cluster_spec().task_address(job, index)
-        return format_master_url(address, rpc_layer or self.rpc_layer)
-
-    def topology(self) -> Topology:
-        """MPI's. Raises: TopologyError when MPI has started another number of ranks than there are pods."""
-        return topology_of_listed(self)
 
     def _pods(self, selector: str) -> list[str]:
         if self._client is None:

@@ -1,4 +1,4 @@
-"""Ranks of a cluster that a service lists: MPI tells who is who, the list how many there should be."""
+"""A cluster that a service lists: MPI tells who is who, the list how many there should be."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ from mpistrat.errors import TopologyError
 from mpistrat.topology import Topology
 
 
-def topology_of_listed(resolver: ClusterResolver) -> Topology:
-    """MPI's topology, of as many ranks as the resolver's cluster has tasks that train, its chief and its workers.
+class ListedTasksResolver(ClusterResolver):
+    """The tasks that a service lists, asked again at every question."""
 
-    Called by: every rank. MPI is asked first, so that a service that does not answer is an error and not a wait.
-    Raises: TopologyError when the numbers differ.
-    """
-    topology = MPIClusterResolver().topology()
-    spec = resolver.cluster_spec()
-    listed = task_count(spec, "chief") + task_count(spec, "worker")
-    if listed != topology.size:
-        raise TopologyError(
-            f"{type(resolver).__name__} lists {listed} tasks that train ({spec.as_dict()!r:.300}), but MPI has started "
-            f"{topology.size} ranks: start one rank per task, or leave cluster_resolver out to ask MPI alone"
-        )
-    return topology
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The given or own task's address; '' as long as neither tells a task."""
+        return super().master(task_type, task_id, rpc_layer)
 
+    def topology(self) -> Topology:
+        """MPI's, of as many ranks as the cluster has tasks that train, its chief and its workers.
 
-def require_client(resolver: ClusterResolver, module: str, extra: str, package: str) -> None:
-    """Raises: ImportError, with the command that installs it, where the client library `module` is missing."""
-    try:
-        found = importlib.util.find_spec(module)
-    except ImportError:  # not even the package that it is in
-        found = None
-    if found is None:
-        raise ImportError(
-            f"{type(resolver).__name__} needs the package {package}: pip install 'mpistrat[{extra}]', or "
-            f"pip install {package}"
-        )
+        Called by: every rank. MPI is asked first, so that a service that does not answer is an error and not a wait.
+        Raises: TopologyError when the numbers differ.
+        """
+        topology = MPIClusterResolver().topology()
+        spec = self.cluster_spec()
+        listed = task_count(spec, "chief") + task_count(spec, "worker")
+        if listed != topology.size:
+            raise TopologyError(
+                f"{type(self).__name__} lists {listed} tasks that train ({spec.as_dict()!r:.300}), but MPI has started "
+                f"{topology.size} ranks: start one rank per task, or leave cluster_resolver out to ask MPI alone"
+            )
+        return topology
+
+    def _require(self, module: str, extra: str, package: str) -> None:
+        """Raises: ImportError, with the command that installs it, where the client library `module` is missing."""
+        try:
+            found = importlib.util.find_spec(module)
+        except ImportError:  # not even the package that it is in
+            found = None
+        if found is None:
+            raise ImportError(
+                f"{type(self).__name__} needs the package {package}: pip install 'mpistrat[{extra}]', or "
+                f"pip install {package}"
+            )

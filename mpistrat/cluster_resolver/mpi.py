@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from mpistrat.cluster_resolver import launcher
-from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
 from mpistrat.liveness import observation
@@ -66,19 +66,17 @@ class MPIClusterResolver(ClusterResolver):
         """The node of a task when both are given; '' otherwise, for no rank is the others' master."""
         if task_type is None or task_id is None:
             return ""
-        return format_master_url(
-            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
-        )
+        return super().master(task_type, task_id, rpc_layer)
 
-    @property
-    def task_id(self) -> int | None:
-        return self.topology().rank
+    def _known(self, name: str) -> Any:
+        return self.topology().rank if name == "task_id" else super()._known(name)
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        raise RuntimeError(
-            "the task_id of an MPIClusterResolver is this process's rank; it cannot be set"
-        )
+    def _give(self, name: str, value: Any) -> None:
+        if name == "task_id":
+            raise RuntimeError(
+                "the task_id of an MPIClusterResolver is this process's rank; it cannot be set"
+            )
+        super()._give(name, value)
 
 
 def start_mpi() -> Any:

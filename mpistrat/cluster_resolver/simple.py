@@ -42,10 +42,9 @@ class SimpleClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """The address of the task when both its type and id are given here, else the master of the constructor."""
-        master = self._master
-        if task_type is not None and task_id is not None:
-            master = self._cluster_spec.task_address(task_type, task_id)
-        return format_master_url(master, rpc_layer or self.rpc_layer)
+        if task_type is None or task_id is None:
+            return format_master_url(self._master, rpc_layer or self.rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
 # {"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 1},
@@ -34,8 +34,8 @@ class TFConfigClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ):
-        super().__init__(task_type, None if task_id is None else _index(task_id), rpc_layer)
-        self._given_environment = environment
+        super().__init__(task_type, None, rpc_layer, environment)
+        self._give("task_id", task_id)
         self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
@@ -58,51 +58,25 @@ class TFConfigClusterResolver(ClusterResolver):
         spec = self.cluster_spec()
         if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
             return ""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
+        address = super().master(task_type, task_id, rpc_layer)
+        if not address:
             raise ValueError(
                 f"{TF_CONFIG} names {sum(map(spec.num_tasks, spec.jobs))} tasks and not which of them this process is: "
                 f'give "task": {{"type": …, "index": …}}, or task_type and task_id'
             )
-        return format_master_url(spec.task_address(job, index), rpc_layer or self.rpc_layer)
+        return address
 
-    @property
-    def environment(self) -> str | None:
-        return self._given_environment
+    def _known(self, name: str) -> Any:
+        value = self._given[name]
+        if value is None:
+            key = {"task_type": "type", "task_id": "index"}.get(name)
+            value = self._task().get(key) if key else self._config().get(name)
+        if value is None:
+            return None
+        return _index(value) if name == "task_id" else str(value)
 
-    @property
-    def task_type(self) -> str | None:
-        if self._task_type is not None:
-            return str(self._task_type)
-        task_type = self._task().get("type")
-        return None if task_type is None else str(task_type)
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        if self._task_id is not None:
-            return self._task_id
-        index = self._task().get("index")
-        return None if index is None else _index(index)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = None if task_id is None else _index(task_id)
-
-    @property
-    def rpc_layer(self) -> str | None:
-        if self._rpc_layer is not None:
-            return self._rpc_layer
-        layer = self._config().get("rpc_layer")
-        return None if layer is None else str(layer)
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _give(self, name: str, value: Any) -> None:
+        super()._give(name, _index(value) if name == "task_id" and value is not None else value)
 
     def _config(self) -> dict[str, Any]:
         return parse_tf_config(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 
@@ -56,7 +58,7 @@ class UnionResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
         address = self.cluster_spec().task_address(task_type, task_id)
-        return format_master_url(address, rpc_layer or self._rpc_layer)
+        return format_master_url(address, rpc_layer or self._given["rpc_layer"])
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -67,29 +69,8 @@ class UnionResolver(ClusterResolver):
     def environment(self) -> str | None:
         return self._resolvers[0].environment
 
-    @property
-    def task_type(self) -> str | None:
-        return self._task_type or self._resolvers[0].task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        return self._task_id or self._resolvers[0].task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        return self._rpc_layer or self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _known(self, name: str) -> Any:
+        return self._given[name] or getattr(self._resolvers[0], name)
 
 
 def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:

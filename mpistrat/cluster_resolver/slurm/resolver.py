@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver, format_master_url
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.launcher import NODE_NAME, describes_daemons
 from mpistrat.cluster_resolver.slurm.hostlist import expand_hostlist, expand_tasks_per_node
@@ -89,7 +89,7 @@ class SlurmClusterResolver(ClusterResolver):
         first = 0
         for job, count in sorted(self._jobs.items()):
             if first <= self._rank < first + count:
-                self._task_type, self._task_id = job, self._rank - first
+                self.task_type, self.task_id = job, self._rank - first
             cluster[job] = [
                 f"{place.host}:{self._port_base + place.local_rank}"
                 for place in self._places[first : first + count]
@@ -107,13 +107,7 @@ class SlurmClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """The given or own task's address, '' as long as `cluster_spec()` was not called."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        return format_master_url(
-            self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer
-        )
+        return super().master(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from mpistrat.cluster_resolver.cluster_resolver import (
     ClusterResolver,
-    format_master_url,
     host_of,
 )
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
@@ -104,8 +103,7 @@ class TPUClusterResolver(ClusterResolver):
             return ""
         if task_type is None or task_id is None:
             task_type, task_id = self.task_type, self.task_id
-        address = self.cluster_spec().task_address(task_type or "worker", task_id or 0)
-        return format_master_url(address, _GRPC)
+        return super().master(task_type or "worker", task_id or 0, _GRPC)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
