@@ -27,7 +27,7 @@ class ClusterResolver(ABC):
         rpc_layer: str | None = None,
         environment: str | None = "",
     ):
-        self._given: dict[str, Any] = {
+        self._values: dict[str, Any] = {
             "task_type": task_type,
             "task_id": task_id,
             "rpc_layer": rpc_layer,
@@ -66,35 +66,35 @@ class ClusterResolver(ABC):
 
     @property
     def task_type(self) -> str | None:
-        return self._known("task_type")
+        return self._get("task_type")
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        self._give("task_type", task_type)
+        self._set("task_type", task_type)
 
     @property
     def task_id(self) -> int | None:
-        return self._known("task_id")
+        return self._get("task_id")
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        self._give("task_id", task_id)
+        self._set("task_id", task_id)
 
     @property
     def rpc_layer(self) -> str | None:
-        return self._known("rpc_layer")
+        return self._get("rpc_layer")
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._give("rpc_layer", rpc_layer)
+        self._set("rpc_layer", rpc_layer)
 
-    def _known(self, name: str) -> Any:
+    def _get(self, name: str) -> Any:
         """The value of "task_type", "task_id" or "rpc_layer"; where it was not given, a subclass may find it."""
-        return self._given[name]
+        return self._values[name]
 
-    def _give(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         """Let it be `value`."""
-        self._given[name] = value
+        self._values[name] = value
 
     def topology(self) -> Topology:
         """This process's place among the tasks that train: the chief, if there is one, then the workers.

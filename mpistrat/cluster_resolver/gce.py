@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
@@ -50,7 +51,16 @@ class GCEClusterResolver(ListedTasksResolver):
             "credentials": None if isinstance(credentials, str) else credentials,
             "client_options": client_options,
         }
-        self._clients: tuple[Any, Any] | None = None
+
+    @functools.cached_property
+    def _clients(self) -> tuple[Any, Any]:
+        """Of groups, and of instances."""
+        from google.cloud import compute_v1
+
+        return (
+            compute_v1.InstanceGroupsClient(**self._options),
+            compute_v1.InstancesClient(**self._options),
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         from google.api_core.exceptions import GoogleAPIError
@@ -64,21 +74,17 @@ class GCEClusterResolver(ListedTasksResolver):
             ) from error
         return ClusterSpec({str(self.task_type): addresses})
 
-    def _give(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         if name == "task_type":
             raise RuntimeError(
                 "the task_type of a GCEClusterResolver is that of its instance group; give it to the constructor"
             )
-        super()._give(name, value)
+        super()._set(name, value)
 
     def _addresses(self) -> list[str]:
         from google.api_core.exceptions import ServiceUnavailable
         from google.api_core.retry import Retry, if_exception_type
-        from google.cloud import compute_v1
 
-        if self._clients is None:
-            groups = compute_v1.InstanceGroupsClient(**self._options)
-            self._clients = groups, compute_v1.InstancesClient(**self._options)
         groups, instances = self._clients
         running = {"instance_state": "RUNNING"}
         again = Retry(if_exception_type(ServiceUnavailable), initial=0.3, timeout=SECONDS)

@@ -33,16 +33,11 @@ class JobRoles:
 
     @property
     def task_type(self) -> str:
-        return self._own_task()[0]
+        return next(job for job, ranks in self.ranks.items() if self.rank in ranks)
 
     @property
     def task_id(self) -> int:
-        return self._own_task()[1]
-
-    def _own_task(self) -> tuple[str, int]:
-        return next(
-            (job, ranks.index(self.rank)) for job, ranks in self.ranks.items() if self.rank in ranks
-        )
+        return self.ranks[self.task_type].index(self.rank)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def job_roles(
         own = _own_claim(resolver, num_ps, chief, os.environ if environ is None else environ)
     except Exception as error:
         cause = error
-        own = _Claim(error=_as_told(error))
+        own = _Claim(error=_picklable(error))
     claims: list[_Claim] = all_gather_object(own)
     _check_alike(claims, cause)
     chief = next((claim.chief for claim in claims if claim.chief is not None), False)
@@ -115,9 +110,9 @@ def works_alone(
     environ: Mapping[str, str] | None = None,
 ) -> bool:
     """Whether this is one rank of which no cluster tells a task. Communicates nothing."""
-    told = (os.environ if environ is None else environ).get(TF_CONFIG)
+    config = (os.environ if environ is None else environ).get(TF_CONFIG)
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
-    return topology.size == 1 and of_mpi and not told
+    return topology.size == 1 and of_mpi and not config
 
 
 def _own_claim(
@@ -152,7 +147,7 @@ def _own_claim(
     )
 
 
-def _as_told(error: Exception) -> ValueError | TopologyError:
+def _picklable(error: Exception) -> ValueError | TopologyError:
     """`error` as one of the two classes that `job_roles` raises, which can be pickled."""
     if isinstance(error, ValueError):
         return ValueError(str(error))
@@ -175,7 +170,8 @@ def _check_alike(claims: Sequence[_Claim], cause: Exception | None) -> None:
         differ = claim.chief is not None and claim.chief != sure.chief
         if claim.num_ps != first.num_ps or differ:
             raise ValueError(
-                f"rank 0 was given {_given(first)}, and rank {rank} {_given(claim)}: all ranks need the same"
+                f"rank 0 was given {_arguments_of(first)}, and rank {rank} {_arguments_of(claim)}: all "
+                "ranks need the same"
             )
         if claim.cluster_spec != first.cluster_spec:
             raise TopologyError(
@@ -184,7 +180,7 @@ def _check_alike(claims: Sequence[_Claim], cause: Exception | None) -> None:
             )
 
 
-def _given(claim: _Claim) -> str:
+def _arguments_of(claim: _Claim) -> str:
     return f"num_ps={claim.num_ps} {'with' if claim.chief else 'without'} a chief"
 
 

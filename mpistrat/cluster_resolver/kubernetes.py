@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,8 @@ class KubernetesClusterResolver(ListedTasksResolver):
                     f"job_to_label_mapping: {job!r:.80} has the selectors {selectors!r:.80}: expected a list of them"
                 )
         self._port = tf_server_port
-        self._client = override_client
+        if override_client is not None:
+            self._client = override_client
         self._location = executable_location
 
     def cluster_spec(self) -> ClusterSpec:
@@ -71,8 +73,6 @@ class KubernetesClusterResolver(ListedTasksResolver):
         )
 
     def _pods(self, selector: str) -> list[str]:
-        if self._client is None:
-            self._client = self._connect()
         try:
             pods = self._client.list_pod_for_all_namespaces(
                 label_selector=selector, _request_timeout=_SECONDS
@@ -92,7 +92,8 @@ class KubernetesClusterResolver(ListedTasksResolver):
             addresses.append(f"{pod.status.host_ip}:{self._port}")
         return addresses
 
-    def _connect(self) -> Any:
+    @functools.cached_property
+    def _client(self) -> Any:
         from kubernetes import client, config
 
         configuration = client.Configuration()

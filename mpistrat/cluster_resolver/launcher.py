@@ -18,12 +18,7 @@ OPEN_MPI, MPICH = "Open MPI", "MPICH"  # families: MPICH is also Intel MPI, Cray
 # (size, rank, who sets them, family of their library); MPI's own are asked before Slurm's
 SIZE_AND_RANK = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpiexec", OPEN_MPI),  # "4", "0"
-    (
-        "PMI_SIZE",
-        "PMI_RANK",
-        "the mpiexec of MPICH or Intel MPI, or srun --mpi=pmi2",
-        MPICH,
-    ),  # "4", "0"
+    ("PMI_SIZE", "PMI_RANK", "the mpiexec of MPICH or Intel MPI, or srun --mpi=pmi2", MPICH),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun_rsh", MPICH),  # "4", "0"
     ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun", ""),  # "4", "0"
 )
@@ -96,10 +91,9 @@ def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
             yield _claim(environ, size, rank, launcher, of_family)
     size, rank, launcher, of_family = SLURM_STEP
     if size in environ and rank in environ and "PRTE_LAUNCHED" not in environ:
-        several = (
-            _number(environ, "SLURM_HET_SIZE") or 0
-        )  # components of a heterogeneous job; each counts its own tasks
-        yield _claim(environ, size, rank, launcher, of_family, at_least=several > 1)
+        # Each component of a heterogeneous job counts its own tasks.
+        several = (_number(environ, "SLURM_HET_SIZE") or 0) > 1
+        yield _claim(environ, size, rank, launcher, of_family, at_least=several)
     for rank, launcher in RANK_ONLY:
         if rank in environ:
             yield Claim(None, _number(environ, rank), f"{rank}={environ[rank]}", launcher)
@@ -146,10 +140,8 @@ def check_library(environ: Mapping[str, str], version: str, library_path: str = 
         return  # a launcher that also speaks PMIx, and a library that understands it: the world's size will tell
     if family == OPEN_MPI and "SLURM_STEP_ID" in environ and not _open_mpi_without_pmi(version):
         return  # Open MPI up to 4 may have been built for srun --mpi=pmi2
-    alone_is_fine = (
-        family == OPEN_MPI or "MPICH Version" not in version
-    )  # MPICH aborts in MPI_Init even with one rank
-    if claim.size == 1 and alone_is_fine:
+    # MPICH aborts in MPI_Init even with one rank.
+    if claim.size == 1 and (family == OPEN_MPI or "MPICH Version" not in version):
         return
     raise TopologyError(
         f"{_started(claim)}, but each would see a world of 1: the launcher is {claim.launcher}, and the loaded "
@@ -195,14 +187,10 @@ def check_world(
         )
     elif claim.at_least and claim.size == 1 and not claim.rank:
         return
-    sees = (
-        f"each sees a world of {world_size}"
-        if world_size == 1
-        else f"MPI sees a world of {world_size}"
-    )
     raise TopologyError(
-        f"{_started(claim)}, but {sees}: the variables were set by {claim.launcher}, and the loaded libmpi is "
-        f"{_library(version, library_path)}.\n" + _FIX.format(library=library_name(version))
+        f"{_started(claim)}, but {'each' if world_size == 1 else 'MPI'} sees a world of {world_size}: the variables "
+        f"were set by {claim.launcher}, and the loaded libmpi is {_library(version, library_path)}.\n"
+        + _FIX.format(library=library_name(version))
     )
 
 
@@ -307,13 +295,7 @@ def _open_mpi_without_pmi(version: str) -> bool:
 
 
 def _started(claim: Claim) -> str:
-    ranks = (
-        "several ranks were"
-        if claim.size is None
-        else "1 rank was"
-        if claim.size == 1
-        else f"{claim.size} ranks were"
-    )
+    ranks = "1 rank was" if claim.size == 1 else f"{claim.size or 'several'} ranks were"
     return f"{ranks} started ({claim.variables})"
 
 

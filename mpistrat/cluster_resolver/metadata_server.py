@@ -48,7 +48,6 @@ def _answer(url: str) -> str | OSError | None:
 
     # No proxy has this machine's metadata, whatever http_proxy says.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    trouble: OSError = OSError()
     for attempt in range(_TRIES):
         time.sleep(0.3 * attempt)
         try:
@@ -60,15 +59,12 @@ def _answer(url: str) -> str | OSError | None:
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return None
-            trouble = error
-            if error.code < 500 and error.code != 429:
-                break
-        except TimeoutError as error:
-            trouble = error
-        except urllib.error.URLError as error:
-            trouble = error
-            if not isinstance(error.reason, TimeoutError):
-                break
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            return error if isinstance(error, OSError) else OSError(str(error))
+            trouble: OSError = error
+            is_busy = error.code >= 500 or error.code == 429
+        except OSError as error:  # a URLError has its cause in `reason`
+            trouble, is_busy = error, isinstance(getattr(error, "reason", error), TimeoutError)
+        except (http.client.HTTPException, ValueError) as error:
+            return OSError(str(error))
+        if not is_busy:
+            break
     return trouble

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -37,7 +38,6 @@ class MPIClusterResolver(ClusterResolver):
     def __init__(self, comm: Any = None, *, rpc_layer: str | None = None, environment: str = ""):
         super().__init__(task_type="worker", rpc_layer=rpc_layer, environment=environment)
         self._comm = comm
-        self._topology: Topology | None = None
 
     @property
     def comm(self) -> Any:
@@ -49,10 +49,12 @@ class MPIClusterResolver(ClusterResolver):
         return None if mpi is None else mpi.COMM_WORLD
 
     def topology(self) -> Topology:
-        if self._topology is None:
-            comm = self.comm
-            self._topology = Topology.single() if comm is None else _topology_of(comm)
         return self._topology
+
+    @functools.cached_property
+    def _topology(self) -> Topology:
+        comm = self.comm
+        return Topology.single() if comm is None else _topology_of(comm)
 
     def cluster_spec(self) -> ClusterSpec:
         """One worker per rank, each at the name of its node: MPI needs no ports."""
@@ -68,15 +70,15 @@ class MPIClusterResolver(ClusterResolver):
             return ""
         return super().master(task_type, task_id, rpc_layer)
 
-    def _known(self, name: str) -> Any:
-        return self.topology().rank if name == "task_id" else super()._known(name)
+    def _get(self, name: str) -> Any:
+        return self.topology().rank if name == "task_id" else super()._get(name)
 
-    def _give(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         if name == "task_id":
             raise RuntimeError(
                 "the task_id of an MPIClusterResolver is this process's rank; it cannot be set"
             )
-        super()._give(name, value)
+        super()._set(name, value)
 
 
 def start_mpi() -> Any:

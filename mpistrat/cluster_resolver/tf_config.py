@@ -35,7 +35,7 @@ class TFConfigClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ):
         super().__init__(task_type, None, rpc_layer, environment)
-        self._give("task_id", task_id)
+        self._set("task_id", task_id)
         self._environ = environ
 
     def cluster_spec(self) -> ClusterSpec:
@@ -66,8 +66,8 @@ class TFConfigClusterResolver(ClusterResolver):
             )
         return address
 
-    def _known(self, name: str) -> Any:
-        value = self._given[name]
+    def _get(self, name: str) -> Any:
+        value = self._values[name]
         if value is None:
             key = {"task_type": "type", "task_id": "index"}.get(name)
             value = self._task().get(key) if key else self._config().get(name)
@@ -75,8 +75,8 @@ class TFConfigClusterResolver(ClusterResolver):
             return None
         return _index(value) if name == "task_id" else str(value)
 
-    def _give(self, name: str, value: Any) -> None:
-        super()._give(name, _index(value) if name == "task_id" and value is not None else value)
+    def _set(self, name: str, value: Any) -> None:
+        super()._set(name, _index(value) if name == "task_id" and value is not None else value)
 
     def _config(self) -> dict[str, Any]:
         return parse_tf_config(

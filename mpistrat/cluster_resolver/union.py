@@ -58,7 +58,7 @@ class UnionResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
         address = self.cluster_spec().task_address(task_type, task_id)
-        return format_master_url(address, rpc_layer or self._given["rpc_layer"])
+        return format_master_url(address, rpc_layer or self._values["rpc_layer"])
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -69,8 +69,8 @@ class UnionResolver(ClusterResolver):
     def environment(self) -> str | None:
         return self._resolvers[0].environment
 
-    def _known(self, name: str) -> Any:
-        return self._given[name] or getattr(self._resolvers[0], name)
+    def _get(self, name: str) -> Any:
+        return self._values[name] or getattr(self._resolvers[0], name)
 
 
 def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:

@@ -58,19 +58,14 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
     # and with no output but stderr, so that it cannot keep anybody's pipe open.
-    watcher = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         env=environment_of_children(),
-    )
-    assert watcher.stdin is not None
-    try:
+    ):
         yield
-    finally:
-        watcher.stdin.close()
-        watcher.wait()
 
 
 def _message(what: str, seconds: float, rank: int | None, size: int | None) -> str:

@@ -50,5 +50,5 @@ def user_set_threads(environ: Mapping[str, str] | None = None) -> bool:
 def users_threads(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """What the user set: {"OMP_NUM_THREADS": "8"}."""
     environ = os.environ if environ is None else environ
-    given = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
-    return {name: text for name, text in given.items() if text}
+    texts = {name: environ.get(name, "").strip() for name in THREAD_COUNTS}
+    return {name: text for name, text in texts.items() if text}

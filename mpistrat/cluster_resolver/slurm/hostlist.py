@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-MOST_HOSTS = (
-    1 << 20
-)  # a list that expands to more is a typing error; Slurm itself stops at 65,533 nodes
+MOST_HOSTS = 1 << 20  # a list of more is a typing error; Slurm itself stops at 65,533 nodes
 
 _PART = re.compile(r"([^,\[\]\s]*)(?:\[([^\[\]\s]*)\])?")  # "n1", "t02n[13,41]", "n[001,007-015]"
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")  # "7", "007-015"

@@ -113,6 +113,6 @@ def _output_of(command: list[str], seconds: float) -> str:
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error.strerror}") from None
     if done.returncode:
-        told = done.stderr.strip() or f"exit code {done.returncode}"
-        raise SlurmError(f"{' '.join(command)}: {told}")
+        reason = done.stderr.strip() or f"exit code {done.returncode}"
+        raise SlurmError(f"{' '.join(command)}: {reason}")
     return done.stdout

@@ -127,14 +127,14 @@ def _found(environ: Mapping[str, str]) -> _Found:
                 f"({HOST}) does not answer: {error}. {_FIX}"
             ) from error
 
-    def told(name: str) -> str | None:
+    def read(name: str) -> str | None:
         if name == ENDPOINTS:
             endpoints = (attribute(name) or "").split(",")
             return ",".join(endpoint.split(":", 2)[-1] for endpoint in endpoints)
         return lines.get(name) if name.isupper() else attribute(name)
 
     lines = parse_tpu_env(attribute(TPU_ENV) or "")
-    return _Found("the attributes of the metadata server", _METADATA, told)
+    return _Found("the attributes of the metadata server", _METADATA, read)
 
 
 @functools.cache

@@ -99,16 +99,16 @@ def slices_of_ranks(
     except (NotFoundError, ValueError) as error:
         kind = NotFoundError if isinstance(error, NotFoundError) else ValueError
         own = kind(str(error))
-    told: list[TPUSlice | NotFoundError | ValueError | None] = all_gather_object(own)
+    everyone: list[TPUSlice | NotFoundError | ValueError | None] = all_gather_object(own)
     found: list[TPUSlice] = []
-    for rank, one in enumerate(told):
-        if isinstance(one, Exception):
-            raise type(one)(f"rank {rank}: {one}")
-        found += [one] if one is not None else []
-    if found and len(found) < len(told):
+    for rank, answer in enumerate(everyone):
+        if isinstance(answer, Exception):
+            raise type(answer)(f"rank {rank}: {answer}")
+        found += [answer] if answer is not None else []
+    if found and len(found) < len(everyone):
         raise TopologyError(
-            f"rank {told.index(None)} was given TPUClusterResolver('local'), and others hosts of {_shown(found[0])}: "
-            "all ranks need the same"
+            f"rank {everyone.index(None)} was given TPUClusterResolver('local'), and others hosts of "
+            f"{_shown(found[0])}: all ranks need the same"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -62,27 +63,26 @@ class TPUClusterResolver(ClusterResolver):
         self._endpoints = _endpoints(tpu)
         name = tpu if isinstance(tpu, str) and not self._local and not self._endpoints else None
         self._asked = {"name": name, "zone": zone, "project": project}
-        self._coordinator = (
-            {coordinator_name: [coordinator_address]}
-            if coordinator_name and coordinator_address
-            else {}
-        )
-        self._slice: TPUSlice | None = None
+        self._coordinator: dict[str, list[str]] = {}
+        if coordinator_name and coordinator_address:
+            self._coordinator[coordinator_name] = [coordinator_address]
 
     def slice(self) -> TPUSlice | None:
         """The slice, and the worker id of this host; None for "local", where PJRT finds the chips itself."""
-        if self._slice is None and not self._local:
-            found = discover_slice(self._environ, [host_of(e) for e in self._endpoints])
-            for what, asked in self._asked.items():
-                told = getattr(found, what)
-                if asked and told and asked != told:
-                    raise ValueError(
-                        f"TPUClusterResolver: {what}={asked!r:.80}, but this host belongs to a "
-                        f"{found.accelerator_type} whose {what} is {told!r:.80}: start the ranks on the hosts of the "
-                        "other, or leave it out"
-                    )
-            self._slice = found
-        return self._slice
+        return None if self._local else self._slice
+
+    @functools.cached_property
+    def _slice(self) -> TPUSlice:
+        found = discover_slice(self._environ, [host_of(e) for e in self._endpoints])
+        for what, asked in self._asked.items():
+            actual = getattr(found, what)
+            if asked and actual and asked != actual:
+                raise ValueError(
+                    f"TPUClusterResolver: {what}={asked!r:.80}, but this host belongs to a "
+                    f"{found.accelerator_type} whose {what} is {actual!r:.80}: start the ranks on the hosts of the "
+                    "other, or leave it out"
+                )
+        return found
 
     def cluster_spec(self) -> ClusterSpec:
         """One task per host, by worker id, and the coordinator; nothing for "local"."""
@@ -90,8 +90,7 @@ class TPUClusterResolver(ClusterResolver):
             return ClusterSpec({})
         endpoints = self._endpoints
         if not endpoints:
-            found = self.slice()
-            addresses = (found.addresses if found else ()) or ("localhost",)
+            addresses = self._slice.addresses or ("localhost",)
             endpoints = [f"{address}:{_PORT}" for address in addresses]
         return ClusterSpec({self.task_type or "worker": endpoints, **self._coordinator})
 
