@@ -23,11 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "1: a problem; 2: wrong usage.",
     )
     doctor.add_argument("--json", action="store_true", help="everything that was found, as JSON")
-    given = top.parse_args(arguments)
+    parsed = top.parse_args(arguments)
 
     from mpistrat.tools.doctor.command import run
 
-    return run(given.json)
+    return run(parsed.json)
 
 
 if __name__ == "__main__":

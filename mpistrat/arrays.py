@@ -246,14 +246,14 @@ def scatter_into(result: Array, indices: Array, rows: Array, combine: str) -> No
 def check_axes(array: Array, axis: int | Sequence[int]) -> tuple[int, ...]:
     """`axis` as a tuple of axes counted from the front; ValueError when one is out of range."""
     axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
-    for one in axes:
-        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+    for axis_ in axes:
+        if isinstance(axis_, bool) or not isinstance(axis_, (int, np.integer)):
             raise ValueError(f"axis must be an integer, or several, got {axis!r:.60}")
-        if not -array.ndim <= one < array.ndim:
+        if not -array.ndim <= axis_ < array.ndim:
             raise ValueError(
-                f"axis {one} is out of range for an array of shape {tuple(array.shape)}"
+                f"axis {axis_} is out of range for an array of shape {tuple(array.shape)}"
             )
-    return tuple(int(one) % array.ndim for one in axes)
+    return tuple(int(axis_) % array.ndim for axis_ in axes)
 
 
 def sum_over(array: Array, axes: tuple[int, ...]) -> Array:

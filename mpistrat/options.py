@@ -65,12 +65,17 @@ class CommunicationOptions:
             )
         if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
             raise ValueError(f"timeout_seconds must be >= 0, got {self.timeout_seconds}")
-        given = self.implementation
-        if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
-            object.__setattr__(self, "implementation", CommunicationImplementation[given.upper()])
-        elif not isinstance(given, CommunicationImplementation):
+        implementation = self.implementation
+        if (
+            isinstance(implementation, str)
+            and implementation.upper() in CommunicationImplementation.__members__
+        ):
+            object.__setattr__(
+                self, "implementation", CommunicationImplementation[implementation.upper()]
+            )
+        elif not isinstance(implementation, CommunicationImplementation):
             names = ", ".join(CommunicationImplementation.__members__)
-            raise ValueError(f"implementation must be one of {names}; got {given!r}")
+            raise ValueError(f"implementation must be one of {names}; got {implementation!r}")
 
         if not isinstance(self.overlap, (bool, type(None))):
             raise TypeError(f"overlap must be True, False or None, got {self.overlap!r:.60}")

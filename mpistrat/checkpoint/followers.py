@@ -65,7 +65,7 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if _is_module(value):
         served = dict(value.named_parameters(remove_duplicate=False))
         served |= value.named_buffers(remove_duplicate=False)
-        return {name: one for name, one in state.items() if name not in served} or None
+        return {name: value for name, value in state.items() if name not in served} or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

@@ -37,5 +37,5 @@ class Residuals:
         some = state_of_some_rank(states, rank)
         if mirroring is None or not some:
             return
-        mine = [states[one] for one in states if one == rank or (rank == 0 and one >= size)]
+        mine = [states[other] for other in states if other == rank or (rank == 0 and other >= size)]
         mirroring.reducer.hold_back(some, mine)

@@ -38,7 +38,7 @@ class CommunicationThread:
         atexit.register(self._check_idle)
 
     @classmethod
-    def beside(cls, communicator: Communicator) -> CommunicationThread:
+    def of_same_ranks(cls, communicator: Communicator) -> CommunicationThread:
         """The thread whose communicator is over the same ranks; made at the first call, which is collective.
 
         It serves all strategies over `communicator`: a program that makes many does not use communicators up.

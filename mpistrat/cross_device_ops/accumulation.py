@@ -34,9 +34,9 @@ def check_summable(values: Sequence[Array]) -> None:
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be")
     for other in values[1:]:
         if other.shape != first.shape or other.dtype != first.dtype:
-            given = ", ".join(f"replica {i}: {signature(v)}" for i, v in enumerate(values))
+            by_replica = ", ".join(f"replica {i}: {signature(v)}" for i, v in enumerate(values))
             raise InvalidArgumentError(
-                f"all replicas must pass the same shape and dtype; got {given}"
+                f"all replicas must pass the same shape and dtype; got {by_replica}"
             )
 
 
@@ -130,8 +130,10 @@ def are_slices(values: Sequence[Any]) -> bool:
     """Whether the components of one value are IndexedSlices; InvalidArgumentError if only some are."""
     sparse = [isinstance(value, IndexedSlices) for value in values]
     if any(sparse) and not all(sparse):
-        given = ", ".join(f"replica {i}: {type(v).__name__}" for i, v in enumerate(values))
-        raise InvalidArgumentError(f"all replicas must pass the same kind of value; got {given}")
+        by_replica = ", ".join(f"replica {i}: {type(v).__name__}" for i, v in enumerate(values))
+        raise InvalidArgumentError(
+            f"all replicas must pass the same kind of value; got {by_replica}"
+        )
     return sparse[0]
 
 
@@ -156,8 +158,8 @@ def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -
     for value in values[1:]:
         shape = tuple(value.shape)
         if (shape[:axis], shape[axis + 1 :], value.dtype) != around or len(shape) != len(first):
-            given = ", ".join(f"{owner} {i}: {signature(v)}" for i, v in enumerate(values))
+            by_owner = ", ".join(f"{owner} {i}: {signature(v)}" for i, v in enumerate(values))
             raise InvalidArgumentError(
-                f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {given}"
+                f"gather along axis {axis} needs one dtype, and shapes that are equal elsewhere; got {by_owner}"
             )
     return axis

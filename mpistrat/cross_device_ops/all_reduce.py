@@ -199,10 +199,10 @@ class MpiAllReduce(CrossDeviceOps):
                     results[i] = self._all_gather_slices(communicator, total, name)
         for group in groups:
             like = list(results) if whole else [results[i] for i in group]
-            given, out, pieces = self._pack(communicator, like)
-            communicator.all_reduce(given, reducing("sum", packing.name_of(name, like)), out=out)
+            packed, out, pieces = self._pack(communicator, like)
+            communicator.all_reduce(packed, reducing("sum", packing.name_of(name, like)), out=out)
             if pieces is None:
-                total = arrays.to_device_of(given if out is None else out, like[0])
+                total = arrays.to_device_of(packed if out is None else out, like[0])
                 pieces = [total] if len(like) == 1 else packing.unpack(total, like)
             for i, piece in zip(group, pieces):  # noqa: B905 - strict takes 0.1 us
                 results[i] = piece

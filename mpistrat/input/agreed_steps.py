@@ -118,14 +118,14 @@ class AgreedSteps(Iterator[Step]):
             self._has_asked = True
             batch = None if step is None else next(filter(has_examples, step), None)
             spec = None if batch is None else spec_of(batch)
-            told = communicator.all_gather_object(
+            first_steps = communicator.all_gather_object(
                 (mine, self._reader.num_steps(), spec),
                 label="first step of the distributed dataset",
             )
-            largest, failure = (max(mine[i] for mine, _, _ in told) for i in range(2))
-            counts = [count for _, count, _ in told if count is not None]
+            largest, failure = (max(mine[i] for mine, _, _ in first_steps) for i in range(2))
+            counts = [count for _, count, _ in first_steps if count is not None]
             if largest != _FAILED:
-                self._learn_from_others([spec for _, _, spec in told])
+                self._learn_from_others([spec for _, _, spec in first_steps])
                 if partial and len(counts) == communicator.size:
                     self._steps_left = max(counts) - self._steps_done - 1
         if largest == _FAILED:

@@ -106,11 +106,11 @@ def spec_of(batch: Any) -> Any:
 
 def explain_empty_batch(error: Exception, arguments: Any) -> None:
     """Tell `error`, which a replica's function raised of `arguments`, of drop_last, if it was given no examples."""
-    given = itertools.chain.from_iterable(
+    leaves = itertools.chain.from_iterable(
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
         for leaf in nest.leaves(arguments)
     )
-    if not any(arrays.is_array(leaf) and leaf.ndim and not leaf.shape[0] for leaf in given):
+    if not any(arrays.is_array(leaf) and leaf.ndim and not leaf.shape[0] for leaf in leaves):
         return
     note = (
         "If this is because a replica has no examples in this step, for the last global batch is short: leave short "

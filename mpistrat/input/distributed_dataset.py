@@ -128,7 +128,9 @@ def distribute_from_function(
                 "a dataset function must return a dataset, which must be an iterable of batches; got "
                 f"{dataset!r:.60}"
             )
-    reader = FunctionReader([beside_mpi(one) for one in datasets], extended.num_local_replicas)
+    reader = FunctionReader(
+        [beside_mpi(dataset) for dataset in datasets], extended.num_local_replicas
+    )
     return DistributedDataset(
         StepSource(reader, extended, options, partial and extended.input.partial_steps)
     )

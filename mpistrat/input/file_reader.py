@@ -126,11 +126,13 @@ class FileReader(Reader):
         """By file, so that other ranks can go on, each with other files."""
         if not self._by_file:
             return {}
-        told = None if position is None else (position.done, position.partly, position.left)
-        everyone = communicator.all_gather_object((self._share.worker, told), label="files read")
+        progress = None if position is None else (position.done, position.partly, position.left)
+        everyone = communicator.all_gather_object(
+            (self._share.worker, progress), label="files read"
+        )
         restart = self._restart if position is None else position.restart
         finished, partly, left = set(restart.finished), dict(restart.partly), {}
-        for worker, (done, part, rest) in ((w, one) for w, one in everyone if one is not None):
+        for worker, (done, part, rest) in ((w, read) for w, read in everyone if read is not None):
             finished.update(done)
             partly.update(part)
             left[worker] = rest

@@ -21,9 +21,9 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
-            if isinstance(given, bool) or not isinstance(given, int):
-                raise TypeError(f"{field.name} must be an integer, got {given!r:.60}")
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{field.name} must be an integer, got {value!r:.60}")
         if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
             raise ValueError(
                 f"input_pipeline_id must be at least 0 and less than num_input_pipelines, "

@@ -16,7 +16,7 @@ def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
     """The loader's samplers, and those that they are made of, each once."""
     found: list[Any] = []
     for sampler in (loader.sampler, loader.batch_sampler):
-        while sampler is not None and not any(sampler is one for one in found):
+        while sampler is not None and not any(sampler is known for known in found):
             found.append(sampler)
             sampler = getattr(sampler, "sampler", None)
     return found

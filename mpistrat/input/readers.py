@@ -279,9 +279,9 @@ class BatchReader(Reader):
         begin_at(self._batches, random if self.same_for_any_ranks else random[communicator.rank])
 
     def cardinality(self) -> int:
-        told = getattr(self._batches, "cardinality", None)
-        if isinstance(told, int):
-            return told
+        cardinality = getattr(self._batches, "cardinality", None)
+        if isinstance(cardinality, int):
+            return cardinality
         try:
             return len(self._batches)  # type: ignore[arg-type]
         except TypeError:
@@ -318,7 +318,7 @@ class FunctionReader(Reader):
 
     def __init__(self, datasets: list[Iterable[Any]], num_replicas: int) -> None:
         self._datasets, self._num_replicas = datasets, num_replicas
-        self.drop_last = all(getattr(one, "drop_last", False) is True for one in datasets)
+        self.drop_last = all(getattr(dataset, "drop_last", False) is True for dataset in datasets)
         size = getattr(datasets[0], "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
 
@@ -343,13 +343,13 @@ class FunctionReader(Reader):
 
     def num_steps(self) -> int | None:
         try:
-            lengths = [len(one) for one in self._datasets]  # type: ignore[arg-type]
+            lengths = [len(dataset) for dataset in self._datasets]  # type: ignore[arg-type]
         except TypeError:
             return None
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        random = [begins(one) for one in self._datasets] if position is None else position
+        random = [begins(dataset) for dataset in self._datasets] if position is None else position
         return {"random": communicator.all_gather_object(random, label=_STATE)}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:

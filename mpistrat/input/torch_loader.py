@@ -94,8 +94,8 @@ class WholeLoader(Restartable):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        for one in (*samplers_of(self._loader), self._loader.dataset):
-            set_epoch(one, epoch)
+        for part in (*samplers_of(self._loader), self._loader.dataset):
+            set_epoch(part, epoch)
 
     @property
     def began(self) -> Any:
@@ -232,8 +232,8 @@ class LoaderReader(Reader):
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
-        for one in (*samplers_of(self._user), self._user.dataset):
-            set_epoch(one, epoch)
+        for part in (*samplers_of(self._user), self._user.dataset):
+            set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
             self._loader = _like(self._user, batch_sampler=_Pieces())
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)

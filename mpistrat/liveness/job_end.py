@@ -174,8 +174,8 @@ class JobEnd:
         now = time.monotonic_ns()
         self._raises_since = self._raises_since or now
         if inside and now - max(min(inside), self._raises_since) > SECONDS_TO_RAISE * 1e9:
-            waiting = (one for group in self._groups for one in group.calls() if one.waiting_in)
-            site = next((one.called_at for one in waiting), "an unknown place")
+            waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
+            site = next((call.called_at for call in waiting), "an unknown place")
             self.end_job(
                 f"ending the job: {self._who} cannot raise StallError inside MPI, at {site}", 1
             )

@@ -46,8 +46,8 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
         try:
             original(code)
         except SystemExit as error:
-            given = "" if code is None else repr(code)
-            _remember(error, f"called {name}({given}) at {call_site(sys._getframe(1))}")
+            argument = "" if code is None else repr(code)
+            _remember(error, f"called {name}({argument}) at {call_site(sys._getframe(1))}")
             raise
 
     exit.__doc__ = original.__doc__

@@ -95,7 +95,7 @@ class RevocableGroup:
     def free(self, member: FaultTolerantComm) -> None:
         """Free it, which is collective; in a group that has lost a rank it is left behind."""
         with self._lock:
-            self._members = [one for one in self._members if one is not member]
+            self._members = [known for known in self._members if known is not member]
             lost = self.lost
         if not lost:
             MPI.Intracomm.Free(member)

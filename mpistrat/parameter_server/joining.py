@@ -29,13 +29,13 @@ def join_job(
     devices: Sequence[str] | None,
     *,
     chief: bool | None,
-    told: str | None = None,
+    description: str | None = None,
     replication: int = 1,
 ) -> tuple[ServerJob, tuple[str, ...]]:
     """This rank's job, and its devices. Called by: every rank of `comm`.
 
     Args:
-        told: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
+        description: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
         replication: on how many servers each variable is to be.
     Raises: CollectiveMismatchError on all ranks, when they were given different ones; ValueError when workers have
         different numbers of devices, or there is but one server for two copies; what `job_roles` raises.
@@ -52,20 +52,20 @@ def join_job(
         roles = job_roles(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
-        own = told and f"{told}, replication={replication}"
+        own = description and f"{description}, replication={replication}"
         asked = own, replication, len(checked) if checked else 1
         strategies, copies, replicas = zip(
             *communicator.all_gather_object(asked, label="strategies"), strict=True
         )
-        if len({one for one in strategies if one is not None}) > 1:
+        if len({strategy for strategy in strategies if strategy is not None}) > 1:
             raise CollectiveMismatchError(
                 f"the ranks make different strategies, by rank: {[*strategies]}"
             )
         clients = (*roles.ranks.get("chief", ()), *roles.ranks["worker"])
         if len({replicas[rank] for rank in clients}) > 1:
-            given = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
+            by_rank = ", ".join(f"{replicas[rank]} on rank {rank}" for rank in clients)
             raise ValueError(
-                f"all workers, and a chief, need the same number of devices, got {given}"
+                f"all workers, and a chief, need the same number of devices, got {by_rank}"
             )
         replication = max(copies)  # a `Server` is not told
         if replication > len(roles.ranks["ps"]):

@@ -90,7 +90,7 @@ class OptimizerSteps:
             of_round = self._pending[number]
             for pending in of_round.values():
                 pending.gradients.pop(worker, None)
-            self._pending[number] = {key: one for key, one in of_round.items() if one.gradients}
+            self._pending[number] = {key: left for key, left in of_round.items() if left.gradients}
 
     def adopt(self, other: OptimizerSteps) -> None:
         """Move all optimizers of `other`, which are of other arrays, here."""

@@ -160,7 +160,7 @@ class BackupCopies:
         self, rpc: RpcEndpoint, store: Store, gate: Gate, taken_over: Callable[[], None]
     ) -> None:
         self._rpc, self._own, self._gate, self._taken_over = rpc, store, gate, taken_over
-        self.copies = store.beside()
+        self.copies = store.sibling()
         self._is_over = False  # the primary's changes do not count any more
         self.primary: int | None = None
         self.names: dict[int, str] = {}
@@ -222,4 +222,4 @@ class BackupCopies:
 
     def _give_up(self) -> None:
         self.given_up, self.names = self.names, {}
-        self.copies = self._own.beside()  # drops the arrays, and their optimizers' state
+        self.copies = self._own.sibling()  # drops the arrays, and their optimizers' state

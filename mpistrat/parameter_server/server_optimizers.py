@@ -93,7 +93,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
-    return tuple(_plain(one) for one in value) if isinstance(value, (tuple, list)) else value
+    return tuple(_plain(part) for part in value) if isinstance(value, (tuple, list)) else value
 
 
 class ServerOptimizer:

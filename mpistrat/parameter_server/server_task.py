@@ -43,11 +43,11 @@ class Server:
         *,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        given = server_or_cluster_def
+        task = server_or_cluster_def
         self.server_def = (
-            given
-            if isinstance(given, ServerDef)
-            else make_server_def(given, job_name, task_index, protocol)
+            task
+            if isinstance(task, ServerDef)
+            else make_server_def(task, job_name, task_index, protocol)
         )
         self._comm = comm
         self._job: ServerJob | None = None

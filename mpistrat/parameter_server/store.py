@@ -135,7 +135,7 @@ class Store:
         self.has(key)
         self.optimizers.load_state(optimizer, key, state)
 
-    def beside(self) -> Store:
+    def sibling(self) -> Store:
         """An empty store for other arrays of this process, which shares the numbered updates and the mappings."""
         return Store(idempotency=self.idempotency, mappings=self.mappings)
 

@@ -84,7 +84,7 @@ class ParameterServerStrategy(Strategy):
             comm,
             devices,
             chief=True,
-            told=type(self).__name__,
+            description=type(self).__name__,
             replication=replication,
         )
         if job.roles.task_type == "ps":

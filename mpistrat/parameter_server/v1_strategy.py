@@ -101,7 +101,7 @@ class BetweenGraphStrategy(Strategy):
             comm,
             devices,
             chief=False,
-            told=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
+            description=f"{type(self).__name__} of compat.v1, max_staleness={max_staleness}, gradients={gradients!r}",
             replication=replication,
         )
         if job.roles.task_type == "ps":

@@ -109,9 +109,11 @@ class CrossReplicaOps:
     ) -> list[Any]:
         """Reduce what the replicas of this rank gave to one `ReplicaContext.all_reduce`."""
         if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
-            given = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
+            by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
             self.communicator.raise_together(
-                InvalidArgumentError(f"the all_reduce calls of the replicas differ; got {given}")
+                InvalidArgumentError(
+                    f"the all_reduce calls of the replicas differ; got {by_replica}"
+                )
             )
         op, label = calls[0].op, calls[0].label
         values = list(zip(*(call.leaves for call in calls), strict=True))

@@ -18,11 +18,11 @@ def _replicas(call: str) -> int:
 
 
 def _check_positive_integer(global_batch_size: Any) -> None:
-    given = global_batch_size
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
-        raise TypeError(f"global_batch_size must be an integer, got {given!r:.60}")
-    if given <= 0:
-        raise ValueError(f"global_batch_size must be positive, got {given}")
+    size = global_batch_size
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise TypeError(f"global_batch_size must be an integer, got {size!r:.60}")
+    if size <= 0:
+        raise ValueError(f"global_batch_size must be positive, got {size}")
 
 
 def compute_average_loss(

@@ -28,17 +28,21 @@ class ReplicaContext:
     def __init__(
         self, strategy: AnyStrategy, replica_id_in_sync_group: Any, local_index: int = 0
     ) -> None:
-        given = replica_id_in_sync_group
-        if isinstance(given, bool) or not (
-            given is None
-            or isinstance(given, (int, np.integer))
-            or (arrays.is_array(given) and arrays.is_integer(given) and given.ndim == 0)
+        replica_id = replica_id_in_sync_group
+        if isinstance(replica_id, bool) or not (
+            replica_id is None
+            or isinstance(replica_id, (int, np.integer))
+            or (
+                arrays.is_array(replica_id)
+                and arrays.is_integer(replica_id)
+                and replica_id.ndim == 0
+            )
         ):
             raise ValueError(
-                f"replica_id_in_sync_group must be an integer or None, got {given!r:.60}"
+                f"replica_id_in_sync_group must be an integer or None, got {replica_id!r:.60}"
             )
         self._strategy = strategy
-        self._replica_id = given
+        self._replica_id = replica_id
         self.local_index = local_index
 
     def __str__(self) -> str:

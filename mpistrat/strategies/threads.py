@@ -66,11 +66,11 @@ def _set_threads(threads: int) -> None:
 
 def _check_equal(fixed: list[int | None]) -> None:
     if len(set(fixed)) > 1:
-        told = ", ".join(
+        by_rank = ", ".join(
             f"rank {rank}: {'not deterministic' if threads is None else f'{threads} threads'}"
             for rank, threads in enumerate(fixed)
         )
         raise CollectiveMismatchError(
             "deterministic=True needs the same on all ranks, and as many compute threads on each "
-            f"(OMP_NUM_THREADS, or 1 where it is not set); got {told}"
+            f"(OMP_NUM_THREADS, or 1 where it is not set); got {by_rank}"
         )

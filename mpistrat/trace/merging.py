@@ -142,12 +142,12 @@ _MOVE = '"name":"move bytes","cat":"moving"'
 class _Kind:
     """What its events have in common; `text` lacks the brace that ends their "args"."""
 
-    def __init__(self, name: str, category: str, told: dict[str, Any]) -> None:
+    def __init__(self, name: str, category: str, details: dict[str, Any]) -> None:
         self.is_collective = category == "collective"
-        self.communicator: str = told.get("communicator", "")
-        self.ranks: int = told.get("ranks", 0)
+        self.communicator: str = details.get("communicator", "")
+        self.ranks: int = details.get("ranks", 0)
         start = f'"name":{json.dumps(name)},"cat":{json.dumps(category)},"args":'
-        self.text = start + json.dumps(told)[:-1]
+        self.text = start + json.dumps(details)[:-1]
 
 
 @dataclass
@@ -215,10 +215,10 @@ class _Part:
             *times, number = times
             entered, together, left = map(self.aligned, times)
             seen, _, rank = last[about.communicator, number]
-            told = f'"number":{number}'
+            details = f'"number":{number}'
             if seen == about.ranks:
-                told += f',"last to enter":"rank {rank}"'
-            yield complete(track, entered, left, f"{about.text},{told}}}")
+                details += f',"last to enter":"rank {rank}"'
+            yield complete(track, entered, left, f"{about.text},{details}}}")
             if times[1]:
                 yield complete(track, entered, together, _WAIT)
                 yield complete(track, together, left, _MOVE)

@@ -35,7 +35,7 @@ def begin(comm: MPI.Intracomm, folder: str) -> Timeline:
         timeline = of_process.begin(folder, world.rank, world.size)
     except OSError as failed:
         error = f"rank {world.rank} on {socket.gethostname()}: {failed}"
-    errors = [told for told in comm.allgather(error) if told is not None]
+    errors = [failure for failure in comm.allgather(error) if failure is not None]
     if errors:
         raise TopologyError(
             f"MPISTRAT_TRACE={folder!r}: {len(errors)} of {comm.size} ranks cannot write their part of the trace "

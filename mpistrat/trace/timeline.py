@@ -78,12 +78,12 @@ class Timeline:
         os.register_at_fork(after_in_child=self._forget)
         self._write()
 
-    def kind(self, name: str, category: str, **told: Any) -> int:
+    def kind(self, name: str, category: str, **details: Any) -> int:
         """A new number, for events that are all called `name` and tell the same."""
         with self._lock:
             number = self._kinds
             self._kinds += 1
-            line = {"kind": number, "name": name, "category": category, "told": told}
+            line = {"kind": number, "name": name, "category": category, "told": details}
             self._tell(line)
         return number
 

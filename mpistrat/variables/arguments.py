@@ -43,12 +43,12 @@ def checked_arguments(
     shape: Sequence[int] | None,
 ) -> VariableArguments:
     """ValueError or TypeError for arguments of `Variable` that no strategy takes."""
-    for argument, given, kind in (
+    for argument, value, kind in (
         ("synchronization", synchronization, VariableSynchronization),
         ("aggregation", aggregation, VariableAggregation),
     ):
-        if not isinstance(given, kind):
-            raise ValueError(f"{argument} must be a {kind.__name__}, got {given!r:.60}")
+        if not isinstance(value, kind):
+            raise ValueError(f"{argument} must be a {kind.__name__}, got {value!r:.60}")
     if synchronization is VariableSynchronization.NONE:
         raise ValueError("VariableSynchronization.NONE is not supported; use ON_WRITE or ON_READ")
     if not isinstance(trainable, (bool, type(None))):

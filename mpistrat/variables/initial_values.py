@@ -20,8 +20,8 @@ def initial_array(
         raise ValueError("a variable needs an initial value, got None")
     if shape is not None and takes_parts(initial_value):
         return called_for_part(initial_value, dtype, shape)
-    given = initial_value() if callable(initial_value) else initial_value
-    read = arrays.detach_read(given)
+    value = initial_value() if callable(initial_value) else initial_value
+    read = arrays.detach_read(value)
     if not arrays.is_array(read):
         read = arrays.as_array(read)
         if dtype is None and arrays.dtype_name(read) == "float64":

@@ -93,9 +93,9 @@ class ReplicaCores:
                 continue
             with torch._C._DisableFuncTorch():  # vmap and grad transform what the program computes
                 self._runtime.layouts.clear_layout(tensor)
-                given = tensor.detach()
-                tensor.data = self.values.each_its_own(given)
-                self._taken[id(tensor)] = _Taken(given, *self._identity(tensor))
+                before = tensor.detach()
+                tensor.data = self.values.each_its_own(before)
+                self._taken[id(tensor)] = _Taken(before, *self._identity(tensor))
 
     def _let_go(self, alive: Sequence[torch.Tensor]) -> None:
         """What the program still holds of the step is to outlive its graph; what it only read is what it was."""
@@ -106,7 +106,7 @@ class ReplicaCores:
             # Of what is no parameter, batch norm writes without a trace.
             is_parameter = tensor.is_leaf and tensor.requires_grad
             if taken and is_parameter and taken[1:] == self._identity(tensor):
-                tensor.data = taken.given
+                tensor.data = taken.before
             else:
                 tensor.data = self.values.whole(tensor.detach(), tensor.shape)
         self._taken.clear()
@@ -125,7 +125,7 @@ class ReplicaCores:
 class _Taken(NamedTuple):
     """A tensor that a step was given: as it was, and its identity (`ReplicaCores._identity`) since it was taken in."""
 
-    given: torch.Tensor
+    before: torch.Tensor
     number: int
     version: int
 

@@ -38,14 +38,14 @@ def array_on_host(step: str, error: BaseException, arguments: Any, device: str) 
     Args:
         arguments: one replica's; distributed values, which are brought there, may be among them.
     """
-    given = [
+    leaves = [
         leaf
         for leaf in nest.leaves(arguments)
         if arrays.is_array(leaf) or isinstance(leaf, DistributedValues)
     ]
     found = [
         f"argument array {i} ({arrays.described(leaf)})"
-        for i, leaf in enumerate(given)
+        for i, leaf in enumerate(leaves)
         if arrays.is_array(leaf) and not arrays.is_on_xla(leaf)
     ]
     which = f": {', '.join(found)}" if found else ", which is none of its arguments"

@@ -76,7 +76,7 @@ def start_system(
     """The work of `initialize_tpu_system`, for the ranks of `communicator`, of which MPI says `topology`."""
     # PJRT reads its environment once, at the first use of a device, so all of that comes before; and what was asked
     # for is read before torch_xla is imported, which sets PJRT_DEVICE to what it has found.
-    asked, told = "", None
+    asked, devices = "", None
     error: Exception | None = None
     try:
         asked = asked_device()
@@ -90,11 +90,11 @@ def start_system(
         try:
             runtime = xla.start()
             _check_devices(runtime, asked, topology)
-            told = runtime.kind, runtime.own_devices(), runtime.coordinates()
+            devices = runtime.kind, runtime.own_devices(), runtime.coordinates()
         except Exception as raised:
             error = raised
         communicator.raise_any(error, "could not start XLA")
-    everyone = communicator.all_gather_object(told, label="XLA's devices")
+    everyone = communicator.all_gather_object(devices, label="XLA's devices")
     kinds, cores, places = zip(*everyone, strict=True)
     for what, values in (("kinds", kinds), ("numbers", [*map(len, cores)])):
         if len(set(values)) > 1:

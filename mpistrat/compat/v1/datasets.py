@@ -59,7 +59,7 @@ class NumpyDataset:
 def _stacked(numpy_input: Any) -> Any:
     """`numpy_input` with its lists, which tf.data takes for arrays, as arrays."""
     if isinstance(numpy_input, list):
-        return np.stack([np.asarray(one) for one in numpy_input]) if numpy_input else np.zeros(0)
+        return np.stack([np.asarray(leaf) for leaf in numpy_input]) if numpy_input else np.zeros(0)
     if nest.is_structure(numpy_input):
         parts = numpy_input.values() if isinstance(numpy_input, Mapping) else numpy_input
         return nest.rebuild(numpy_input, [_stacked(part) for part in parts])

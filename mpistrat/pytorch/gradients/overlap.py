@@ -173,7 +173,7 @@ class Overlap:
         elif self._has_wire:
             # A trial would lose what is held back of the buffers that are given up.
             self._overlaps, self._why = True, "as wire formats are better off"
-        return CommunicationThread.beside(communicator)
+        return CommunicationThread.of_same_ranks(communicator)
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
