@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
@@ -39,7 +38,7 @@ class Gate:
         self._rpc, self._when_safe = rpc, when_safe
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
-        self._next: deque[tuple[int, Request]] = deque()  # HOLD requests of other clients
+        self._next: deque[Request] = deque()  # HOLD, of other clients
         self._passed: dict[tuple[int, int | None], deque[Push]] = defaultdict(
             lambda: deque(maxlen=REMEMBERED)
         )  # by client and part
@@ -73,15 +72,14 @@ class Gate:
         self._answer_if_all_came()
         self._release(rank)
 
-    def _hold(self, source: int, request: Request) -> None:
+    def _hold(self, request: Request) -> None:
         if self._holder is not None:
-            self._next.append((source, request))
+            self._next.append(request)
             return
-        self._holder = source
-        passed = {which: list(pushes) for which, pushes in self._passed.items()}
-        self._rpc.reply(source, request.ticket, passed)
+        self._holder = request.source
+        request.reply({which: list(pushes) for which, pushes in self._passed.items()})
 
-    def _admit(self, source: int, request: Request) -> None:
+    def _admit(self, request: Request) -> None:
         self._admission = request
         self._admitted = set(request.body)
         self._enter_again()  # also what the dead have sent: it has come whole
@@ -95,19 +93,19 @@ class Gate:
             self.enter(*change)
 
     def _answer_if_all_came(self) -> None:
-        if self._admission is not None and not self._admitted and self._holder is not None:
-            self._when_safe(partial(self._rpc.reply, self._holder, self._admission.ticket))
+        if self._admission is not None and not self._admitted:
+            self._when_safe(self._admission.reply)
             self._admission = None
 
     def _release(self, source: int) -> None:
-        self._next = deque(waiting for waiting in self._next if waiting[0] != source)
+        self._next = deque(request for request in self._next if request.source != source)
         if self._holder != source:
             return
         self._holder, self._admission = None, None
         self._admitted.clear()
         self._enter_again()
         if self._next:
-            self._hold(*self._next.popleft())
+            self._hold(self._next.popleft())
 
 
 @contextlib.contextmanager
