@@ -175,11 +175,8 @@ class Client:
         """
         if self._already_written:
             return [None] * len(changes)
-        opened, settled = self.numbers.open()
-        try:
+        with self.numbers.push() as settled:
             return self._change(changes, settled)
-        finally:
-            self.numbers.close(opened)
 
     def _change(self, changes: Sequence[Change], settled: int) -> list[Array | None]:
         positions: dict[int, list[int]] = {}  # by server

@@ -51,14 +51,18 @@ class ParameterServer:
         self._rounds = Rounds(rpc, workers, self.store.optimizers, self._gate, self._backup)
         self.backup_copies = BackupCopies(rpc, self.store, self._gate, self._rounds.take_over)
         self._announcements = Announcements(rpc, creator, self._backup.when_safe)
-        rpc.handle(protocol.PULL, partial(self._read, self.store.pull))
-        rpc.handle(protocol.ROWS, partial(self._read, self.store.rows))
-        rpc.handle(protocol.OPTIMIZER_STATE, partial(self._read, self.store.optimizer_state))
-        rpc.handle(protocol.CREATE, self._create)
-        rpc.handle(protocol.FIND, self._find)
-        rpc.handle(protocol.UPDATE, self._update)
-        rpc.handle(protocol.MAKE_OPTIMIZER, self._make_optimizer)
-        rpc.handle(protocol.LOAD_OPTIMIZER_STATE, self._load_optimizer_state)
+        requests: dict[str, Callable[[Request], None]] = {
+            protocol.PULL: partial(self._read, self.store.pull),
+            protocol.ROWS: partial(self._read, self.store.rows),
+            protocol.OPTIMIZER_STATE: partial(self._read, self.store.optimizer_state),
+            protocol.CREATE: self._create,
+            protocol.FIND: self._find,
+            protocol.UPDATE: self._update,
+            protocol.MAKE_OPTIMIZER: self._make_optimizer,
+            protocol.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
+        }
+        for method, handler in requests.items():
+            rpc.handle(method, partial(_refusing, handler))
         rpc.handle(protocol.FORGET, lambda _, body: self.store.idempotency.forget(*body))
         rpc.handle(protocol.DONE, lambda source, _: self._leave(source))
         rpc.on_lost(self._lost)
@@ -67,23 +71,13 @@ class ParameterServer:
         """Return when nobody uses the server any more."""
         self._rpc.run_until(lambda: not self.clients)
 
-    def _reply_when_safe(self, request: Request, outcome: Any) -> None:
-        """When the change that the reply is about outlives this server, if there is a backup."""
-        self._backup.when_safe(partial(_reply, request, outcome))
-
     def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
-        def work() -> Any:
-            which, what = request.body
-            return read(which, what)
-
-        _reply(request, outcome_of(work))
+        which, what = request.body
+        request.reply(read(which, what))
 
     def _create(self, request: Request) -> None:
         new: NewArray = request.body
-        table = outcome_of(lambda: self.store.create(new))
-        if isinstance(table, Exception):
-            _reply(request, table)
-            return
+        table = self.store.create(new)
         if new.server == self._rpc.rank:
             self._backup.forward_new(request.source, new, table)
         self._announcements.announce(new.key, _description(table))
@@ -92,41 +86,28 @@ class ParameterServer:
     def _find(self, request: Request) -> None:
         """Reply once the array is there: another rank may not have made it yet."""
         key = request.body
-        found = outcome_of(lambda: self.store.has(key))
-        if isinstance(found, Exception):
-            _reply(request, found)
-            return
-        if found:
-            self._announcements.announce(key, _description(self.store.by_key[key]))
+        if self.store.has(key):
+            self._announcements.announce(key, _description(self.store.table(key)))
         self._announcements.answer(request, key)
 
     def _update(self, request: Request) -> None:
-        try:
-            # Now: when the client dies, its memory cannot be mapped any more.
-            self.store.map_operands(request.body)
-        except OSError as error:
-            _reply(request, error)
-            return
-        self._gate.enter(request.source, request.body.push, lambda: self._make_updates(request))
+        # Now: when the client dies, its memory cannot be mapped any more.
+        self.store.map_operands(request.body)
+        work = partial(_refusing, self._make_updates, request)
+        self._gate.enter(request.source, request.body.push, work)
 
     def _make_updates(self, request: Request) -> None:
         updates: Updates = request.body
         forwarded = None
         if self._backup.covers(update.key for update in updates.updates):
-            # First, so that the backup makes the updates meanwhile.
-            forwarded = outcome_of(lambda: self._forward(request.source, updates))
-            if isinstance(forwarded, Exception):  # no memory for it
-                _reply(request, forwarded)
-                return
+            # First, so that the backup makes the updates meanwhile. There may be no memory for it.
+            packed = itertools.chain(*(update.operand for update in updates.updates))
+            operands = [unpack(operand, self.store.mappings) for operand in packed]
+            forwarded = self._backup.forward_updates(request.source, updates, operands)
         outcome = outcome_of(lambda: self.store.update(request.source, updates))
         if forwarded is not None:
             forwarded.failed = isinstance(outcome, Exception)
         self._reply_when_safe(request, outcome)
-
-    def _forward(self, source: int, updates: Updates) -> Any:
-        packed = itertools.chain(*(update.operand for update in updates.updates))
-        operands = [unpack(operand, self.store.mappings) for operand in packed]
-        return self._backup.forward_updates(source, updates, operands)
 
     def _make_optimizer(self, request: Request) -> None:
         keys = [key for key, _ in request.body[2]]
@@ -146,6 +127,12 @@ class ParameterServer:
             forwarded = self._backup.forward(method, request.source, request.body)
             forwarded.failed = isinstance(outcome, Exception)
         self._reply_when_safe(request, outcome)
+
+    def _reply_when_safe(self, request: Request, outcome: Any) -> None:
+        """When the change that the reply is about outlives this server, if there is a backup."""
+        if isinstance(outcome, Exception):
+            outcome = portable_error(outcome)
+        self._backup.when_safe(partial(request.reply, outcome))
 
     def _leave(self, rank: int, died: bool = False) -> None:
         self.clients.discard(rank)
@@ -167,6 +154,9 @@ def _description(table: Table) -> Any:
     return table.name, table.spec, table.handle
 
 
-def _reply(request: Request, outcome: Any) -> None:
-    """With a result, or with an error that the client raises."""
-    request.reply(portable_error(outcome) if isinstance(outcome, Exception) else outcome)
+def _refusing(handler: Callable[[Request], None], request: Request) -> None:
+    """Reply with the error that the handler raises."""
+    try:
+        handler(request)
+    except Exception as error:
+        request.reply(portable_error(error))

@@ -113,32 +113,29 @@ def consistent_snapshot(routes: Routes) -> Iterator[None]:
     """Inside, nobody else changes anything on the servers. Called by: a client."""
     held: list[int] = []
     try:
-        while not _hold_all(routes, held):  # a server has died meanwhile, and its backup goes on
-            _release_all(routes, held)
+        while True:
+            try:
+                _hold_all(routes, held)
+                break
+            except UnavailableError:  # a server has died meanwhile
+                if any(map(routes.is_lost_with, routes.servers)):
+                    raise
+                _release_all(routes, held)
         yield
     finally:
         _release_all(routes, held)
 
 
-def _hold_all(routes: Routes, held: list[int]) -> bool:
-    """Args: held: gets the servers that were asked, also those that have not answered in time.
-
-    Returns: False where it is to be done again. Raises: UnavailableError, StallError.
-    """
-    living = list(dict.fromkeys(map(routes.holder_of, routes.servers)))
+def _hold_all(routes: Routes, held: list[int]) -> None:
+    """Args: held: gets the servers that were asked, also those that have not answered in time."""
     passed: dict[int, Any] = {}
-    try:
-        for server in living:  # all clients ask in this order: no two hold some servers each
-            held.append(server)
-            passed[server] = routes.rpc.call(server, HOLD).wait()
-        missing = not_yet_everywhere(passed, routes.holder_of)
-        for reply in [routes.rpc.call(server, ADMIT, missing[server]) for server in living]:
-            reply.wait()
-    except UnavailableError:
-        if any(map(routes.is_lost_with, routes.servers)):
-            raise
-        return False
-    return True
+    for server in dict.fromkeys(map(routes.holder_of, routes.servers)):
+        # All clients ask in this order: no two hold some servers each.
+        held.append(server)
+        passed[server] = routes.rpc.call(server, HOLD).wait()
+    missing = not_yet_everywhere(passed, routes.holder_of)
+    for reply in [routes.rpc.call(server, ADMIT, parts) for server, parts in missing.items()]:
+        reply.wait()
 
 
 def _release_all(routes: Routes, held: list[int]) -> None:
