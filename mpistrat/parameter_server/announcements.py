@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import CANNOT_CREATE, PUBLISH, PUBLISHED
+from mpistrat.parameter_server.protocol import CANNOT_CREATE, PUBLISH, PUBLISHED, WhenSafe
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 
@@ -17,21 +17,16 @@ class Announcements:
 
     Args:
         creator: the rank that announces. Nobody waits once it has left.
-        when_safe: calls its argument when all that was announced so far outlives this server.
+        when_safe: for what was announced.
     """
 
-    def __init__(
-        self,
-        rpc: RpcEndpoint,
-        creator: int | None,
-        when_safe: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: WhenSafe) -> None:
         self._rpc, self._creator, self._when_safe = rpc, creator, when_safe
         self._announced: dict[Hashable, Any] = {}
         self._waiting: dict[Hashable, list[Request]] = {}
         self._no_more: UnavailableError | None = None
-        rpc.handle(PUBLISH, lambda source, body: self.announce(*body))
-        rpc.handle(CANNOT_CREATE, lambda source, body: self.announce(*body))
+        for method in (PUBLISH, CANNOT_CREATE):
+            rpc.handle(method, lambda source, body: self.announce(*body))
         rpc.handle(PUBLISHED, lambda request: self.answer(request, request.body))
 
     def announce(self, name: Hashable, outcome: Any) -> None:
@@ -42,11 +37,11 @@ class Announcements:
 
     def answer(self, request: Request, name: Hashable) -> None:
         """Reply once the name is announced."""
-        if name in self._announced or self._no_more is not None:
-            outcome = self._announced.get(name, self._no_more)
-            self._when_safe(partial(request.reply, outcome))
-        else:
+        if name not in self._announced and self._no_more is None:
             self._waiting.setdefault(name, []).append(request)
+            return
+        outcome = self._announced.get(name, self._no_more)
+        self._when_safe(partial(request.reply, outcome))
 
     def leave(self, rank: int, died: bool) -> None:
         """Refuse to wait for more, if the rank is the creator."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import Push
+from mpistrat.parameter_server.protocol import Push, WhenSafe
 from mpistrat.parameter_server.routes import Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
@@ -22,26 +22,22 @@ HOLD, ADMIT, RELEASE = "hold", "admit", "release"
 REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
+_Which = tuple[int, "int | None"]  # client, part
 
 
 class Gate:
     """Of a server: other clients' changes wait here while one client holds it.
 
-    Args: when_safe: calls its argument when all that has passed outlives this server.
+    Args: when_safe: for what has passed.
     """
 
-    def __init__(
-        self,
-        rpc: RpcEndpoint,
-        when_safe: Callable[[Callable[[], None]], None] = lambda call: call(),
-    ) -> None:
+    def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe = lambda call: call()) -> None:
         self._rpc, self._when_safe = rpc, when_safe
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
         self._next: deque[Request] = deque()  # HOLD, of other clients
-        self._passed: dict[tuple[int, int | None], deque[Push]] = defaultdict(
-            lambda: deque(maxlen=REMEMBERED)
-        )  # by client and part
+        # By client and part.
+        self._passed: dict[_Which, deque[Push]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._admitted: set[_PartOfPush] = set()  # may pass, and have not come yet
         self._admission: Request | None = None  # is answered when all of these have come
         rpc.handle(HOLD, self._hold)
@@ -144,7 +140,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 
 def not_yet_everywhere(
-    passed: Mapping[int, Mapping[tuple[int, int | None], Sequence[Push]]],
+    passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
     holder: Callable[[int], int] = lambda server: server,
 ) -> dict[int, set[_PartOfPush]]:
     """By server, the parts of pushes that still have to pass there, because other parts have passed elsewhere.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
-from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS
+from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
 from mpistrat.parameter_server.routes import Call, Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
@@ -24,7 +24,7 @@ class ServerClock:
         workers: ranks. A worker that is done, or has died, holds nobody back.
         ended: is called with the number of steps that the slowest worker has ended, before any worker may begin. An
             error that it returns is what each worker's next request to begin is refused with, once.
-        when_safe: calls its argument when what `ended` did outlives this server.
+        when_safe: for what `ended` has done.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ServerClock:
         rpc: RpcEndpoint,
         workers: Sequence[int],
         ended: Callable[[int], Exception | None] = lambda steps: None,
-        when_safe: Callable[[Callable[[], None]], None] = lambda call: call(),
+        when_safe: WhenSafe = lambda call: call(),
     ) -> None:
         self._on_ended, self._when_safe = ended, when_safe
         self._steps = dict.fromkeys(workers, 0)
