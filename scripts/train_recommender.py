@@ -140,7 +140,7 @@ class Board:
     def wait(self) -> None:
         """Return when all workers are done. Raises: TimeoutError if none of them takes a step any more."""
         seen, since = self.read(), time.monotonic()
-        while min(one.steps for one in seen) < self._total:
+        while min(progress.steps for progress in seen) < self._total:
             time.sleep(0.1)
             now = self.read()
             if now != seen:
@@ -167,8 +167,8 @@ class Board:
 
     def _line(self) -> str:
         return " | ".join(
-            f"{name}: step {one.steps:.0f}/{self._total}, loss {one.loss:.3f}"
-            for name, one in zip(self.workers, self.read(), strict=True)
+            f"{name}: step {progress.steps:.0f}/{self._total}, loss {progress.loss:.3f}"
+            for name, progress in zip(self.workers, self.read(), strict=True)
         )
 
     def _draw(self, over: threading.Event, every: float) -> None:
@@ -179,9 +179,9 @@ class Board:
             for i, name in enumerate(self.workers)
         ]
         while not over.wait(0.2):
-            for bar, one in zip(bars, self.read(), strict=True):
-                bar.n = int(one.steps)
-                bar.set_postfix_str(f"loss {one.loss:.3f}")
+            for bar, progress in zip(bars, self.read(), strict=True):
+                bar.n = int(progress.steps)
+                bar.set_postfix_str(f"loss {progress.loss:.3f}")
         for bar in reversed(bars):
             bar.close()
 
@@ -230,7 +230,7 @@ def main() -> int:
                 loss, lead = strategy.run(train_step, args=(batch,))
                 board.add(loss, lead, strategy.bytes_moved)
             if worker == 0:
-                loss = np.mean([one.loss for one in board.read()])
+                loss = np.mean([progress.loss for progress in board.read()])
                 tqdm.write(
                     f"epoch {epoch:2}/{options.epochs}  loss {loss:.4f}  test RMSE {test_error():.4f}"
                 )
@@ -242,11 +242,11 @@ def main() -> int:
     with board.shown(bars, options.every):
         train()
         board.wait()
-    for name, one in zip(board.workers, board.read(), strict=True):
+    for name, progress in zip(board.workers, board.read(), strict=True):
         print(
-            f"{name}: {one.steps:.0f} steps, at most {one.lead:.0f} ahead of the slowest; "
-            f"{one.bytes_pulled / one.seconds / 1e6:.2f} MB/s pulled, "
-            f"{one.bytes_pushed / one.seconds / 1e6:.2f} MB/s pushed"
+            f"{name}: {progress.steps:.0f} steps, at most {progress.lead:.0f} ahead of the slowest; "
+            f"{progress.bytes_pulled / progress.seconds / 1e6:.2f} MB/s pulled, "
+            f"{progress.bytes_pushed / progress.seconds / 1e6:.2f} MB/s pushed"
         )
     error, by_means = test_error(), ratings.error_by_means()
     print(f"Test RMSE {error:.4f}; {by_means:.4f} by the means of people and films")

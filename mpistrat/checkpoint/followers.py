@@ -63,9 +63,9 @@ def _beside_servers(value: Any, state: Any) -> Any:
     if isinstance(value, Variable):
         return None
     if _is_module(value):
-        served = dict(value.named_parameters(remove_duplicate=False))
-        served |= value.named_buffers(remove_duplicate=False)
-        return {name: value for name, value in state.items() if name not in served} or None
+        on_servers = dict(value.named_parameters(remove_duplicate=False))
+        on_servers |= value.named_buffers(remove_duplicate=False)
+        return {name: own for name, own in state.items() if name not in on_servers} or None
     if "torch" in sys.modules:
         from torch.optim import Optimizer
 

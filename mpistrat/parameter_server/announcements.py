@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import CANNOT_CREATE, PUBLISH, PUBLISHED
+from mpistrat.parameter_server.protocol import CANNOT_CREATE, PUBLISH, PUBLISHED, WhenSafe
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
 
@@ -17,41 +17,31 @@ class Announcements:
 
     Args:
         creator: the rank that announces. Nobody waits once it has left.
-        when_safe: calls its argument when all that was announced so far outlives this server.
+        when_safe: for what was announced.
     """
 
-    def __init__(
-        self,
-        rpc: RpcEndpoint,
-        creator: int | None,
-        when_safe: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, rpc: RpcEndpoint, creator: int | None, when_safe: WhenSafe) -> None:
         self._rpc, self._creator, self._when_safe = rpc, creator, when_safe
         self._announced: dict[Hashable, Any] = {}
-        self._waiting: dict[Hashable, list[tuple[int, int]]] = {}
+        self._waiting: dict[Hashable, list[Request]] = {}
         self._no_more: UnavailableError | None = None
-        rpc.handle(PUBLISH, lambda source, body: self.announce(*body))
-        rpc.handle(CANNOT_CREATE, lambda source, body: self.announce(*body))
-        rpc.handle(PUBLISHED, self._await)
+        for method in (PUBLISH, CANNOT_CREATE):
+            rpc.handle(method, lambda source, body: self.announce(*body))
+        rpc.handle(PUBLISHED, lambda request: self.answer(request, request.body))
 
     def announce(self, name: Hashable, outcome: Any) -> None:
         """Args: name: a key, for an array. outcome: what the ranks that wait get; an error is raised there."""
         self._announced.setdefault(name, outcome)
-        for source, ticket in self._waiting.pop(name, []):
-            self.answer(source, ticket, name)
+        for request in self._waiting.pop(name, []):
+            self.answer(request, name)
 
-    def _await(self, source: int, request: Request) -> None:
-        self.answer(source, request.ticket, request.body)
-
-    def answer(self, source: int, ticket: int, name: Hashable) -> None:
-        """Reply to a rank that waits for the name, now or later."""
-        outcome = self._announced.get(name, self._no_more)
+    def answer(self, request: Request, name: Hashable) -> None:
+        """Reply once the name is announced."""
         if name not in self._announced and self._no_more is None:
-            self._waiting.setdefault(name, []).append((source, ticket))
-        elif isinstance(outcome, Exception):
-            self._when_safe(partial(self._rpc.reply_error, source, ticket, outcome))
-        else:
-            self._when_safe(partial(self._rpc.reply, source, ticket, outcome))
+            self._waiting.setdefault(name, []).append(request)
+            return
+        outcome = self._announced.get(name, self._no_more)
+        self._when_safe(partial(request.reply, outcome))
 
     def leave(self, rank: int, died: bool) -> None:
         """Refuse to wait for more, if the rank is the creator."""
@@ -62,5 +52,5 @@ class Announcements:
             "checkpoint, that others wait for"
         )
         waiting, self._waiting = self._waiting, {}
-        for source, ticket in itertools.chain(*waiting.values()):
-            self._rpc.reply_error(source, ticket, self._no_more)
+        for request in itertools.chain(*waiting.values()):
+            request.reply(self._no_more)

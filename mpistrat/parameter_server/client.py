@@ -124,11 +124,10 @@ class Client:
         self.used[key] = Address(server, key, name, spec)
         return self.used[key]
 
-    def pull(self, address: Address, out: Array | None = None) -> Array:
-        """The value, on the host; in `out` if that is an array."""
-        if out is None:
-            with self._recycling:
-                out = self._results.like(address.spec.empty())
+    def pull(self, address: Address) -> Array:
+        """The value, on the host."""
+        with self._recycling:
+            out = self._results.like(address.spec.empty())
         self.pull_into([(address, out)])
         return out
 
@@ -175,11 +174,8 @@ class Client:
         """
         if self._already_written:
             return [None] * len(changes)
-        opened, settled = self.numbers.open()
-        try:
+        with self.numbers.push() as settled:
             return self._change(changes, settled)
-        finally:
-            self.numbers.close(opened)
 
     def _change(self, changes: Sequence[Change], settled: int) -> list[Array | None]:
         positions: dict[int, list[int]] = {}  # by server

@@ -41,21 +41,17 @@ class UpdateNumbers:
 
     @contextlib.contextmanager
     def within(self, work: int) -> Iterator[None]:
-        """Inside, the updates of all threads belong to a piece of work. Args: work: its number, which grows."""
-        self.begin(work)
-        try:
-            yield
-        finally:
-            self.end()
+        """Inside, the updates of all threads belong to a piece of work, and are numbered as when it was begun before.
 
-    def begin(self, work: int) -> None:
-        """From now on all updates belong to a piece of work, and are numbered as when it was begun before."""
+        Args: work: its number, which grows.
+        """
         with self._lock:
             self._work = work
             self._made.clear()
-
-    def end(self) -> None:
-        self._work = None
+        try:
+            yield
+        finally:
+            self._work = None
 
     def number(self, key: int) -> tuple[int | None, int]:
         """For the next update of this array: the piece of work, or the session, and the number in it."""
@@ -65,21 +61,21 @@ class UpdateNumbers:
             self._made[key] += 1
             return self._work, self._made[key] - 1
 
-    def open(self) -> tuple[int, int]:
-        """Before the updates of a push are numbered.
+    @contextlib.contextmanager
+    def push(self) -> Iterator[int]:
+        """Surrounds a push, from before its updates are numbered until it is answered.
 
-        Returns: the number to `close` once the push is answered; the number before which all updates are answered.
+        Yields: the number before which all updates of the session are answered.
         """
         with self._lock:
-            if self._session is None:
-                return 0, 0
-            opened = next(self._numbers)
+            opened = 0 if self._session is None else next(self._numbers)
             self._open.add(opened)
-            return opened, min(self._open)
-
-    def close(self, opened: int) -> None:
-        with self._lock:
-            self._open.discard(opened)
+            settled = min(self._open)
+        try:
+            yield settled
+        finally:
+            with self._lock:
+                self._open.discard(opened)
 
 
 class IdempotencyCache:

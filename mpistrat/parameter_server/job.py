@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mpi4py import MPI
 
@@ -69,7 +69,9 @@ class ServerJob:
         outlives_ranks: whether the job goes on when a rank has died: all but a chief can.
         why_not_fault_tolerant: "" where MPI is.
         rpc: to all the ranks.
-        servers: their ranks.
+        servers, workers: their ranks. A coordinator lets the workers run functions.
+        clients: the ranks that use servers.
+        trainers: the ranks that train by themselves, where there is no coordinator.
         client: to the servers; also on these.
         server: this rank's; None on other ranks.
         coordinator: the rank that lets others run functions, once all have begun; None where there is none.
@@ -86,7 +88,9 @@ class ServerJob:
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
         channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
         self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
-        self.servers = roles.ranks["ps"]
+        self.servers, self.workers = roles.ranks["ps"], roles.ranks["worker"]
+        self.clients = tuple(rank for rank in range(comm.Get_size()) if rank not in self.servers)
+        self.trainers = (*roles.ranks.get("chief", ()), *self.workers)
         self.client = Client(self.rpc, self.servers, replicated)
         self.coordinator: int | None = None
         self.ended = self.is_done = False
@@ -101,28 +105,13 @@ class ServerJob:
                 self.rpc, self.clients, self.trainers, self.trainers[0], backup
             )
         self._here, self._begun = 0, False
-        self.rpc.handle(END, lambda source, body: self._end())
+        self.rpc.handle(END, self._end)
         self.rpc.handle(_HERE, self._comes)
-        self.rpc.handle(_BEGIN, lambda source, coordinator: self._may_begin(coordinator))
+        self.rpc.handle(_BEGIN, self._may_begin)
         self.rpc.handle(_CHECKPOINT, self._hear_of_checkpoint)
         # Exit handlers run last in, first out: this one before the ranks wait for each other. It also runs where the
         # program has forgotten its strategy by then: the servers wait for it.
         atexit.register(self.done)
-
-    @property
-    def clients(self) -> tuple[int, ...]:
-        """The ranks that use servers."""
-        return tuple(rank for rank in range(self.rpc.size) if rank not in self.servers)
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """The ranks that a coordinator lets run functions."""
-        return self.roles.ranks["worker"]
-
-    @property
-    def trainers(self) -> tuple[int, ...]:
-        """The ranks that train by themselves, where there is no coordinator."""
-        return (*self.roles.ranks.get("chief", ()), *self.roles.ranks["worker"])
 
     def name_of(self, rank: int) -> str:
         """Such as "worker 1 (rank 2)"."""
@@ -154,7 +143,7 @@ class ServerJob:
             for other in range(self.rpc.size):
                 self.rpc.notify(other, _BEGIN, self.coordinator)
 
-    def _may_begin(self, coordinator: int | None) -> None:
+    def _may_begin(self, source: int, coordinator: int | None) -> None:
         self._begun, self.coordinator = True, coordinator
 
     def tell_of_checkpoint(self, path: str) -> None:
@@ -210,7 +199,7 @@ class ServerJob:
         self.is_done = True
         atexit.unregister(self.done)
 
-    def _end(self) -> None:
+    def _end(self, source: int, body: None) -> None:
         self.ended = True
 
 
@@ -227,25 +216,20 @@ class Losses:
             return died
         routes = job.client.routes
         holder = routes.holder_of(rank)
-        names: list[str] = []
-        given_up: list[str] = []
+        names, given_up = {}, {}
         if job.server is not None and holder == job.rpc.rank:
-            copies = job.server.backup_copies
-            names, given_up = list(copies.names.values()), list(copies.given_up.values())
+            names, given_up = job.server.backup_copies.names, job.server.backup_copies.given_up
         if given_up or routes.is_lost_with(rank):
-            last = "it has no checkpoint of a CheckpointManager"
+            names_lost = _quoted(given_up.values() or job.client.names_lost())
+            last = f"from its last checkpoint, {job.checkpoint}"
             return (
-                f"{died}, and with it {_quoted(given_up or job.client.names_lost())}: the job must be started again, "
-                + (
-                    f"from its last checkpoint, {job.checkpoint}"
-                    if job.checkpoint
-                    else f"and {last}"
-                )
+                f"{died}, and with it {names_lost}: the job must be started again, "
+                f"{last if job.checkpoint else 'and it has no checkpoint of a CheckpointManager'}"
             )
         primary = job.name_of(routes.primary_of(rank) or 0)
         return (
-            f"{died}; {job.name_of(holder)} goes on with {_quoted(names)}, of which there is no other copy now, nor of "
-            f"what {primary} has made"
+            f"{died}; {job.name_of(holder)} goes on with {_quoted(names.values())}, of which there is no other copy "
+            f"now, nor of what {primary} has made"
         )
 
     def lost(self, rank: int) -> None:
@@ -320,5 +304,5 @@ def _is_needed(rank: int, job: ServerJob, clients: set[int]) -> bool:
     return rank in clients or (rank in job.servers and bool(clients))
 
 
-def _quoted(names: Sequence[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "what it kept"

@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from mpistrat.communicators.host_views import view_of
+from mpistrat import arrays
 from mpistrat.errors import NotFoundError
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.protocol import Step
@@ -34,11 +32,7 @@ class OptimizerSteps:
 
         for key, table, shard in tables:
             if (optimizer, key) not in self._optimizers:
-                lacks = table.spec.is_torch and table.spec.dtype not in np.sctypeDict
-                dtype = table.spec.dtype if lacks else None
-                self._optimizers[optimizer, key] = ServerOptimizer(
-                    view_of(table.array), recipe, dtype=dtype, shard=shard
-                )
+                self._optimizers[optimizer, key] = ServerOptimizer(table.array, recipe, shard=shard)
 
     def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
         """
@@ -46,7 +40,6 @@ class OptimizerSteps:
         Raises: ValueError, TypeError, IndexError: the gradient does not fit.
         """
         optimizer = self._of(step.optimizer, key)
-        gradient = _map_arrays(view_of, gradient)
         if step.round is None:
             self._take(optimizer, table, gradient, step.hyperparameters)
             return
@@ -56,7 +49,7 @@ class OptimizerSteps:
             pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
                 _check_alike(gradient, pending)
-                pending.gradients[worker] = _map_arrays(np.copy, gradient)
+                pending.gradients[worker] = _copied(gradient)
                 pending.steps[worker] = step
                 return
 
@@ -139,36 +132,25 @@ def _check_alike(gradient: Any, pending: _Pending) -> None:
             )
 
 
-def _map_arrays(function: Callable[[Any], np.ndarray], gradient: Any) -> Any:
+def _copied(gradient: Any) -> Any:
     if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(function(gradient.values), function(gradient.indices))
-    return function(gradient)
+        return IndexedSlices(arrays.copy(gradient.values), arrays.copy(gradient.indices))
+    return arrays.copy(gradient)
 
 
 def _combined(pending: _Pending, workers: int) -> Any:
     """The gradients of so many workers, added in the order of their ranks, so that the bits are the same each time."""
     gradients = [pending.gradients[worker] for worker in sorted(pending.gradients)]
-    divisor = max(workers, len(gradients)) if pending.first.mean else 1
     total = gradients[0]
     if isinstance(total, IndexedSlices):
-        values = np.concatenate([gradient.values for gradient in gradients])
-        indices = np.concatenate([gradient.indices for gradient in gradients])
-        total = IndexedSlices(values, indices)
+        numbers = arrays.concatenate([gradient.values for gradient in gradients])
+        indices = arrays.concatenate([gradient.indices for gradient in gradients])
+        total = IndexedSlices(numbers, indices)
     else:
-        values = total
-        numbers = _as_numbers(pending.table, total)
+        numbers = total
         for gradient in gradients[1:]:
-            numbers += _as_numbers(pending.table, gradient)
+            numbers += gradient
+    divisor = max(workers, len(gradients)) if pending.first.mean else 1
     if divisor > 1:
-        numbers = _as_numbers(pending.table, values)
         numbers /= divisor
     return total
-
-
-def _as_numbers(table: Table, memory: np.ndarray) -> Any:
-    """The gradient's memory as an array of its own dtype, which NumPy may lack."""
-    if not table.spec.is_torch:
-        return memory
-    import torch
-
-    return torch.from_numpy(memory).view(table.spec.native_dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mpistrat.parameter_server.tensors import PackedTensor, TensorSpec
@@ -24,6 +24,9 @@ END_ROUNDS, DROP_GRADIENTS = "end rounds", "drop gradients"
 ENDED, FAILED = "steps ended", "step failed"
 # Requests of a worker: may the next step begin; how many steps each worker has ended.
 MAY_BEGIN, STEPS = "may begin", "steps"
+
+# Of a server: calls its argument when all changes made so far outlive the server.
+WhenSafe = Callable[[Callable[[], None]], None]
 
 
 class Push(NamedTuple):

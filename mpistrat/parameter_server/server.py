@@ -51,14 +51,18 @@ class ParameterServer:
         self._rounds = Rounds(rpc, workers, self.store.optimizers, self._gate, self._backup)
         self.backup_copies = BackupCopies(rpc, self.store, self._gate, self._rounds.take_over)
         self._announcements = Announcements(rpc, creator, self._backup.when_safe)
-        rpc.handle(protocol.PULL, partial(self._read, self.store.pull))
-        rpc.handle(protocol.ROWS, partial(self._read, self.store.rows))
-        rpc.handle(protocol.OPTIMIZER_STATE, partial(self._read, self.store.optimizer_state))
-        rpc.handle(protocol.CREATE, self._create)
-        rpc.handle(protocol.FIND, self._find)
-        rpc.handle(protocol.UPDATE, self._update)
-        rpc.handle(protocol.MAKE_OPTIMIZER, self._make_optimizer)
-        rpc.handle(protocol.LOAD_OPTIMIZER_STATE, self._load_optimizer_state)
+        requests: dict[str, Callable[[Request], None]] = {
+            protocol.PULL: partial(self._read, self.store.pull),
+            protocol.ROWS: partial(self._read, self.store.rows),
+            protocol.OPTIMIZER_STATE: partial(self._read, self.store.optimizer_state),
+            protocol.CREATE: self._create,
+            protocol.FIND: self._find,
+            protocol.UPDATE: self._update,
+            protocol.MAKE_OPTIMIZER: self._make_optimizer,
+            protocol.LOAD_OPTIMIZER_STATE: self._load_optimizer_state,
+        }
+        for method, handler in requests.items():
+            rpc.handle(method, partial(_refusing, handler))
         rpc.handle(protocol.FORGET, lambda _, body: self.store.idempotency.forget(*body))
         rpc.handle(protocol.DONE, lambda source, _: self._leave(source))
         rpc.on_lost(self._lost)
@@ -67,98 +71,68 @@ class ParameterServer:
         """Return when nobody uses the server any more."""
         self._rpc.run_until(lambda: not self.clients)
 
-    def _reply(self, source: int, request: Request, outcome: Any) -> None:
-        """With a result, or with an error that the client raises."""
-        if isinstance(outcome, Exception):
-            self._rpc.reply_error(source, request.ticket, portable_error(outcome))
-        else:
-            self._rpc.reply(source, request.ticket, outcome)
+    def _read(self, read: Callable[[Any, Any], Any], request: Request) -> None:
+        which, what = request.body
+        request.reply(read(which, what))
 
-    def _reply_when_safe(self, source: int, request: Request, outcome: Any) -> None:
-        """When the change that the reply is about outlives this server, if there is a backup."""
-        self._backup.when_safe(lambda: self._reply(source, request, outcome))
-
-    def _read(self, read: Callable[[Any, Any], Any], source: int, request: Request) -> None:
-        def work() -> Any:
-            which, what = request.body
-            return read(which, what)
-
-        self._reply(source, request, outcome_of(work))
-
-    def _create(self, source: int, request: Request) -> None:
+    def _create(self, request: Request) -> None:
         new: NewArray = request.body
-        table = outcome_of(lambda: self.store.create(new))
-        if isinstance(table, Exception):
-            self._reply(source, request, table)
-            return
+        table = self.store.create(new)
         if new.server == self._rpc.rank:
-            self._backup.forward_new(source, new, table)
+            self._backup.forward_new(request.source, new, table)
         self._announcements.announce(new.key, _description(table))
-        self._reply_when_safe(source, request, _description(table))
+        self._reply_when_safe(request, _description(table))
 
-    def _find(self, source: int, request: Request) -> None:
+    def _find(self, request: Request) -> None:
         """Reply once the array is there: another rank may not have made it yet."""
         key = request.body
-        found = outcome_of(lambda: self.store.has(key))
-        if isinstance(found, Exception):
-            self._reply(source, request, found)
-            return
-        if found:
-            self._announcements.announce(key, _description(self.store.by_key[key]))
-        self._announcements.answer(source, request.ticket, key)
+        if self.store.has(key):
+            self._announcements.announce(key, _description(self.store.table(key)))
+        self._announcements.answer(request, key)
 
-    def _update(self, source: int, request: Request) -> None:
-        updates: Updates = request.body
-        try:
-            # Now: when the client dies, its memory cannot be mapped any more.
-            self.store.map_operands(updates)
-        except OSError as error:
-            self._reply(source, request, error)
-            return
-        self._gate.enter(source, updates.push, lambda: self._make_updates(source, request))
+    def _update(self, request: Request) -> None:
+        # Now: when the client dies, its memory cannot be mapped any more.
+        self.store.map_operands(request.body)
+        work = partial(_refusing, self._make_updates, request)
+        self._gate.enter(request.source, request.body.push, work)
 
-    def _make_updates(self, source: int, request: Request) -> None:
+    def _make_updates(self, request: Request) -> None:
         updates: Updates = request.body
         forwarded = None
         if self._backup.covers(update.key for update in updates.updates):
-            # First, so that the backup makes the updates meanwhile.
-            forwarded = outcome_of(lambda: self._forward(source, updates))
-            if isinstance(forwarded, Exception):  # no memory for it
-                self._reply(source, request, forwarded)
-                return
-        outcome = outcome_of(lambda: self.store.update(source, updates))
+            # First, so that the backup makes the updates meanwhile. There may be no memory for it.
+            packed = itertools.chain(*(update.operand for update in updates.updates))
+            operands = [unpack(operand, self.store.mappings) for operand in packed]
+            forwarded = self._backup.forward_updates(request.source, updates, operands)
+        outcome = outcome_of(lambda: self.store.update(request.source, updates))
         if forwarded is not None:
             forwarded.failed = isinstance(outcome, Exception)
-        self._reply_when_safe(source, request, outcome)
+        self._reply_when_safe(request, outcome)
 
-    def _forward(self, source: int, updates: Updates) -> Any:
-        packed = itertools.chain(*(update.operand for update in updates.updates))
-        operands = [unpack(operand, self.store.mappings) for operand in packed]
-        return self._backup.forward_updates(source, updates, operands)
-
-    def _make_optimizer(self, source: int, request: Request) -> None:
+    def _make_optimizer(self, request: Request) -> None:
         keys = [key for key, _ in request.body[2]]
         make = self.store.make_optimizer
-        self._change_optimizer(protocol.MAKE_OPTIMIZER, source, request, keys, make)
+        self._change_optimizer(protocol.MAKE_OPTIMIZER, request, keys, make)
 
-    def _load_optimizer_state(self, source: int, request: Request) -> None:
+    def _load_optimizer_state(self, request: Request) -> None:
         _, key, _ = request.body
         load = self.store.load_optimizer_state
-        self._change_optimizer(protocol.LOAD_OPTIMIZER_STATE, source, request, [key], load)
+        self._change_optimizer(protocol.LOAD_OPTIMIZER_STATE, request, [key], load)
 
     def _change_optimizer(
-        self,
-        method: str,
-        source: int,
-        request: Request,
-        keys: Sequence[int],
-        change: Callable[..., None],
+        self, method: str, request: Request, keys: Sequence[int], change: Callable[..., None]
     ) -> None:
         outcome = outcome_of(lambda: change(*request.body))
         if self._backup.covers(keys):
-            forwarded = self._backup.forward(method, source, request.body)
+            forwarded = self._backup.forward(method, request.source, request.body)
             forwarded.failed = isinstance(outcome, Exception)
-        self._reply_when_safe(source, request, outcome)
+        self._reply_when_safe(request, outcome)
+
+    def _reply_when_safe(self, request: Request, outcome: Any) -> None:
+        """When the change that the reply is about outlives this server, if there is a backup."""
+        if isinstance(outcome, Exception):
+            outcome = portable_error(outcome)
+        self._backup.when_safe(partial(request.reply, outcome))
 
     def _leave(self, rank: int, died: bool = False) -> None:
         self.clients.discard(rank)
@@ -178,3 +152,11 @@ class ParameterServer:
 
 def _description(table: Table) -> Any:
     return table.name, table.spec, table.handle
+
+
+def _refusing(handler: Callable[[Request], None], request: Request) -> None:
+    """Reply with the error that the handler raises."""
+    try:
+        handler(request)
+    except Exception as error:
+        request.reply(portable_error(error))

@@ -1,7 +1,7 @@
 """torch.optim on the arrays that a server keeps: each array's optimizer state lives once, beside it.
 
-Nothing here communicates. A worker describes its optimizer by an `OptimizerRecipe`, once, and sends the numbers of its
-param group along with each gradient, since schedulers change them.
+Nothing here communicates. A worker describes its optimizer by an `OptimizerRecipe`, once. With each gradient it sends
+the numbers of its param group, since schedulers change them.
 """
 
 from __future__ import annotations
@@ -15,31 +15,26 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from mpistrat.arrays import dtype_name
-from mpistrat.communicators.host_views import view_of
+from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.host_views import as_buffer_of, view_of
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 
 State = dict[str, Any]  # by name: NumPy arrays, those of no dimension included, and Python numbers
 
-# How steps are computed is the server's business: a worker's may be those of a GPU, where `fused` and `capturable`
-# need the parameter to lie. Fused on the CPU is one pass over memory: Adam takes a ninth of its time.
-_HOW: Mapping[str, Any] = {
-    "foreach": False,
-    "fused": True,
-    "capturable": False,
-    "differentiable": False,
-}
+# The server chooses how a step is computed: a worker's choice may be for a GPU, where `fused` and `capturable` need the
+# parameter. Fused on the CPU is one pass over memory: Adam takes a ninth of its time.
+_HOW = {"foreach": False, "fused": True, "capturable": False, "differentiable": False}
 # In torch 2.13 fused SGD on the CPU leaves bfloat16 and float16 unchanged (pytorch issue 191763).
 _FUSED = (torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizerRecipe:
-    """A torch optimizer of one param group, as a worker describes it to the servers; it can be pickled.
+    """A torch optimizer of one param group, as a worker describes it to the servers. It can be pickled.
 
     Attributes:
-        keywords: what the constructor is called with besides the parameters.
+        keywords: the constructor's arguments besides the parameters.
     """
 
     cls: type[Optimizer]
@@ -47,9 +42,9 @@ class OptimizerRecipe:
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerRecipe:
-        """That of `group`, one of the optimizer's param groups.
+        """The recipe of `group`, one of the optimizer's param groups.
 
-        Raises: TypeError when the servers cannot make another one like it, or cannot step it.
+        Raises: TypeError: the servers cannot make such an optimizer, or cannot step it.
         """
         kind = type(optimizer)
         closure = inspect.signature(kind.step).parameters.get("closure")
@@ -69,8 +64,7 @@ class OptimizerRecipe:
         return cls(kind, {name: numbers[name] for name in keywords})
 
     def make(self, parameter: torch.Tensor) -> Optimizer:
-        known = _keywords_of(self.cls)
-        how = {name: value for name, value in _HOW.items() if name in known}
+        how = {name: value for name, value in _HOW.items() if name in _keywords_of(self.cls)}
         if "fused" in how:
             how["fused"] = parameter.dtype in _FUSED
         make: Callable[..., Optimizer] = self.cls
@@ -78,14 +72,14 @@ class OptimizerRecipe:
 
 
 def _keywords_of(cls: type[Optimizer]) -> set[str]:
-    """The constructor's, but for the parameters and `**others`."""
+    """The constructor's arguments but for the parameters, `*others` and `**others`."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = list(inspect.signature(cls).parameters.values())[1:]
     return {p.name for p in parameters if p.kind not in several}
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group holds besides parameters: plain numbers, also where it has tensors of one element."""
+    """All of a param group but its parameters. Tensors of one element become plain numbers."""
     skipped = ("params", "param_names")
     return {name: _plain(value) for name, value in group.items() if name not in skipped}
 
@@ -93,34 +87,22 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
-    return tuple(_plain(part) for part in value) if isinstance(value, (tuple, list)) else value
+    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
 class ServerOptimizer:
-    """The steps of one array on a server, updated in place, and their state.
+    """Steps one array on a server in place, and keeps the state for it.
 
     Args:
         array: C-contiguous and writable: the server's memory.
-        dtype: of `array`, gradients and state if NumPy lacks it: "bfloat16", of which arrays are int16 (see
-            `host_views`). The array's own otherwise.
         shard: `array` is a part of a variable.
-    Raises: TypeError for a `shard` when the optimizer does not update element by element.
+    Raises: TypeError: the optimizer cannot step a shard, since it does not update element by element.
     """
 
-    def __init__(
-        self,
-        array: np.ndarray,
-        recipe: OptimizerRecipe,
-        *,
-        dtype: str | None = None,
-        shard: bool = False,
-    ) -> None:
-        if not array.flags.c_contiguous:
-            raise ValueError(f"expected a C-contiguous array, got strides {array.strides}")
-        self._layout = array.dtype
-        whole = torch.from_numpy(array)
-        self._dtype = whole.dtype if dtype is None else getattr(torch, dtype)
-        self._whole = whole.view(self._dtype)
+    def __init__(self, array: Array, recipe: OptimizerRecipe, *, shard: bool = False) -> None:
+        self._whole = torch.as_tensor(array)
+        if not self._whole.is_contiguous():
+            raise ValueError(f"expected a C-contiguous array, got strides {self._whole.stride()}")
         self._cls = recipe.cls
         why = _why_not_by_part(recipe.cls)
         if shard and why:
@@ -132,18 +114,16 @@ class ServerOptimizer:
         self._state: dict[str, Any] = self._optimizer.state[self._whole]
         self._optimizer.state.clear()
 
-    def step(
-        self, gradient: np.ndarray | IndexedSlices, hyperparameters: Mapping[str, Any]
-    ) -> None:
-        """Update the array by `gradient`, of its shape, or of some of its rows.
+    def step(self, gradient: Array | IndexedSlices, hyperparameters: Mapping[str, Any]) -> None:
+        """Update the array by `gradient`, of its shape and dtype, or of some of its rows.
 
-        A step by rows, whose indices may repeat, reads and writes those rows of the array and of its state only. All
+        A step by rows, whose indices may repeat, reads and writes these rows of the array and of its state only. All
         others stay as they are: neither weights nor moments decay there, as with torch.optim.SparseAdam and TensorFlow
-        Addons' LazyAdam, and unlike a dense gradient with rows of zeros. One with no rows counts as a step, too; shards
-        that all get each step compute what the whole array would.
+        Addons' LazyAdam, and unlike a dense gradient with rows of zeros. A gradient without rows counts as a step, too.
+        Shards that all get each step compute what the whole array would.
 
         Args:
-            hyperparameters: those of the worker's param group now.
+            hyperparameters: of the worker's param group now.
         Raises: ValueError, TypeError, IndexError: the gradient does not fit; nothing is changed.
         """
         self.check(gradient)
@@ -151,21 +131,21 @@ class ServerOptimizer:
             if name not in _HOW:
                 self._group[name] = value
         if self._cls is torch.optim.SGD and self._whole.dtype in _FUSED:
-            # Without these the other way is one pass, too, and takes a tenth less time.
+            # Without momentum and decay the other way is one pass, too, and takes a tenth less time.
             self._group["fused"] = bool(self._group["momentum"] or self._group["weight_decay"])
         if isinstance(gradient, IndexedSlices):
             self._step_rows(gradient)
         else:
-            self._state = self._take(self._whole, self._tensor(gradient), self._state)
+            self._state = self._take(self._whole, _tensor(gradient), self._state)
 
-    def check(self, gradient: np.ndarray | IndexedSlices) -> None:
+    def check(self, gradient: Array | IndexedSlices) -> None:
         """Raises: what `step` would."""
         shape = tuple(self._whole.shape)
-        by_row = isinstance(gradient, IndexedSlices)
-        values = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-        if values.dtype != self._layout:
+        values: Any = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+        if dtype_name(values) != dtype_name(self._whole):
+            by_row = isinstance(gradient, IndexedSlices)
             what = "the gradient's rows are" if by_row else "the gradient is"
-            raise TypeError(f"{what} {values.dtype}, the array {dtype_name(self._whole)}")
+            raise TypeError(f"{what} {dtype_name(values)}, the array {dtype_name(self._whole)}")
         if not isinstance(gradient, IndexedSlices):
             if values.shape != shape:
                 raise ValueError(
@@ -182,42 +162,30 @@ class ServerOptimizer:
             )
         outside = gradient.indices[(gradient.indices < 0) | (gradient.indices >= shape[0])]
         if len(outside):
-            raise IndexError(f"row {outside[0]} of an array of {shape[0]} rows")
+            raise IndexError(f"row {int(outside[0])} of an array of {shape[0]} rows")
 
     def _step_rows(self, slices: IndexedSlices) -> None:
-        index, gradient = self._summed(slices)
+        index, gradient = _summed(slices)
         rows = self._whole.index_select(0, index)
         state = {
-            name: value.index_select(0, index) if self._is_by_row(value) else value
+            name: value.index_select(0, index) if _has_shape(value, self._whole) else value
             for name, value in self._state.items()
         }
         state = self._take(rows, gradient, state)
-        new = {
-            name
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.shape == rows.shape
-        }
-        for name, fill in self._initial(new - self._state.keys()).items():
+        by_row = {name for name, value in state.items() if _has_shape(value, rows)}
+        for name, fill in self._initial(by_row - self._state.keys()).items():
             self._state[name] = self._full(fill)
         self._whole.index_copy_(0, index, rows)
         for name, value in state.items():
-            if name in new:
+            if name in by_row:
                 self._state[name].index_copy_(0, index, value)
             else:
                 self._state[name] = value
 
-    def _summed(self, slices: IndexedSlices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each index once, in ascending order, and the sums of their rows."""
-        values = self._tensor(slices.values)
-        index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
-        index, inverse = torch.unique(index, return_inverse=True)
-        sums = values.new_zeros((len(index), *values.shape[1:]))
-        return index, sums.index_add_(0, inverse, values)
-
     def _take(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Step `parameter`, whose state is `state`. Returns: its state then."""
+        """Step `parameter`, which has `state`. Returns: its state then."""
         if issubclass(self._cls, torch.optim.SparseAdam) and parameter is not self._whole:
             every = torch.arange(len(gradient)).unsqueeze(0)
             gradient = torch.sparse_coo_tensor(
@@ -235,7 +203,7 @@ class ServerOptimizer:
             self._optimizer.state.clear()
 
     def _initial(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """What `names` of the state are in a row at first: as a step by zero leaves them in a row of zeros."""
+        """What `names` of the state are in a row at first: what a step by zero makes them in a row of zeros."""
         if not names:
             return {}
         row = self._whole.new_zeros((1, *self._whole.shape[1:]))
@@ -249,15 +217,6 @@ class ServerOptimizer:
         zeros = np.zeros(self._whole.numel() * row.element_size(), np.uint8)
         return torch.from_numpy(zeros).view(row.dtype).view(self._whole.shape)
 
-    def _is_by_row(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self._whole.shape
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """The memory of `array`; a copy if it is read-only, which torch does not know, or not C-contiguous."""
-        if not (array.flags.writeable and array.flags.c_contiguous):
-            array = array.copy()
-        return torch.from_numpy(array).view(self._dtype)
-
     def state_dict(self) -> State:
         """The state: empty before the first step. Its arrays are the server's memory, which the next step changes."""
         return {
@@ -267,29 +226,52 @@ class ServerOptimizer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a copy of `state`, one that `state_dict` gave for an array of this shape.
+        """Go on from a copy of `state`, which `state_dict` gave for an array of this shape.
 
-        Raises: ValueError when it is of another shape; nothing is changed.
+        Raises: ValueError: it is of another shape; nothing is changed.
         """
-        loaded = {}
+        loaded = dict(state)
+        by_part = not _why_not_by_part(self._cls)
         for name, value in state.items():
             if not isinstance(value, np.ndarray):
-                loaded[name] = value
                 continue
-            by_part = not _why_not_by_part(self._cls)
             if by_part and value.ndim and value.shape != tuple(self._whole.shape):
                 raise ValueError(
                     f"the optimizer's {name} has shape {list(value.shape)}, its array {list(self._whole.shape)}"
                 )
-            tensor = torch.from_numpy(value.copy())
-            loaded[name] = tensor.view(self._dtype) if value.dtype == self._layout else tensor
+            is_like = value.dtype == view_of(self._whole).dtype
+            loaded[name] = as_buffer_of(
+                self._whole if is_like else torch.from_numpy(value), value.copy()
+            )
         self._state = loaded
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """The memory of `array`; a copy if it is read-only, which torch does not know, or not C-contiguous."""
+    if isinstance(array, np.ndarray) and not (array.flags.writeable and array.flags.c_contiguous):
+        array = array.copy()
+    return torch.as_tensor(array).contiguous()
+
+
+def _has_shape(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
+
+
+def _summed(slices: IndexedSlices) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each index once, in ascending order, and the sums of their rows."""
+    values = _tensor(slices.values)
+    index = torch.from_numpy(np.asarray(slices.indices).astype(np.int64))
+    index, inverse = torch.unique(index, return_inverse=True)
+    sums = values.new_zeros((len(index), *values.shape[1:]))
+    return index, sums.index_add_(0, inverse, values)
 
 
 def join_states(states: Sequence[State]) -> State:
     """The state of a whole array, from those of its consecutive shards.
 
-    Counts of steps are those of the shard that took most. Raises: ValueError when shards have state of other names.
+    Counts of steps are those of the shard with most steps.
+
+    Raises: ValueError: the shards have state of different names.
     """
     if len({frozenset(state) for state in states}) > 1:
         raise ValueError(
@@ -303,7 +285,7 @@ def join_states(states: Sequence[State]) -> State:
 
 
 def split_state(state: State, rows: Sequence[int]) -> list[State]:
-    """The state of each shard of an array, of as many rows as `rows` says, that has `state`. Arrays are views."""
+    """The inverse: the state of each shard, of as many rows as `rows` says. Arrays are views."""
     ends = np.cumsum(rows)
     return [
         {
@@ -319,7 +301,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _why_not_by_part(cls: type[Optimizer]) -> str:
-    # Not among those known, since it takes sparse gradients alone.
+    # SparseAdam is not among those known, since it takes sparse gradients alone.
     return "" if issubclass(cls, torch.optim.SparseAdam) else why_not_elementwise(cls)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.protocol import Push
+from mpistrat.parameter_server.protocol import Push, WhenSafe
 from mpistrat.parameter_server.routes import Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
@@ -23,26 +22,22 @@ HOLD, ADMIT, RELEASE = "hold", "admit", "release"
 REMEMBERED = 16
 
 _PartOfPush = tuple[int, int, "int | None"]  # client, number, part
+_Which = tuple[int, "int | None"]  # client, part
 
 
 class Gate:
     """Of a server: other clients' changes wait here while one client holds it.
 
-    Args: when_safe: calls its argument when all that has passed outlives this server.
+    Args: when_safe: for what has passed.
     """
 
-    def __init__(
-        self,
-        rpc: RpcEndpoint,
-        when_safe: Callable[[Callable[[], None]], None] = lambda call: call(),
-    ) -> None:
+    def __init__(self, rpc: RpcEndpoint, when_safe: WhenSafe = lambda call: call()) -> None:
         self._rpc, self._when_safe = rpc, when_safe
         self._holder: int | None = None
         self._held: list[tuple[int, Push | None, Callable[[], None]]] = []
-        self._next: deque[tuple[int, Request]] = deque()  # HOLD requests of other clients
-        self._passed: dict[tuple[int, int | None], deque[Push]] = defaultdict(
-            lambda: deque(maxlen=REMEMBERED)
-        )  # by client and part
+        self._next: deque[Request] = deque()  # HOLD, of other clients
+        # By client and part.
+        self._passed: dict[_Which, deque[Push]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._admitted: set[_PartOfPush] = set()  # may pass, and have not come yet
         self._admission: Request | None = None  # is answered when all of these have come
         rpc.handle(HOLD, self._hold)
@@ -73,15 +68,14 @@ class Gate:
         self._answer_if_all_came()
         self._release(rank)
 
-    def _hold(self, source: int, request: Request) -> None:
+    def _hold(self, request: Request) -> None:
         if self._holder is not None:
-            self._next.append((source, request))
+            self._next.append(request)
             return
-        self._holder = source
-        passed = {which: list(pushes) for which, pushes in self._passed.items()}
-        self._rpc.reply(source, request.ticket, passed)
+        self._holder = request.source
+        request.reply({which: list(pushes) for which, pushes in self._passed.items()})
 
-    def _admit(self, source: int, request: Request) -> None:
+    def _admit(self, request: Request) -> None:
         self._admission = request
         self._admitted = set(request.body)
         self._enter_again()  # also what the dead have sent: it has come whole
@@ -95,19 +89,19 @@ class Gate:
             self.enter(*change)
 
     def _answer_if_all_came(self) -> None:
-        if self._admission is not None and not self._admitted and self._holder is not None:
-            self._when_safe(partial(self._rpc.reply, self._holder, self._admission.ticket))
+        if self._admission is not None and not self._admitted:
+            self._when_safe(self._admission.reply)
             self._admission = None
 
     def _release(self, source: int) -> None:
-        self._next = deque(waiting for waiting in self._next if waiting[0] != source)
+        self._next = deque(request for request in self._next if request.source != source)
         if self._holder != source:
             return
         self._holder, self._admission = None, None
         self._admitted.clear()
         self._enter_again()
         if self._next:
-            self._hold(*self._next.popleft())
+            self._hold(self._next.popleft())
 
 
 @contextlib.contextmanager
@@ -115,32 +109,29 @@ def consistent_snapshot(routes: Routes) -> Iterator[None]:
     """Inside, nobody else changes anything on the servers. Called by: a client."""
     held: list[int] = []
     try:
-        while not _hold_all(routes, held):  # a server has died meanwhile, and its backup goes on
-            _release_all(routes, held)
+        while True:
+            try:
+                _hold_all(routes, held)
+                break
+            except UnavailableError:  # a server has died meanwhile
+                if any(map(routes.is_lost_with, routes.servers)):
+                    raise
+                _release_all(routes, held)
         yield
     finally:
         _release_all(routes, held)
 
 
-def _hold_all(routes: Routes, held: list[int]) -> bool:
-    """Args: held: gets the servers that were asked, also those that have not answered in time.
-
-    Returns: False where it is to be done again. Raises: UnavailableError, StallError.
-    """
-    living = list(dict.fromkeys(map(routes.holder_of, routes.servers)))
+def _hold_all(routes: Routes, held: list[int]) -> None:
+    """Args: held: gets the servers that were asked, also those that have not answered in time."""
     passed: dict[int, Any] = {}
-    try:
-        for server in living:  # all clients ask in this order: no two hold some servers each
-            held.append(server)
-            passed[server] = routes.rpc.call(server, HOLD).wait()
-        missing = not_yet_everywhere(passed, routes.holder_of)
-        for reply in [routes.rpc.call(server, ADMIT, missing[server]) for server in living]:
-            reply.wait()
-    except UnavailableError:
-        if any(map(routes.is_lost_with, routes.servers)):
-            raise
-        return False
-    return True
+    for server in dict.fromkeys(map(routes.holder_of, routes.servers)):
+        # All clients ask in this order: no two hold some servers each.
+        held.append(server)
+        passed[server] = routes.rpc.call(server, HOLD).wait()
+    missing = not_yet_everywhere(passed, routes.holder_of)
+    for reply in [routes.rpc.call(server, ADMIT, parts) for server, parts in missing.items()]:
+        reply.wait()
 
 
 def _release_all(routes: Routes, held: list[int]) -> None:
@@ -149,7 +140,7 @@ def _release_all(routes: Routes, held: list[int]) -> None:
 
 
 def not_yet_everywhere(
-    passed: Mapping[int, Mapping[tuple[int, int | None], Sequence[Push]]],
+    passed: Mapping[int, Mapping[_Which, Sequence[Push]]],
     holder: Callable[[int], int] = lambda server: server,
 ) -> dict[int, set[_PartOfPush]]:
     """By server, the parts of pushes that still have to pass there, because other parts have passed elsewhere.

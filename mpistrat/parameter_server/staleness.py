@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mpistrat.errors import StallError, UnavailableError
-from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS
+from mpistrat.parameter_server.protocol import ENDED, FAILED, MAY_BEGIN, STEPS, WhenSafe
 from mpistrat.parameter_server.routes import Call, Routes
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
 
@@ -24,7 +24,7 @@ class ServerClock:
         workers: ranks. A worker that is done, or has died, holds nobody back.
         ended: is called with the number of steps that the slowest worker has ended, before any worker may begin. An
             error that it returns is what each worker's next request to begin is refused with, once.
-        when_safe: calls its argument when what `ended` did outlives this server.
+        when_safe: for what `ended` has done.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class ServerClock:
         rpc: RpcEndpoint,
         workers: Sequence[int],
         ended: Callable[[int], Exception | None] = lambda steps: None,
-        when_safe: Callable[[Callable[[], None]], None] = lambda call: call(),
+        when_safe: WhenSafe = lambda call: call(),
     ) -> None:
-        self._rpc, self._on_ended, self._when_safe = rpc, ended, when_safe
+        self._on_ended, self._when_safe = ended, when_safe
         self._steps = dict.fromkeys(workers, 0)
         self._working = set(workers)
-        self._waiting: list[tuple[int, Request]] = []
+        self._waiting: list[Request] = []
         self._errors: dict[int, Exception] = {}  # by worker that has not got it yet
         rpc.handle(MAY_BEGIN, self._may_begin)
-        rpc.handle(STEPS, lambda source, request: rpc.reply(source, request.ticket, self._steps))
+        rpc.handle(STEPS, lambda request: request.reply(self._steps))
 
     def steps_of(self, rank: int) -> int:
         """How many steps the rank has ended; 0 for a rank that is no worker."""
@@ -58,9 +58,9 @@ class ServerClock:
         self._steps[rank] = steps
         self.look()
 
-    def _may_begin(self, source: int, request: Request) -> None:
+    def _may_begin(self, request: Request) -> None:
         """Reply with the slowest worker's steps, once that has ended the step in the request."""
-        self._waiting.append((source, request))
+        self._waiting.append(request)
         self.look()
 
     def look(self) -> None:
@@ -70,14 +70,12 @@ class ServerClock:
         if error is not None:
             self._errors = {**dict.fromkeys(self._working, error), **self._errors}
         waiting, self._waiting = self._waiting, []
-        for source, request in waiting:
+        for request in waiting:
             if slowest < request.body:
-                self._waiting.append((source, request))
-            elif source in self._errors:
-                error = self._errors.pop(source)
-                self._when_safe(partial(self._rpc.reply_error, source, request.ticket, error))
+                self._waiting.append(request)
             else:
-                self._when_safe(partial(self._rpc.reply, source, request.ticket, slowest))
+                outcome = self._errors.pop(request.source, slowest)
+                self._when_safe(partial(request.reply, outcome))
 
 
 class WorkerClock:

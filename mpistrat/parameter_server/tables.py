@@ -19,7 +19,7 @@ from mpistrat.variables.updates import update_in_place
 # Before the array: how many times a write has begun or ended, and how many updates there were.
 _HEADER = 64
 _TURN, _UPDATES = 0, 1
-_LOOKS = 3
+_ATTEMPTS = 3
 _SECONDS_FOR_AN_UPDATE = 0.02
 _PAUSE = 50e-6
 
@@ -99,7 +99,7 @@ class MappedTable:
     def _undisturbed(self, read: Callable[[], T]) -> T | None:
         """What `read` returns between two writes. As in Linux's seqlock, the turn is even and stays the same."""
         words = self._words
-        for _ in range(_LOOKS):
+        for _ in range(_ATTEMPTS):
             end = time.monotonic() + _SECONDS_FOR_AN_UPDATE
             while (turn := words[_TURN]) % 2:
                 if time.monotonic() > end:

@@ -55,8 +55,10 @@ def newest_step(directory: Path, before: int) -> int:
         stored = StoredCheckpoint(path, {"common"})
         stored.verify_ranks(0, 1)
         common, own = CommonState(), OwnState(0)
-        common.load_state_dict(stored["common"]["common"])
-        own.load_rank_state_dicts({rank: state["own"] for rank, state in stored["ranks"].items()})
+        common.load_state_dict(stored.state["common"]["common"])
+        own.load_rank_state_dicts(
+            {rank: state["own"] for rank, state in stored.state["ranks"].items()}
+        )
         assert common.step == own.step == manifest.step
     assert manifest.step >= before
     return manifest.step

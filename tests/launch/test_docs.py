@@ -1,47 +1,11 @@
-"""The programs of README and of docs/ run as they stand, after a few lines for the names that they leave open."""
+"""The programs of README and of docs/ run as they stand."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-TOP = Path(__file__).parents[2]
-# What a page calls a model, data and the like.
-OPEN_NAMES = """
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from support.documentation import TOP, program_of
 
-import mpistrat as ms
-
-GLOBAL, STEPS = 8, 4
-dataset = TensorDataset(torch.randn(32, 5), torch.randint(3, (32,)))
-loader = DataLoader(dataset, batch_size=GLOBAL, shuffle=True)
-
-
-def Net():
-    return torch.nn.Linear(5, 3)
-
-
-def build():
-    global model, optimizer
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer
-
-
-def per_example_loss(output, y):
-    return F.cross_entropy(output, y, reduction="none")
-
-
-def step(batch):
-    x, y = batch
-    loss = ms.compute_average_loss(per_example_loss(model(x), y), global_batch_size=GLOBAL)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 STRATEGY = "strategy = ms.MultiWorkerMirroredStrategy()"
 TRAINING = f"""{STRATEGY}
 with strategy.scope():
@@ -68,10 +32,8 @@ PROGRAMS = {
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_programs_run(launcher, tmp_path: Path, page: str) -> None:
     ranks, before, after = PROGRAMS[page]
-    text = (TOP / page).read_text(encoding="utf-8")
-    programs = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     program = tmp_path / "program.py"
-    program.write_text("\n".join([OPEN_NAMES, before, *programs, after]), encoding="utf-8")
+    program.write_text(program_of(page, before, after), encoding="utf-8")
     job = launcher.run_python(ranks, program, forked=True, cwd=tmp_path)
     assert job.returncode == 0, job.output
 
@@ -79,4 +41,4 @@ def test_programs_run(launcher, tmp_path: Path, page: str) -> None:
 def test_no_program_is_left_out() -> None:
     pages = [TOP / "README.md", *(TOP / "docs").rglob("*.md")]
     having = {str(page.relative_to(TOP)) for page in pages if "```python" in page.read_text()}
-    assert having == {*PROGRAMS, "docs/tpus.md"}  # which needs torch_xla
+    assert having == {*PROGRAMS, "docs/tpus.md"}  # see tests/tpu

@@ -277,9 +277,11 @@ def test_a_rank_is_killed_while_it_saves(
     for path, manifest in whole:
         stored = StoredCheckpoint(path, {"total", "own"})
         stored.verify_ranks(0, 1)
-        assert (stored["common"]["total"]["value"] == manifest.step).all()
-        assert len(stored["ranks"]) == manifest.ranks == (3 if manifest.step < step else 2)
-        assert all((own["own"]["step"] == manifest.step).all() for own in stored["ranks"].values())
+        assert (stored.state["common"]["total"]["value"] == manifest.step).all()
+        assert len(stored.state["ranks"]) == manifest.ranks == (3 if manifest.step < step else 2)
+        assert all(
+            (own["own"]["step"] == manifest.step).all() for own in stored.state["ranks"].values()
+        )
     left = {path.name for path in directory.iterdir()}
     assert left == {".lock"} | {Path(path).name for path, _ in whole}
 

@@ -33,11 +33,11 @@ class Talk:
         self.rpc.handle("echo", self._echo)
         self.rpc.handle("fail", self._fail)
 
-    def _echo(self, source, request) -> None:
-        self.rpc.reply(source, request.ticket, request.body)
+    def _echo(self, request) -> None:
+        request.reply(request.body)
 
-    def _fail(self, source, request) -> None:
-        self.rpc.reply_error(source, request.ticket, request.body(f"of rank {RANK}"))
+    def _fail(self, request) -> None:
+        request.reply(request.body(f"of rank {RANK}"))
 
     def finish(self) -> None:
         for rank in range(SIZE):
@@ -141,9 +141,9 @@ def test_a_limit_to_waiting(talk) -> None:
 
 
 def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
-    tickets = {}
-    talk.rpc.handle("later", lambda source, request: tickets.update({source: request.ticket}))
-    talk.rpc.handle("now", lambda source, _: talk.rpc.reply(source, tickets[source], 5))
+    requests = {}
+    talk.rpc.handle("later", lambda request: requests.update({request.source: request}))
+    talk.rpc.handle("now", lambda source, _: requests[source].reply(5))
     monkeypatch.setattr(talk.rpc, "stall_seconds", 0.1)
     told = []
 
@@ -208,7 +208,7 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender(monkeypatch) -> None:
 
 
 def test_who_does_not_answer_is_named(talk, monkeypatch) -> None:
-    talk.rpc.handle("nothing", lambda source, request: None)
+    talk.rpc.handle("nothing", lambda request: None)
     monkeypatch.setattr(talk.rpc, "stall_seconds", 0.3)
     reply = talk.rpc.call(OTHERS[0], "nothing")
     with pytest.raises(errors.StallError, match=rf"rank {OTHERS[0]} to answer 'nothing'"):

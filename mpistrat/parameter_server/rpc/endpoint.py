@@ -14,17 +14,26 @@ from mpistrat.machine.notices import tell
 from mpistrat.parameter_server.rpc.channel import LOST, Channel, Unreadable
 
 # The first item of a message.
-_NOTICE, _REQUEST, _REPLY, _ERROR = range(4)
+_NOTICE, _REQUEST, _REPLY = range(3)
 SECONDS_BEHIND_ANOTHER = 0.05  # a thread waits behind the one that reads, before it checks again
-
-Handler = Callable[[int, Any], None]
 
 
 class Request(NamedTuple):
-    """A request, as its handler gets it. `ticket` is for the reply."""
+    """A request, as its handler gets it.
 
+    Attributes:
+        source: the rank that has sent it.
+        ticket: names it there.
+    """
+
+    channel: Channel
+    source: int
     ticket: int
     body: Any
+
+    def reply(self, outcome: Any = None) -> None:
+        """Reply with a value, or with an error that the other rank raises, of a class that can be pickled."""
+        self.channel.send(self.source, (_REPLY, self.ticket, outcome))
 
 
 class PendingReply:
@@ -36,13 +45,12 @@ class PendingReply:
         come: whether the reply has arrived.
     """
 
-    __slots__ = ("_error", "_rpc", "_value", "come", "method", "to")
+    __slots__ = ("_outcome", "_rpc", "come", "method", "to")
 
     def __init__(self, rpc: RpcEndpoint, to: int, method: str) -> None:
         self._rpc, self.to, self.method = rpc, to, method
         self.come = False
-        self._value: Any = None
-        self._error: BaseException | None = None
+        self._outcome: Any = None
 
     def wait(self, *, limited: bool = True) -> Any:
         """Wait for the reply's value.
@@ -53,12 +61,12 @@ class PendingReply:
         """
         if not self.come:
             self._rpc.wait_for(self, limited)
-        if self._error is not None:
-            raise self._error
-        return self._value
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
 
-    def resolve(self, value: Any, error: BaseException | None = None) -> None:
-        self._value, self._error = value, error
+    def resolve(self, outcome: Any) -> None:
+        self._outcome = outcome
         self.come = True
 
 
@@ -86,18 +94,16 @@ class RpcEndpoint:
         self.name_of = name_of
         self.stall_seconds = stall_seconds
         self._registering = threading.RLock()
-        self._handlers: dict[str, Handler] = {}
-        self._early: dict[
-            str, list[tuple[int, Any]]
-        ] = {}  # messages that came before their handler
+        self._handlers: dict[str, Callable[..., None]] = {}
+        self._early: dict[str, list[tuple[Any, ...]]] = {}  # what came before its handler
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count(1)
         self._open: dict[int, PendingReply] = {}
         self._reading = threading.Lock()
         self._news = threading.Condition()
 
-    def handle(self, method: str, handler: Handler) -> None:
-        """Call `handler(source, body)` for each notice of this method, `handler(source, Request)` for each request.
+    def handle(self, method: str, handler: Callable[..., None]) -> None:
+        """Call `handler(source, body)` for each notice of this method, `handler(Request)` for each request.
 
         The thread that reads calls it. A handler must not wait for a reply.
         """
@@ -122,17 +128,10 @@ class RpcEndpoint:
         self._open[ticket] = reply
         if to in self.channel.lost:
             self._open.pop(ticket, None)
-            reply.resolve(None, self.death_error(to))
+            reply.resolve(self.death_error(to))
         else:
             self.channel.send(to, (_REQUEST, method, ticket, body))
         return reply
-
-    def reply(self, source: int, ticket: int, value: Any = None) -> None:
-        self.channel.send(source, (_REPLY, ticket, value))
-
-    def reply_error(self, source: int, ticket: int, error: BaseException) -> None:
-        """Reply with an error, whose class must be picklable. The other rank raises it."""
-        self.channel.send(source, (_ERROR, ticket, error))
 
     def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
         """Read messages and call handlers until `until()` is true.
@@ -187,7 +186,7 @@ class RpcEndpoint:
             for ticket, reply in list(self._open.items()):
                 if reply.to == source:
                     self._open.pop(ticket, None)
-                    reply.resolve(None, self.death_error(source))
+                    reply.resolve(self.death_error(source))
             _call_all(partial(handler, source) for handler in self._when_lost)
             return
         if isinstance(message, Unreadable):
@@ -195,25 +194,21 @@ class RpcEndpoint:
                 f"what {self.name_of(source)} has sent cannot be unpickled: "
                 f"{type(message.error).__name__}: {message.error}"
             ) from message.error
-        kind, *content = message
-        if kind == _NOTICE:
-            self._dispatch(source, *content)
-        elif kind == _REQUEST:
-            method, ticket, body = content
-            self._dispatch(source, method, Request(ticket, body))
-        else:
-            ticket, result = content
-            waiting = self._open.pop(ticket, None)
+        kind, name, *content = message
+        if kind == _REPLY:
+            waiting = self._open.pop(name, None)
             if waiting is not None:
-                waiting.resolve(*((result,) if kind == _REPLY else (None, result)))
-
-    def _dispatch(self, source: int, method: str, body: Any) -> None:
+                waiting.resolve(*content)
+            return
+        arguments = (source, *content)
+        if kind == _REQUEST:
+            arguments = (Request(self.channel, *arguments),)
         with self._registering:
-            handler = self._handlers.get(method)
+            handler = self._handlers.get(name)
             if handler is None:
-                self._early.setdefault(method, []).append((source, body))
+                self._early.setdefault(name, []).append(arguments)
                 return
-        handler(source, body)
+        handler(*arguments)
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

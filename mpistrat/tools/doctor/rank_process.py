@@ -19,15 +19,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver, library_path, start_mpi
 from mpistrat.errors import TopologyError
 from mpistrat.machine.library_search import visible_mpi_libraries
 from mpistrat.machine.network_links import network_links
 from mpistrat.settings import start_seconds
 from mpistrat.tools.doctor import links, nodes
-from mpistrat.tools.doctor.facts import Failure, Job, Library, Links, Rank, as_json, from_json
+from mpistrat.tools.doctor.facts import (
+    Clock,
+    Failure,
+    Job,
+    Library,
+    Links,
+    Rank,
+    as_json,
+    from_json,
+)
+from mpistrat.topology import Topology
 
 SECONDS_TO_LOAD = 60.0
 SECONDS_TO_START = dataclasses.replace(start_seconds, default="60")
@@ -106,49 +114,36 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
 
         proven = is_proven("torch" if gpus.torch_gpus else "cupy", 0)
         rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_takes_gpu=proven))
-    ranks = gather_json(world, as_json(rank))
+    ranks = world.gather(as_json(rank))
 
     leaders = world.Split(0 if first else 1, topology.rank)
-    clocks, rates, speeds = [], [], []
+    clocks, measured = list[Clock](), None
     if first and topology.num_nodes > 1:
-        tell(stage="comparing the clocks of nodes", seconds=SECONDS_TO_MEASURE)
-        clocks = nodes.compare_clocks(leaders)
-
-        def begin(other: int) -> None:
-            pair = f"{topology.hosts[topology.node]} and {topology.hosts[other]}"
-            tell(stage=f"measuring the link between {pair}", seconds=SECONDS_TO_MEASURE)
-
-        rates = gather_json(leaders, links.measure(leaders, begin))
-        speeds = gather_json(leaders, list(network_links()))
+        clocks, measured = _between_nodes(leaders, topology, tell)
     elif not first:
         tell(stage="waiting for the first ranks of nodes", seconds=SECONDS_TO_GATHER)
     _wait_for_all(world)
     if topology.rank:
         tell(rank=topology.rank)
-        return
+    else:
+        tell(job=as_json(Job(from_json(list[Rank], ranks), clocks=clocks, links=measured)))
+
+
+def _between_nodes(
+    leaders: Any, topology: Topology, tell: Callable[..., None]
+) -> tuple[list[Clock], Links]:
+    """Clocks and links of all nodes, on the first of them. Called by: the first rank of each node."""
+    tell(stage="comparing the clocks of nodes", seconds=SECONDS_TO_MEASURE)
+    clocks = nodes.compare_clocks(leaders)
+
+    def begin(other: int) -> None:
+        pair = f"{topology.hosts[topology.node]} and {topology.hosts[other]}"
+        tell(stage=f"measuring the link between {pair}", seconds=SECONDS_TO_MEASURE)
+
+    rates = leaders.gather(links.measure(leaders, begin)) or []
+    speeds = leaders.gather(list(network_links())) or []
     pairs = topology.num_nodes * (topology.num_nodes - 1) // 2
-    job = Job(
-        from_json(list[Rank], ranks),
-        clocks=clocks,
-        links=Links([rate for own in rates for rate in own], speeds, pairs) if pairs else None,
-    )
-    tell(job=as_json(job))
-
-
-def gather_json(comm: Any, what: Any) -> list[Any]:
-    """What every rank sends, on rank 0; [] elsewhere. It travels as JSON, not as pickles, which could run code."""
-    mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
-    sizes = np.zeros(comm.size, np.int64)
-    comm.Gather(np.full(1, mine.size, np.int64), sizes)
-    if comm.rank:
-        comm.Send(mine, 0)
-        return []
-    texts = [mine.tobytes()]
-    for rank in range(1, comm.size):
-        text = np.empty(sizes[rank], np.uint8)
-        comm.Recv(text, rank)
-        texts.append(text.tobytes())
-    return [json.loads(text) for text in texts]
+    return clocks, Links([rate for own in rates for rate in own], speeds, pairs)
 
 
 def _wait_for_all(comm: Any) -> None:

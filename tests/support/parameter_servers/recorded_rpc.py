@@ -20,17 +20,20 @@ class RecordedRpc:
     rank = 0
 
     def __init__(self) -> None:
-        self.channel = SimpleNamespace(
-            lost=set(), shares_memory_with=lambda rank: False, pid_of=lambda rank: None
+        self.channel: Any = SimpleNamespace(
+            lost=set(),
+            shares_memory_with=lambda rank: False,
+            pid_of=lambda rank: None,
+            send=lambda to, message: self.replies.append(message[1:]),
         )
         self.name_of = "rank {}".format
         self.replies: list[tuple[int, Any]] = []
         self.notices: list[tuple[int, str, Any]] = []
-        self._handlers: dict[str, Callable[[int, Any], None]] = {}
+        self._handlers: dict[str, Callable[..., None]] = {}
         self._when_lost: list[Callable[[int], None]] = []
         self._tickets = itertools.count()
 
-    def handle(self, kind: str, handler: Callable[[int, Any], None]) -> None:
+    def handle(self, kind: str, handler: Callable[..., None]) -> None:
         self._handlers[kind] = handler
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
@@ -39,12 +42,6 @@ class RecordedRpc:
     def notify(self, to: int, kind: str, body: Any = None) -> None:
         self.notices.append((to, kind, body))
 
-    def reply(self, source: int, ticket: int, value: Any = None) -> None:
-        self.replies.append((ticket, value))
-
-    def reply_error(self, source: int, ticket: int, error: BaseException) -> None:
-        self.replies.append((ticket, error))
-
     def receive_notice(self, source: int, kind: str, body: Any = None) -> None:
         """A notice comes."""
         self._handlers[kind](source, body)
@@ -52,7 +49,7 @@ class RecordedRpc:
     def receive_request(self, source: int, kind: str, body: Any = None) -> int:
         """A request comes. Returns: its ticket."""
         ticket = next(self._tickets)
-        self._handlers[kind](source, Request(ticket, body))
+        self._handlers[kind](Request(self.channel, source, ticket, body))
         return ticket
 
     def reply_to(self, ticket: int) -> Any:
