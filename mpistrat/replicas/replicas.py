@@ -202,7 +202,7 @@ class ReplicasOfRank(Replicas):
         return self._turns.meet(index, merge, operands)
 
     @property
-    def device_random_state(self) -> None:
+    def device_random_state(self) -> int | None:
         return None
 
     def set_device_random_state(self, state: int) -> None:

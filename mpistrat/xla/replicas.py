@@ -15,16 +15,15 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.local_replicas import MergeFunction
 from mpistrat.replicas.replica_context import ReplicaContext
-from mpistrat.replicas.replicas import Replicas, ReplicasOfRank
+from mpistrat.replicas.replicas import ReplicasOfRank
 from mpistrat.values import DistributedValues, PassedWhole, PerReplica, select_replica
 from mpistrat.xla.recorded_steps import RecordedSteps
 from mpistrat.xla.replica_cores import ReplicaCores
 
 
-class RecordedReplicas(Replicas):
-    """Records what runs on `replicas`, one as far as the program can see.
+class RecordedReplicas(ReplicasOfRank):
+    """What runs on them is recorded; they are one as far as the program can see.
 
     Args:
         why_through_the_host: why sums of several ranks go through host memory; empty where XLA makes them.
@@ -34,14 +33,16 @@ class RecordedReplicas(Replicas):
 
     def __init__(
         self,
-        replicas: ReplicasOfRank,
+        strategy: AnyStrategy,
+        group: ReplicaGroup,
+        ops: CrossReplicaOps,
         steps: RecordedSteps,
-        device: str,
         why_through_the_host: str,
+        contexts: Sequence[ReplicaContext] | None = None,
     ) -> None:
-        self._replicas, self.steps = replicas, steps
-        self.count, self.states = replicas.count, replicas.states
-        self.device_of_modules = device
+        super().__init__(strategy, group, ops, contexts)
+        self.steps = steps
+        self.device_of_modules = group.worker_devices[0]
         self._why_through_the_host = why_through_the_host
 
     def call(
@@ -50,46 +51,16 @@ class RecordedReplicas(Replicas):
         """Record `fn` once, for all replicas of this rank, and start what was recorded."""
         keywords = kwargs or {}
 
+        def call() -> Any:
+            # What autograd has kept for a backward must not be among the results of the graph.
+            return nest.map_structure(
+                _cut_off, super(RecordedReplicas, self).call(fn, args, kwargs)
+            )
+
         def brought() -> Any:
             return select_replica(0, (tuple(args), dict(keywords)))
 
-        def call() -> Any:
-            # What autograd has kept for a backward must not be among the results of the graph.
-            return nest.map_structure(_cut_off, self._replicas.call(fn, args, kwargs))
-
         return self.steps.record(fn, args, keywords, call, brought)
-
-    def merge_call(
-        self,
-        context: ReplicaContext,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        return self._replicas.merge_call(context, merge_fn, args, kwargs)
-
-    def all_reduce(
-        self,
-        context: ReplicaContext,
-        op: ReduceOp,
-        leaves: Sequence[Any],
-        options: CommunicationOptions | None,
-        label: str,
-    ) -> list[Any]:
-        return self._replicas.all_reduce(context, op, leaves, options, label)
-
-    def all_gather(
-        self,
-        context: ReplicaContext,
-        value: Any,
-        axis: int,
-        options: CommunicationOptions | None,
-        label: str = "",
-    ) -> Any:
-        return self._replicas.all_gather(context, value, axis, options, label)
-
-    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
-        return self._replicas.meet(index, merge, operands)
 
     @property
     def device_random_state(self) -> int:
@@ -121,9 +92,8 @@ class ReplicasOnCores(RecordedReplicas):
     ) -> None:
         self._context = _ContextOnCores(strategy, group.first_replica_id, cores)
         as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
-        replicas = ReplicasOfRank(strategy, as_one, ops, [self._context])
-        super().__init__(replicas, steps, group.worker_devices[0], why_through_the_host)
-        self._strategy, self._ops, self._cores = strategy, ops, cores
+        super().__init__(strategy, as_one, ops, steps, why_through_the_host, [self._context])
+        self._cores = cores
         self._num_local = group.num_local_replicas
 
     def call(
@@ -206,21 +176,6 @@ class ReplicasOnCores(RecordedReplicas):
 
         merged_args, merged_kwargs = nest.map_structure(of_all, (args, kwargs))
         return super().merge_call(context, merge_fn, merged_args, merged_kwargs)
-
-    def all_gather(
-        self,
-        context: ReplicaContext,
-        value: Any,
-        axis: int,
-        options: CommunicationOptions | None,
-        label: str = "",
-    ) -> Any:
-        ops = self._ops
-
-        def merge(strategy: AnyStrategy, value: Any) -> Any:
-            return ops.all_gather(ops.components(value), axis, options, label)
-
-        return self.merge_call(context, merge, (value,), {})
 
     def sum_of_rank(self, value: Any) -> Any:
         if not arrays.is_on_xla(value):

@@ -11,7 +11,6 @@ from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.extended import Parts
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.replicas import ReplicasOfRank
 from mpistrat.replicas.torch_modules import ModuleParts
 from mpistrat.strategies import wiring
 from mpistrat.strategies.variables import CopyPerReplica
@@ -57,8 +56,7 @@ def on_xla(
     else:
         ops = wiring.ops_of(group, None, options)
         steps = RecordedSteps(runtime, group, runtime.graphs.step)
-        as_seen = ReplicasOfRank(strategy, group, ops)
-        replicas = RecordedReplicas(as_seen, steps, group.worker_devices[0], why_through_the_host)
+        replicas = RecordedReplicas(strategy, group, ops, steps, why_through_the_host)
     sums = LazyAllReduce(communicator, replicas.sum_of_rank)
     used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients), sums)
     parts = Parts(
