@@ -49,13 +49,11 @@ class RecordedReplicas(ReplicasOfRank):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
         """Record `fn` once, for all replicas of this rank, and start what was recorded."""
-        keywords = kwargs or {}
+        keywords, call_replicas = kwargs or {}, super().call
 
         def call() -> Any:
             # What autograd has kept for a backward must not be among the results of the graph.
-            return nest.map_structure(
-                _cut_off, super(RecordedReplicas, self).call(fn, args, kwargs)
-            )
+            return nest.map_structure(_cut_off, call_replicas(fn, args, kwargs))
 
         def brought() -> Any:
             return select_replica(0, (tuple(args), dict(keywords)))
