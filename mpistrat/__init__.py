@@ -45,6 +45,7 @@ from mpistrat.strategies import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
+from mpistrat.strategies.default import make_default
 from mpistrat.strategy import Strategy, experimental_set_strategy, get_strategy
 from mpistrat.topology import Topology
 from mpistrat.values import DistributedValues, Mirrored, PerReplica
@@ -53,6 +54,8 @@ from mpistrat.variables.variable import Variable
 from mpistrat.xla.strategy import TPUStrategy
 
 __version__ = "0.1.0.dev0"
+
+make_default()
 
 __all__ = [
     "AutoShardPolicy",

@@ -7,8 +7,6 @@ stack lies the default strategy in its replica context.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -63,16 +61,18 @@ class _PerThread(threading.local):
 per_thread = _PerThread()
 
 
-@functools.cache
-def _default_mode() -> Mode:
-    """Made when a program first asks outside every strategy: its module stands above this one in the layers."""
-    mode: Mode = importlib.import_module("mpistrat.strategies.default").MODE
-    return mode
+class _BelowAll:
+    """What is in force below every thread's stack: the default strategy puts it here when the package is imported."""
+
+    mode: Mode
+
+
+below_all = _BelowAll()
 
 
 def current_mode() -> Mode:
     modes = per_thread.modes
-    return modes[-1] if modes else _default_mode()
+    return modes[-1] if modes else below_all.mode
 
 
 def get_strategy() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from mpistrat.context import Mode, has_strategy
+from mpistrat.context import Mode, below_all, has_strategy
 from mpistrat.input import InputContext
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.strategies.replicated import ReplicatedExtended
@@ -46,11 +46,12 @@ class _DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        if "MODE" in globals():
+        if hasattr(below_all, "mode"):
             raise RuntimeError("there is one default strategy; get it with get_strategy()")
-        self.context = DefaultReplicaContext(self, 0)
-        parts = one_replica(self, "cpu:0", self.context)
+        context = DefaultReplicaContext(self, 0)
+        parts = one_replica(self, "cpu:0", context)
         super().__init__(_DefaultExtended(self, parts, wraps_values=False))
+        below_all.mode = Mode(self, context)
 
     def scope(self) -> Any:
         """Changes nothing; RuntimeError inside another strategy's scope."""
@@ -81,5 +82,6 @@ class _NoScope:
         pass
 
 
-_default = _DefaultStrategy()
-MODE = Mode(_default, _default.context)
+def make_default() -> None:
+    """Put the default strategy in force where a program enters none. Called by: the package, once."""
+    _DefaultStrategy()

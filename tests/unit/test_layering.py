@@ -55,9 +55,6 @@ LAYERS = (
     ("errors",),
 )
 
-# The context has the default strategy made when nobody has made one: a program may call get_strategy() first.
-NATURAL = {(f"{PACKAGE}.context", f"{PACKAGE}.strategies.default")}
-
 LONGEST_CHAIN = 20
 
 # Who we are comes from the resolvers, what the host has from `machine`, and what users set from `settings`.
@@ -75,7 +72,6 @@ def imports_of(graph: grimp.ImportGraph) -> Imports:
         module = ".".join((PACKAGE, *path.relative_to(FOLDER).with_suffix("").parts))
         module = module.removesuffix(".__init__")
         imports[module] |= set(named_in(ast.parse(path.read_text()), module, graph))
-        imports[module] = {name for name in imports[module] if (module, name) not in NATURAL}
     return imports
 
 
