@@ -92,12 +92,8 @@ class Client:
 
     def names_lost(self) -> list[str]:
         """The names of arrays that this rank has used, and of which no copy is left."""
-        is_lost = self.rpc.channel.has_died
-        return [
-            address.name
-            for address in list(self.used.values())
-            if all(map(is_lost, self.routes.copies_of(address.server)))
-        ]
+        lost = {server for server in self.routes.servers if self.routes.is_lost(server)}
+        return [address.name for address in list(self.used.values()) if address.server in lost]
 
     def create(self, address: Address, value: Array) -> None:
         """Let the server make the array, with this value."""

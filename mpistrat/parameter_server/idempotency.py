@@ -33,9 +33,7 @@ class UpdateNumbers:
         self._lock = threading.Lock()
         self._session = session
         self._numbers = itertools.count()
-        self._open: set[int] = (
-            set()
-        )  # the first number of each push of the session that is not answered
+        self._open: set[int] = set()  # the first numbers of pushes that are not answered
         self._work: int | None = None
         self._made: Counter[int] = Counter()  # updates of the piece of work, by array
 
@@ -107,9 +105,7 @@ class IdempotencyCache:
         if which not in outcomes:
             try:
                 outcomes[which] = make()
-            except (
-                OSError
-            ):  # the client has died, with its memory; another one sends the update again
+            except OSError:  # the client has died, with its memory; the update comes again
                 raise
             except Exception as error:
                 outcomes[which] = error

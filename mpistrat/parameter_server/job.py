@@ -235,9 +235,7 @@ class Losses:
     def lost(self, rank: int) -> None:
         """A rank has died, or has left without a word. End the job, or let one rank say who goes on."""
         job = self._job
-        if job.is_done or (
-            job.server is not None and not _is_needed(rank, job, job.server.clients)
-        ):
+        if job.is_done or (job.server is not None and not _is_needed(rank, job, job.server)):
             return
         if not job.outlives_ranks:
             self._lost_for_good(rank)
@@ -299,9 +297,9 @@ class Losses:
         job_end().end_job(f"ending the job: {why}", 1)
 
 
-def _is_needed(rank: int, job: ServerJob, clients: set[int]) -> bool:
+def _is_needed(rank: int, job: ServerJob, server: ParameterServer) -> bool:
     """Whether the rank is a client of this server, or another server while this one is in use."""
-    return rank in clients or (rank in job.servers and bool(clients))
+    return rank in server.clients or (rank in job.servers and bool(server.clients))
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat import arrays
@@ -41,7 +41,8 @@ class OptimizerSteps:
         """
         optimizer = self._of(step.optimizer, key)
         if step.round is None:
-            self._take(optimizer, table, gradient, step.hyperparameters)
+            with table.writing():
+                optimizer.step(gradient, step.hyperparameters)
             return
         optimizer.check(gradient)  # now: it is this worker's error
         of_round = self._pending.setdefault(step.round, {})
@@ -71,8 +72,8 @@ class OptimizerSteps:
             for (optimizer, key, _), pending in sorted(of_round.items(), key=lambda it: it[0][2]):
                 try:
                     combined = _combined(pending, who_ended(number))
-                    numbers = pending.first.hyperparameters
-                    self._take(self._of(optimizer, key), pending.table, combined, numbers)
+                    with pending.table.writing():
+                        self._of(optimizer, key).step(combined, pending.first.hyperparameters)
                 except Exception as error:  # an optimizer's may be any
                     failed.append((pending.table.name, error))
         return failed
@@ -104,12 +105,6 @@ class OptimizerSteps:
             raise NotFoundError(
                 f"this server has no optimizer {optimizer} of array {key}"
             ) from None
-
-    def _take(
-        self, optimizer: ServerOptimizer, table: Table, gradient: Any, numbers: Mapping[str, Any]
-    ) -> None:
-        with table.writing():
-            optimizer.step(gradient, numbers)
 
 
 class _Pending(NamedTuple):

@@ -49,8 +49,12 @@ class Routes:
 
     def is_lost_with(self, rank: int) -> bool:
         """Whether this rank had the last copy of some server's arrays."""
-        copies = (copies for copies in map(self.copies_of, self.servers) if rank in copies)
-        return any(all(map(self.rpc.channel.has_died, servers)) for servers in copies)
+        owners = (server for server in self.servers if rank in self.copies_of(server))
+        return any(map(self.is_lost, owners))
+
+    def is_lost(self, server: int) -> bool:
+        """Whether no copy of the server's arrays is left."""
+        return all(map(self.rpc.channel.has_died, self.copies_of(server)))
 
     def call(self, server: int, method: str, body: Any = None, to: int | None = None) -> Call:
         """Send a request about arrays made on `server`.

@@ -1,13 +1,26 @@
 """The table of the MPISTRAT_* variables."""
 
 import ast
+import importlib
+import math
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mpistrat import settings
 from mpistrat.errors import TopologyError
-from mpistrat.settings import SETTINGS, Setting, rank_pid
+from mpistrat.settings import (
+    SETTINGS,
+    Setting,
+    cache_folder,
+    rank_pid,
+    shared_bytes,
+    trace_folder,
+    transport_settings,
+)
 
 TOP = Path(__file__).parents[2]
 PACKAGE = TOP / "mpistrat"
@@ -61,3 +74,84 @@ def test_a_text_without_a_value() -> None:
     assert (setting({}), setting({"MPISTRAT_X": "7"})) == (1, 7)
     with pytest.raises(TopologyError, match=r"MPISTRAT_X='many': expected a number of apples"):
         setting({"MPISTRAT_X": "many"})
+
+
+# MPISTRAT_SHARED_MB
+
+
+def test_megabytes() -> None:
+    assert shared_bytes({}) == math.inf
+    assert shared_bytes({"MPISTRAT_SHARED_MB": "2.5"}) == 2.5e6
+    assert shared_bytes({"MPISTRAT_SHARED_MB": "0"}) == 0
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "", "nan"])
+def test_what_is_no_amount(text: str) -> None:
+    with pytest.raises(TopologyError, match="expected megabytes of shared memory"):
+        shared_bytes({"MPISTRAT_SHARED_MB": text})
+
+
+# MPISTRAT_CACHE
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HOME": "/home/ann"}, "/home/ann/.cache/mpistrat"),
+        ({"HOME": "/home/ann", "XDG_CACHE_HOME": "/scratch/ann"}, "/scratch/ann/mpistrat"),
+        ({"HOME": "/home/ann", "XDG_CACHE_HOME": "relative"}, "/home/ann/.cache/mpistrat"),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": "/scratch/costs"}, "/scratch/costs"),
+        pytest.param(
+            {"HOME": "/home/ann", "MPISTRAT_CACHE": "here"},
+            os.path.abspath("here"),
+            id="environ4-here",  # not the folder of whoever runs the tests
+        ),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": "Off"}, None),
+        ({"HOME": "/home/ann", "MPISTRAT_CACHE": ""}, "/home/ann/.cache/mpistrat"),
+        ({"HOME": "nowhere"}, None),
+    ],
+)
+def test_folders(environ: dict[str, str], expected: str | None) -> None:
+    assert cache_folder(environ) == expected
+
+
+# MPISTRAT_TRACE
+
+
+@pytest.fixture
+def as_in_a_new_process() -> Iterator[None]:
+    importlib.reload(settings)
+    yield
+    importlib.reload(settings)
+
+
+def test_nothing_is_traced_unless_a_folder_is_named(as_in_a_new_process: None) -> None:
+    assert trace_folder({}) is None
+    assert trace_folder({"MPISTRAT_TRACE": ""}) is None
+
+
+def test_a_relative_folder_is_this_process_s(as_in_a_new_process: None) -> None:
+    assert trace_folder({"MPISTRAT_TRACE": "a/b"}) == os.path.join(os.getcwd(), "a", "b")
+    assert trace_folder({"MPISTRAT_TRACE": "/a/b"}) == "/a/b"
+
+
+def test_programs_that_this_one_starts_are_not_traced(as_in_a_new_process: None) -> None:
+    environ = {"MPISTRAT_TRACE": "/a/b", "HOME": "/"}
+    assert trace_folder(environ) == "/a/b"
+    assert environ == {"HOME": "/"}
+    assert trace_folder(environ) == "/a/b"
+
+
+# What of the environment changes how fast MPI is
+
+
+def test_settings() -> None:
+    """Not what a launcher tells each job or rank."""
+    ours = {"FI_PROVIDER": "cxi", "OMPI_MCA_btl": "tcp,self", "UCX_TLS": "tcp"}
+    others = {
+        "HOME": "/home/ann",
+        "OMPI_MCA_ess_base_jobid": "1",
+        "PMI_RANK": "0",
+        "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "node7",
+    }
+    assert transport_settings({**others, **ours}) == ours

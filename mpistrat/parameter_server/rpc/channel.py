@@ -87,9 +87,8 @@ class Channel:
                 self._watch(peer, address.pid)
         reached = comm.allgather(sorted(self._pipes))  # all ranks have opened what they could
         self._mpi = MpiMessages(comm)
-        self._uses_mpi = not all(self.rank in peers for peers in reached) or (
-            len(self._pipes) < self.size
-        )
+        reached_by_all = all(self.rank in peers for peers in reached)
+        self._uses_mpi = len(self._pipes) < self.size or not reached_by_all
         self._looked = 0.0
 
     def _watch(self, peer: int, pid: int) -> None:

@@ -107,9 +107,7 @@ class RpcEndpoint:
 
         The thread that reads calls it. A handler must not wait for a reply.
         """
-        with (
-            self._registering
-        ):  # messages that another thread reads meanwhile come after the early ones
+        with self._registering:  # what another thread reads meanwhile comes after the early ones
             self._handlers[method] = handler
             _call_all(partial(handler, *early) for early in self._early.pop(method, ()))
 

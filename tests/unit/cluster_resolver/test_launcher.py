@@ -241,3 +241,27 @@ def test_one_rank_in_a_job_of_several_tasks_is_told_so():
     assert "this job has 4 tasks" in launcher.left_alone(job)
     for variables in ({}, {**job, "SLURM_STEP_ID": "0"}, {"SLURM_NTASKS": "1"}):
         assert launcher.left_alone(variables) == ""
+
+
+ONE_OF_FOUR = {
+    "PMI_SIZE": "4",
+    "PMI_RANK": "2",
+    "MPI_LOCALRANKID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JWT": "secret",
+    "SLURMD_NODENAME": "n1",
+    "HOME": "/home/ann",
+}
+
+
+def test_claim() -> None:
+    claim = launcher.read_claim(ONE_OF_FOUR)
+    assert claim is not None
+    assert (claim.size, claim.rank) == (4, 2)
+    assert launcher.is_first_on_node(ONE_OF_FOUR)
+    assert launcher.read_claim({}) is None
+
+
+def test_others_are_no_ranks() -> None:
+    assert "PMI_RANK" not in launcher.environment_of_children(ONE_OF_FOUR)
+    assert launcher.environment_of_children(ONE_OF_FOUR)["HOME"] == "/home/ann"

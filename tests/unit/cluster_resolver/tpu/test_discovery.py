@@ -44,7 +44,7 @@ METADATA = {
     "instance/attributes/accelerator-type": "v4-16",
     "instance/attributes/agent-worker-number": "1",
 }
-TOP = Path(__file__).parents[3]
+TOP = Path(__file__).parents[4]
 
 
 def test_variables():
