@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.modules.registry import BufferSlot, ParameterSlot, Registry, version
+from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
 from mpistrat.replicas.replicas import Replicas
 
 
@@ -27,50 +26,32 @@ class TorchState:
 
     def __init__(self, registry: Registry, count: int) -> None:
         self._registry = registry
-        self._count = count
-        self._gradients: list[dict[ParameterSlot, torch.Tensor]] = [{} for _ in range(count)]
-        self._buffers: list[dict[BufferSlot, torch.Tensor]] = [{} for _ in range(count)]
+        # Each replica's gradients and buffers while another's are out.
+        self._away: list[dict[Slot, torch.Tensor]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
         self._seed = torch.initial_seed()
         # What replica 0's gradients and buffers were, with their versions, when the last run ended.
-        self._left: dict[Any, tuple[torch.Tensor, int]] = {}
+        self._left: dict[Slot, tuple[torch.Tensor | None, int]] = {}
 
     def begin(self) -> None:
-        registry = self._registry
+        others = self._away[1:]
         clones: dict[int, list[torch.Tensor]] = {}  # what modules share, their copies share
-        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
-            gradient = None if parameter is None else parameter.grad
-            self._share_if_changed(slot, gradient, self._gradients, clones)
-        for buffer in registry.buffers:
-            tensor = buffer.tensor()
-            if self._share_if_changed(buffer, tensor, self._buffers, clones):
-                buffer.settle([tensor, *(own.get(buffer) for own in self._buffers[1:])])
+        for slot, tensor in self._registry.own_tensors():
+            left, left_version = self._left.get(slot, (None, 0))
+            if tensor is left and (tensor is None or version(tensor) == left_version):
+                continue
+            if tensor is not None and id(tensor) not in clones:
+                # Copies made for an evaluation must serve the training that follows it.
+                with torch.inference_mode(False):
+                    clones[id(tensor)] = [tensor.detach().clone() for _ in others]
+            for i, away in enumerate(others):
+                if tensor is None:
+                    away.pop(slot, None)
+                else:
+                    away[slot] = clones[id(tensor)][i]
+            if isinstance(slot, BufferSlot):
+                slot.settle([tensor, *(away.get(slot) for away in others)])
         self._left.clear()
-        self._begin_random()
-
-    def _share_if_changed(
-        self,
-        slot: Any,
-        tensor: torch.Tensor | None,
-        replicas: list[dict[Any, torch.Tensor]],
-        clones: dict[int, list[torch.Tensor]],
-    ) -> bool:
-        left, left_version = self._left.get(slot, (None, 0))
-        if tensor is left and (tensor is None or version(tensor) == left_version):
-            return False
-        if tensor is None:
-            for own in replicas[1:]:
-                own.pop(slot, None)
-            return True
-        if id(tensor) not in clones:
-            # Copies made for an evaluation must serve the training that follows it.
-            with torch.inference_mode(False):
-                clones[id(tensor)] = [tensor.detach().clone() for _ in replicas[1:]]
-        for own, clone in zip(replicas[1:], clones[id(tensor)], strict=True):
-            own[slot] = clone
-        return True
-
-    def _begin_random(self) -> None:
         self._generators = self.generators()
         self._seed = torch.initial_seed()
 
@@ -83,7 +64,7 @@ class TorchState:
         now = _generators()
         in_step = all(_equal(self._generators[0], other) for other in self._generators[1:])
         if not self._generators or in_step or torch.initial_seed() != self._seed:
-            return [now] * self._count
+            return [now] * len(self._away)
         return [now, *self._generators[1:]]
 
     def set_generators(self, states: list[list[torch.Tensor]]) -> None:
@@ -93,14 +74,8 @@ class TorchState:
         self._seed = torch.initial_seed()
 
     def end(self) -> None:
-        registry = self._registry
-        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
-            if parameter is not None and parameter.grad is not None:
-                self._left[slot] = (parameter.grad, version(parameter.grad))
-        for buffer in registry.buffers:
-            tensor = buffer.tensor()
-            if tensor is not None:
-                self._left[buffer] = (tensor, version(tensor))
+        for slot, tensor in self._registry.own_tensors():
+            self._left[slot] = tensor, 0 if tensor is None else version(tensor)
         self._generators[0] = _generators()
         self._seed = torch.initial_seed()
 
@@ -131,20 +106,10 @@ class TorchState:
         return enter
 
     def switch(self, leaving: int, entering: int) -> None:
-        registry = self._registry
-        away, out = self._gradients[leaving], self._gradients[entering]
-        away.clear()
-        for slot, parameter in zip(registry.slots, registry.parameters(), strict=True):
-            if parameter is not None:
-                if parameter.grad is not None:
-                    away[slot] = parameter.grad
-                parameter.grad = out.get(slot)
-        for buffer in registry.buffers:
-            module, tensor = buffer.module(), buffer.tensor()
-            if module is None or tensor is None:
-                continue
-            self._buffers[leaving][buffer] = tensor
-            module._buffers[buffer.key] = self._buffers[entering].get(buffer, tensor)
+        own = self._registry.own_tensors()
+        self._away[leaving] = {slot: tensor for slot, tensor in own if tensor is not None}
+        for slot, _ in own:
+            slot.put(self._away[entering].get(slot))
         self._generators[leaving] = _generators()
         _set_generators(self._generators[entering])
 
@@ -153,7 +118,7 @@ class TorchState:
         own = [slot.tensor() for slot in slots]
         others = [
             [kept.get(slot, tensor) for slot, tensor in zip(slots, own, strict=True)]
-            for kept in self._buffers[1:]
+            for kept in self._away[1:]
         ]
         return [own, *others]
 

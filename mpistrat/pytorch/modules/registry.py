@@ -18,6 +18,12 @@ class ParameterSlot:
     name: str
     reference: weakref.ref[torch.Tensor]
 
+    def put(self, gradient: torch.Tensor | None) -> None:
+        """Let `gradient` be the parameter's."""
+        parameter = self.reference()
+        if parameter is not None:
+            parameter.grad = gradient
+
 
 @dataclasses.dataclass(eq=False)
 class BufferSlot:
@@ -33,6 +39,12 @@ class BufferSlot:
         module = self.module()
         return None if module is None else module._buffers.get(self.key)
 
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Let `tensor` be the buffer. None changes nothing."""
+        module = self.module()
+        if module is not None and tensor is not None:
+            module._buffers[self.key] = tensor
+
     def changed(self, tensor: torch.Tensor | None) -> bool:
         """Whether `tensor`, a replica's, has been written or put here since `settle`."""
         return tensor is not None and (id(tensor), version(tensor)) not in self.settled
@@ -40,6 +52,9 @@ class BufferSlot:
     def settle(self, copies: Iterable[torch.Tensor | None]) -> None:
         """Remember that `copies`, one per replica of this rank, are equal on all replicas now."""
         self.settled = frozenset((id(c), version(c)) for c in copies if c is not None)
+
+
+Slot = ParameterSlot | BufferSlot
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -65,6 +80,12 @@ class Registry:
     def parameters(self) -> list[torch.Tensor | None]:
         """All parameters by slot; None where the program has dropped one."""
         return [slot.reference() for slot in self.slots]
+
+    def own_tensors(self) -> list[tuple[Slot, torch.Tensor | None]]:
+        """What a replica has of its own: the gradient of each parameter, and each buffer."""
+        pairs = zip(self.slots, self.parameters(), strict=True)
+        gradients = [(slot, None if p is None else p.grad) for slot, p in pairs]
+        return [*gradients, *((slot, slot.tensor()) for slot in self.buffers)]
 
     def add_parameter(self, name: str, parameter: torch.Tensor) -> None:
         slot = ParameterSlot(name, weakref.ref(parameter))

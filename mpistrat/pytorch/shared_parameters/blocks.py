@@ -66,13 +66,14 @@ class Place:
 
 
 class Block:
-    """Parameters that were mirrored together, with their gradients."""
+    """Parameters that were mirrored together, with their gradients.
 
-    def __init__(self, values: CommonMemory, gradients: CommonMemory) -> None:
-        self.values, self.gradients = values, gradients
+    Args: mine: this rank's contributions to `gradients`.
+    """
+
+    def __init__(self, values: CommonMemory, gradients: CommonMemory, mine: np.ndarray) -> None:
+        self.values, self.gradients, self._mine = values, gradients, mine
         self.value_view, self.gradient_view = values.view(), gradients.view()
-        assert gradients.contribution is not None
-        self._mine = gradients.contribution
         # By where a place begins: a block does not refer to its places, which refer to it.
         self._contributions: dict[int, torch.Tensor] = {}
         # The memory of each `.grad` that was handed out: alive as long as anything refers to it.
@@ -118,17 +119,15 @@ class Block:
 
 
 class Settling:
-    """What ranks wrote into views of memories, published by the owners; between `begin` and `end` only owners write."""
+    """The owners publish what ranks wrote into views of memories. Between `begin` and `end` only owners write."""
 
     def __init__(self, communicator: Communicator, why: str) -> None:
         self._communicator, self._why = communicator, why
         self._written: list[tuple[CommonMemory, View, np.ndarray]] = []
 
-    def add(self, memory: CommonMemory, view: View) -> None:
-        self._written.append((memory, view, view.written()))
-
-    def begin(self) -> None:
+    def begin(self, memories: Iterable[tuple[CommonMemory, View]]) -> None:
         """Collective."""
+        self._written = [(memory, view, view.written()) for memory, view in memories]
         # A rank that reads parameters has not come here yet.
         self._communicator.barrier(label=f"before {self._why}")
         for memory, view, pages in self._written:

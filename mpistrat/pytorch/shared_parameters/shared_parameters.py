@@ -12,6 +12,7 @@ import collections
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class SharedParameters:
         self.communicator = communicator
         # By id, because torch's own dictionaries of weak keys take a microsecond for each of them.
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
-        self._blocks_made = 0
+        self._has_shared = False
         self._warned_of_devices = False
         self._refused = False
 
@@ -55,15 +56,15 @@ class SharedParameters:
 
     def check_unmoved(self, parameters: Iterable[torch.Tensor]) -> None:
         """RuntimeError on all ranks if one of them has been given other memory since the last `run` began."""
-        for parameter in parameters:
-            if self.has_moved(parameter):
-                self.communicator.raise_together(
-                    RuntimeError(
-                        f"a shared parameter of shape {list(parameter.shape)} was given other memory inside run, by "
-                        "`.data = …` or a module's .to(); do it outside run, where the next run shares it again, or "
-                        "write in place: parameter.copy_(…)"
-                    )
+        moved = next(filter(self.has_moved, parameters), None)
+        if moved is not None:
+            self.communicator.raise_together(
+                RuntimeError(
+                    f"a shared parameter of shape {list(moved.shape)} was given other memory inside run, by "
+                    "`.data = …` or a module's .to(); do it outside run, where the next run shares it again, or "
+                    "write in place: parameter.copy_(…)"
                 )
+            )
 
     def share(self, parameters: Sequence[torch.Tensor], registry: Registry) -> None:
         """Move `parameters`, equal on all ranks, to shared memory where they are not there yet.
@@ -84,7 +85,7 @@ class SharedParameters:
         for parameter in everyone:
             if id(parameter) not in alone:
                 self._places.pop(id(parameter), None)
-        self._leave(blocks, [p for p in everyone if self.place_of(p) is None])
+        _leave(blocks, [p for p in everyone if self.place_of(p) is None])
 
     def _alone(self, registry: Registry) -> set[int]:
         """Ids of the mirrored parameters that lie in one storage with no other on any rank. Collective."""
@@ -99,34 +100,14 @@ class SharedParameters:
     def _eligible(self, parameters: Sequence[torch.Tensor], alone: set[int]) -> list[torch.Tensor]:
         """Those that can be shared; the others are each rank's own, as without sharing.
 
-        Not what lies on a GPU, nor tensors that lie in one storage, which must go on doing so, nor single numbers,
-        whose state in an optimizer could not be told from its counters.
+        Not those on a GPU, nor tensors that lie in one storage, which must go on doing so, nor single numbers, whose
+        state in an optimizer looks like its counters.
         """
-        shared = []
-        for parameter in parameters:
-            if id(parameter) in alone and _is_plain(parameter):
-                shared.append(parameter)
-            elif parameter.device.type != "cpu" and not self._warned_of_devices:
-                self._warned_of_devices = True
-                self._warn(f"parameters on {parameter.device.type} are each rank's own")
-        return shared
-
-    @staticmethod
-    def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
-        """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
-
-        Made of a shared parameter's memory (`Parameter(shared.data)`), they are stepped whole, by each rank; a block's
-        pages that were written are filled again from what is shared. What lay in one storage goes on doing so.
-        """
-        storages: dict[int, torch.UntypedStorage] = {}
-        for parameter in parameters:
-            address = _storage(parameter)
-            if any(block.value_view.holds(address) for block in blocks):
-                if address not in storages:
-                    storages[address] = parameter.untyped_storage().clone()
-                layout = parameter.storage_offset(), parameter.shape, parameter.stride()
-                own = torch.empty(0, dtype=parameter.dtype)
-                parameter.data = own.set_(storages[address], *layout)
+        devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
+        if devices and not self._warned_of_devices:
+            self._warned_of_devices = True
+            self._warn(f"parameters on {devices[0]} are each rank's own")
+        return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
         parameters = sorted(parameters, key=lambda p: str(p.dtype))  # a stable order of dtypes
@@ -138,12 +119,12 @@ class SharedParameters:
         gradients = None
         if values is not None:
             gradients, why = self.communicator.memory.common_memory(nbytes, summed=True)
-        if values is None or gradients is None:
+        if values is None or gradients is None or gradients.contribution is None:
             self._refused = True
             self._warn(f"each rank keeps a copy of its own: {why}")
             return
-        block = Block(values, gradients)
-        self._blocks_made += 1
+        block = Block(values, gradients, gradients.contribution)
+        self._has_shared = True
         places = []
         for parameter, first in zip(parameters, firsts, strict=True):
             layout = parameter.dtype, parameter.shape, parameter.stride()
@@ -177,17 +158,15 @@ class SharedParameters:
     def settle(self) -> None:
         """Make one copy again of what ranks wrote into parameters: what the owners of the slices wrote. Collective."""
         blocks = dict.fromkeys(place.block for _, place in self._places.values())
-        if self._blocks_made:  # the same on all ranks, which blocks still live is not
+        if self._has_shared:  # the same on all ranks, which blocks still live is not
             settling = Settling(self.communicator, "publishing shared parameters")
-            for block in blocks:
-                settling.add(block.values, block.value_view)
-            settling.begin()
+            settling.begin((block.values, block.value_view) for block in blocks)
             settling.end()
 
     def reduce(
         self,
         slots: Sequence[int],
-        parameters: Sequence[torch.Tensor | None],
+        parameters: Sequence[Any],
         contributions: Sequence[torch.Tensor | None],
         aside: dict[int, torch.Tensor],
         scale: float | None,
@@ -201,13 +180,12 @@ class SharedParameters:
         """
         by_block: dict[Block, dict[int, Place]] = {}
         for slot in slots:
-            parameter = parameters[slot]
-            place = None if parameter is None else self.place_of(parameter)
+            place = self.place_of(parameters[slot])
             if place is not None:
                 by_block.setdefault(place.block, {})[slot] = place
         reduced: dict[int, torch.Tensor] = {}
         for block, places in by_block.items():
-            self.check_unmoved(parameters[slot] for slot in places)  # type: ignore[misc]
+            self.check_unmoved(parameters[slot] for slot in places)
             before = {slot: aside.pop(slot) for slot in places if slot in aside}
             reduced.update(self._reduce_block(block, places, contributions, before, scale))
         return reduced
@@ -246,6 +224,23 @@ class SharedParameters:
         }
 
 
+def _leave(blocks: Sequence[Block], parameters: Iterable[torch.Tensor]) -> None:
+    """Give those of `parameters`, which are not shared, memory of this rank's own if they lie in one of `blocks`.
+
+    Made of a shared parameter's memory (`Parameter(shared.data)`), they are stepped whole, by each rank; a block's
+    pages that were written are filled again from what is shared. What lay in one storage goes on doing so.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    for parameter in parameters:
+        address = _storage(parameter)
+        if any(block.value_view.holds(address) for block in blocks):
+            if address not in storages:
+                storages[address] = parameter.untyped_storage().clone()
+            layout = parameter.storage_offset(), parameter.shape, parameter.stride()
+            own = torch.empty(0, dtype=parameter.dtype)
+            parameter.data = own.set_(storages[address], *layout)
+
+
 def _storage(parameter: torch.Tensor) -> int:
     """The address of what `parameter` lies in; 0 for one that lies nowhere on the host, or in a way of its own."""
     if (
@@ -271,14 +266,16 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 def _parts(places: Sequence[tuple[Place, bool]]) -> list[Part]:
     """As few parts as `places`, in ascending order, allow. The bytes between them are zeros in all memories."""
     parts: list[Part] = []
-    first = end = 0
-    run: tuple[torch.dtype, bool] | None = None
     for place, added in sorted(places, key=lambda pair: pair[0].first):
-        if run != (place.dtype, added) or end != place.first:
-            if run is not None:
-                parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))
-            first, run = place.first, (place.dtype, added)
         end = place.pages.stop * PAGE
-    if run is not None:
-        parts.append(Part(torch.empty(0, dtype=run[0]), first, end, run[1]))
+        part = Part(torch.empty(0, dtype=place.dtype), place.first, end, added)
+        if parts and _follows(part, parts[-1]):
+            parts[-1] = parts[-1]._replace(end=end)
+        else:
+            parts.append(part)
     return parts
+
+
+def _follows(part: Part, before: Part) -> bool:
+    alike = part.like.dtype is before.like.dtype and part.added == before.added
+    return alike and part.first == before.end

@@ -120,21 +120,15 @@ class _Slices:
         self._slices: dict[torch.Tensor, _Slice] = {}
         self._state: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
         self._memories: dict[tuple[Block, str], tuple[CommonMemory, View]] = {}
-        self._settling: Settling | None = None
+        self._settling = Settling(shared.communicator, "optimizer.step() of shared parameters")
 
     def begin(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> Optimizer:
         """The twin that steps."""
         self._find_slices(optimizer, parameters)
-        self._settling = settling = Settling(
-            self._shared.communicator, "optimizer.step() of shared parameters"
-        )
         blocks = self._shared.blocks(self._slices)
-        for block in blocks:
-            settling.add(block.values, block.value_view)
         self._memories = {key: kept for key, kept in self._memories.items() if key[0] in blocks}
-        for memory, view in self._memories.values():
-            settling.add(memory, view)
-        settling.begin()
+        values = [(block.values, block.value_view) for block in blocks]
+        self._settling.begin([*values, *self._memories.values()])
         self._take_state(optimizer)
         for part in self._slices.values():
             part.take_gradient()
@@ -231,9 +225,7 @@ class _Slices:
                 optimizer.state[key] = state
             else:
                 self._give_state(part, state, optimizer.state[part.parameter])
-        assert self._settling is not None
         self._settling.end()
-        self._settling = None
 
     def _give_state(self, part: _Slice, state: dict[str, Any], whole: dict[str, Any]) -> None:
         for name in whole.keys() - state.keys():
