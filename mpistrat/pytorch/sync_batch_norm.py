@@ -63,15 +63,12 @@ class SyncBatchNorm(_BatchNorm):
         return output.to(input.dtype)
 
     @torch.no_grad()
-    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _update_statistics(self: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Move the running statistics towards this batch's, as torch's batch norm does."""
         if not self.training or not self.track_running_stats:
             return
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
         self.num_batches_tracked.add_(1)
-        weight: Any = self.momentum
+        weight = self.momentum
         if weight is None:
             weight = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
@@ -27,16 +27,16 @@ DEFAULT_BYTES = 1 << 22
 
 
 class Buckets:
-    """Those of one backward.
+    """The buckets of one backward.
 
     Args:
         thread: carries them.
-        packer: whose memory they use.
-        wires: how they cross a network.
+        packer: makes the packs that are cut into buckets.
+        wires: how buckets cross a network.
         parameters: by slot.
-        slots: which of them are expected to get dense gradients, the same on all ranks.
+        slots: of the parameters that are expected to get dense gradients, the same on all ranks.
         scale: multiplied to the sums, or None.
-        nbytes: of a bucket, at least, or 0.
+        nbytes: of a bucket, at least; 0 is `DEFAULT_BYTES`.
     """
 
     def __init__(
@@ -51,36 +51,29 @@ class Buckets:
     ) -> None:
         self._thread, self._scale, self._wires = thread, scale, wires
         self._frame: FrameType = outside(sys._getframe())
-        self._bucket_of: dict[int, _Bucket] = {}  # by the id of a parameter
-        self._slots: dict[int, int] = {}
+        self._places: dict[int, tuple[_Bucket, int]] = {}  # by the id of a parameter; and its slot
         self._pieces: dict[int, torch.Tensor] = {}
         self._buckets: list[_Bucket] = []
         self._sent: list[Future[None]] = []
         self._shown: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for pack in packer.packs(parameters, slots[::-1], thread.communicator, asks=False):
-            for bucket in _cut(pack, parameters, nbytes or DEFAULT_BYTES):
-                self._buckets.append(bucket)
-                for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
-                    self._bucket_of[id(parameter)] = bucket
-                    self._slots[id(parameter)] = slot
+            self._buckets += _cut(pack, parameters, nbytes or DEFAULT_BYTES)
             self._pieces.update(zip(pack.indices, pack.pieces, strict=True))
+        for bucket in self._buckets:
+            for slot, parameter in bucket.parameters.items():
+                self._places[id(parameter)] = bucket, slot
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Called when the gradient of any parameter has been accumulated; it is taken if there is a place for it.
+        """The gradient of a parameter has been accumulated: it is taken if a bucket has room for it.
 
-        What is accumulated later still (reentrant checkpointing of shared parameters) stays in `.grad`.
+        What is accumulated after that (reentrant checkpointing of shared parameters) stays in `.grad`.
         """
-        bucket = self._bucket_of.get(id(parameter))
-        if bucket is None or not bucket.missing:
+        bucket, slot = self._places.get(id(parameter), (None, -1))
+        if bucket is None or slot not in bucket.missing or parameter.grad is None:
             return
-        slot = self._slots[id(parameter)]
-        if slot in bucket.missing:
-            self._take(bucket, slot, parameter)
-            while len(self._sent) < len(self._buckets):
-                following = self._buckets[len(self._sent)]
-                if following.missing:
-                    break
-                self._send(following)
+        self._take(bucket, slot, parameter, parameter.grad)
+        while len(self._sent) < len(self._buckets) and not self._buckets[len(self._sent)].missing:
+            self._send_next()
 
     def finish(self) -> frozenset[int]:
         """Send the rest, with zeros for what has not come. Returns the slots that got something on this rank.
@@ -89,15 +82,14 @@ class Buckets:
         """
         absent: set[int] = set()
         for bucket in self._buckets[len(self._sent) :]:
-            for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
-                if slot in bucket.missing:
-                    if parameter.grad is None:  # of backwards in no_sync() it may have one
-                        self._pieces[slot].zero_()
-                        absent.add(slot)
-                    else:
-                        self._take(bucket, slot, parameter)
-            bucket.missing.clear()
-            self._send(bucket)
+            for slot in list(bucket.missing):
+                parameter = bucket.parameters[slot]
+                if parameter.grad is None:  # backwards in no_sync() may have left a gradient
+                    self._pieces[slot].zero_()
+                    absent.add(slot)
+                else:
+                    self._take(bucket, slot, parameter, parameter.grad)
+            self._send_next()
         for parameter, gradient, version in self._shown:
             if parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
@@ -114,49 +106,40 @@ class Buckets:
             sent.result()
         return self._pieces
 
-    def _take(self, bucket: _Bucket, slot: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+    def _take(
+        self, bucket: _Bucket, slot: int, parameter: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
         self._pieces[slot].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         if len(parameter._post_accumulate_grad_hooks) > 1:
-            # The program has one, too, which will look at it.
+            # The program has a hook, too, which will look at the gradient.
             self._shown.append((parameter, gradient, gradient._version))
         else:
             parameter.grad = None  # its memory serves the gradients that come next
         bucket.missing.discard(slot)
 
-    def _send(self, bucket: _Bucket) -> None:
-        number = len(self._sent)
-        label = f"gradients, bucket {number + 1} of {len(self._buckets)}{self._wires}"
-        wire = self._wires.of(bucket.slots)
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        label = f"gradients, bucket {len(self._sent) + 1} of {len(self._buckets)}{self._wires}"
+        wire = self._wires.of(list(bucket.parameters))
         reduction = reducing("sum", label, self._scale).compressed_by(wire)
         work = functools.partial(self._thread.communicator.all_reduce, bucket.flat, reduction)
         self._sent.append(self._thread.submit(work, self._frame))
 
 
 class _Bucket:
-    """A part of a flat buffer, and the parameters whose gradients it has room for."""
+    """A part of a flat buffer, and by slot the parameters whose gradients it has room for."""
 
-    def __init__(
-        self, flat: torch.Tensor, slots: list[int], parameters: list[torch.Tensor]
-    ) -> None:
-        self.flat, self.slots, self.parameters = flat, slots, parameters
-        self.missing = set(slots)
+    def __init__(self, flat: torch.Tensor, parameters: dict[int, torch.Tensor]) -> None:
+        self.flat, self.parameters = flat, parameters
+        self.missing = set(parameters)
 
 
-def _cut(pack: Pack, like: Sequence[Any], nbytes: int) -> list[_Bucket]:
+def _cut(pack: Pack, like: Sequence[Any], nbytes: int) -> Iterator[_Bucket]:
     """A bucket is closed once it has `nbytes`."""
-    buckets = []
     first = start = end = 0
-    parameters = [like[slot] for slot in pack.indices]
-    for i, parameter in enumerate(parameters):
-        end += parameter.numel()
-        last = i + 1 == len(parameters)
-        if last or (end - start) * parameter.element_size() >= nbytes:
-            buckets.append(
-                _Bucket(
-                    pack.flat[start:end], pack.indices[first : i + 1], parameters[first : i + 1]
-                )
-            )
-            first, start = i + 1, end
-    return buckets
+    for i, slot in enumerate(pack.indices, start=1):
+        end += like[slot].numel()
+        if i == len(pack.indices) or (end - start) * like[slot].element_size() >= nbytes:
+            parameters = {slot: like[slot] for slot in pack.indices[first:i]}
+            yield _Bucket(pack.flat[start:end], parameters)
+            first, start = i, end

@@ -96,11 +96,12 @@ class Wires:
             states: any number.
             whole: take only what is of whole buffers, and warn of slices.
         """
-        assert self._format is not None
+        if self._format is None:  # this program sends gradients as they are
+            return
         self._wires, self._most = {}, max((state["most"] for state in states), default=0)
         for held in (held for state in states for held in state["held_back"]):
             key = tuple(self._registry.slots[slot] for slot in held["slots"])
-            length = sum(0 if (p := slot.reference()) is None else p.numel() for slot in key)
+            length = sum(p.numel() for slot in key if (p := slot.reference()) is not None)
             if whole and len(held["residual"]) != length:
                 warnings.warn(
                     "what ranks have held back of gradients is lost: their number has changed, and each carries a "
@@ -111,9 +112,8 @@ class Wires:
                 self._wires = {}
                 return
             wire = self._wires.setdefault(key, Wire(self._format))
-            wire.residual = (
-                wire.residual + held["residual"] if wire.size else held["residual"].clone()
-            )
+            residual = held["residual"]
+            wire.residual = wire.residual + residual if wire.size else residual.clone()
 
     def explain(self) -> str:
         """For people; empty without a format."""
