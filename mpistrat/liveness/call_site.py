@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -13,7 +12,7 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-_between: dict[str, bool] = {}  # by file name
+_between: dict[str, bool] = {}  # by file name; each collective looks at several frames
 
 
 class _StandingFor(threading.local):
@@ -25,7 +24,7 @@ _standing_for = _StandingFor()
 
 @contextlib.contextmanager
 def standing_for(frame: FrameType) -> Iterator[None]:
-    """What this thread calls in the block, a thread of our own, counts as called at `frame`."""
+    """In the block, calls of this thread, which is one of our own, count as made at `frame`."""
     _standing_for.frame = frame
     try:
         yield
@@ -34,9 +33,9 @@ def standing_for(frame: FrameType) -> Iterator[None]:
 
 
 def outside(frame: FrameType) -> FrameType:
-    """The innermost frame of the user's, counted from `frame`; the outermost if there is none.
+    """The innermost frame of the user's program, at or outside `frame`; the outermost frame if there is none.
 
-    Not this package's, nor those of what may stand between: torch, whose `backward` reduces, torch_xla, and contextlib.
+    Frames of this package, torch (whose `backward` reduces), torch_xla and contextlib are not the user's.
     """
     frame = _standing_for.frame or frame
     while True:
@@ -50,14 +49,14 @@ def outside(frame: FrameType) -> FrameType:
 
 
 def raised_at(error: BaseException) -> str:
-    """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if it had no part in it."""
+    """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
     stack = traceback.extract_tb(error.__traceback__)
     at = next((place for place in reversed(stack) if not _is_between(place.filename)), None)
     return f"{at.filename}:{at.lineno} in {at.name}" if at else ""
 
 
-@functools.cache  # of each frame of each collective; a library has been loaded when a frame of it is seen
 def _is_between(file: str) -> bool:
+    # A library is loaded by the time that a frame of it is seen.
     libraries = [
         getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "torch_xla")
     ]

@@ -112,18 +112,13 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
             groups.setdefault(board.group, []).append((rank, board))
     found = []
     for group, members in groups.items():
-        inside = [
-            (rank, board)
-            for rank, board in members
-            if board.since and (of_the_dead or not rank.dead)
-        ]
-        if inside:
-            call = max(board.calls for _, board in inside)
-            waiting = [(rank, board.since) for rank, board in inside if board.calls == call]
-            missing = [rank for rank, board in members if board.calls < call]
-            since, board = min(since for _, since in waiting), members[0][1]
-            those = [rank for rank, _ in waiting]
-            found.append(Wait(call, board.size, since, those, missing, group, board.first))
+        alive = [(rank, board) for rank, board in members if of_the_dead or not rank.dead]
+        call = max((board.calls for _, board in alive if board.since), default=0)
+        since = {rank: board.since for rank, board in alive if board.since and board.calls == call}
+        if since:
+            missing, board = [rank for rank, board in members if board.calls < call], members[0][1]
+            first = min(since.values())
+            found.append(Wait(call, board.size, first, [*since], missing, group, board.first))
     return sorted(found, key=lambda wait: wait.since)
 
 
@@ -209,10 +204,10 @@ class FailureDetector:
 
 
 def first_death(deaths: list[Rank]) -> Rank:
-    """Whose death was the cause of the others', which the launcher may have killed in its clean-up.
+    """The rank whose death was the cause of the others': the launcher may have killed those in its clean-up.
 
-    Under load the kernel may tell of one of those first: a process closes its connection to the launcher a while
-    before it counts as dead. Those that were killed in a collective which another had not entered were waiting.
+    Under load the kernel may report one of those first: a process closes its connection to the launcher a while before
+    it counts as dead. A rank that was killed in a collective which another had not entered was waiting.
     """
     own_end = [
         r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
@@ -252,8 +247,5 @@ class Pauses:
 
     def seconds_since(self, moment: float) -> float:
         """How long ago that was by `time.monotonic`, without the pauses."""
-        return (
-            time.monotonic()
-            - moment
-            - sum(seconds for end, seconds in self._pauses if end > moment)
-        )
+        paused = sum(seconds for end, seconds in self._pauses if end > moment)
+        return time.monotonic() - moment - paused

@@ -34,8 +34,7 @@ class Interrupts:
                 signal.set_wakeup_fd(previous)
                 return
             signal.signal(signal.SIGINT, self._react)
-            # A child's signals are not ours.
-            os.register_at_fork(after_in_child=self._forget)
+            os.register_at_fork(after_in_child=self._forget)  # a child's signals are not ours
 
     def unanswered(self) -> bool:
         """Whether the main thread has not reacted for 3 s. Called again and again, in any thread."""
@@ -55,9 +54,8 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def _forget(self) -> None:
-        with contextlib.suppress(
-            ValueError
-        ):  # forked by another thread, which is the child's main thread
+        # Forked by another thread, which is the child's main thread.
+        with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
 
 
@@ -65,11 +63,11 @@ class Interrupts:
 def unheeded() -> Iterator[None]:
     """Inside, Ctrl-C ends nothing: launchers send it to all ranks, and those that this one works for decide.
 
-    A handler of the user's is left alone, and all are outside the main thread.
+    It changes nothing outside the main thread, nor where the user has set a handler.
     """
     before = signal.getsignal(signal.SIGINT)
-    of_main_thread = threading.current_thread() is threading.main_thread()
-    if not of_main_thread or not raises_keyboard_interrupt(before):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not raises_keyboard_interrupt(before):
         yield
         return
     signal.signal(signal.SIGINT, lambda number, frame: None)
@@ -80,6 +78,6 @@ def unheeded() -> Iterator[None]:
 
 
 def raises_keyboard_interrupt(handler: object) -> bool:
-    """Whether a handler of signals is Python's own of SIGINT, or the one here that calls it."""
+    """Whether `handler` is Python's own handler of SIGINT, or the one here that calls it."""
     ours = getattr(handler, "__func__", None) is Interrupts._react
     return ours or handler is signal.default_int_handler

@@ -140,7 +140,7 @@ class JobEnd:
             # freed; an exit code other than 0 ends the job there, too.
             os._exit(code or 1)
         MPI.COMM_WORLD.Abort(code)
-        time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once it has told the launcher
+        time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once the launcher knows
         os._exit(code)
 
     def _look_out(self) -> None:

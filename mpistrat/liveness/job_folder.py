@@ -1,7 +1,7 @@
-"""A folder in shared memory for the ranks of a job on one node, and the removal of those that killed jobs left behind.
+"""A folder in shared memory for the ranks of a job on one node, and the removal of what killed jobs left behind.
 
 Each process of the job holds a shared lock on the folder's lock file; the kernel releases it when the process ends, in
-whatever way. So a folder whose lock can be had exclusively belongs to nobody, and a living job's is never touched.
+whatever way. So a folder whose lock can be had exclusively belongs to nobody, and a living job keeps its own.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ class NodeRecords:
         self._join(node)
         record, first, peers = self.own, comm.bcast(MPI.COMM_WORLD.rank), None
         while (board := record.new_board(_hash(name), comm.size, first)) is None:
-            record = _start(
-                RankRecord(None)
-            )  # this rank's has no more: the communicator is not observed
+            record = _start(RankRecord(None))  # the rank's own is full: nobody observes `comm`
         if node.size == comm.size and self.see_each_other(node, record):
             everyone = node.allgather((record.path, board))
             del everyone[node.rank]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpistrat.liveness.record import STACK_SIGNAL, RankRecord
+from mpistrat.liveness.record import RankRecord
 from mpistrat.machine.interpreter import python_of_helpers
 from mpistrat.machine.private_files import private
 
@@ -33,8 +32,7 @@ main()
 
 SECONDS_TO_START = 10.0
 
-_prepared: subprocess.Popen[bytes] | None = None
-_stacks: Any = None  # faulthandler keeps only its number
+_prepared: list[subprocess.Popen[bytes]] = []  # the observer, until it observes
 
 
 def prepare(environ: dict[str, str] | None = None) -> None:
@@ -42,55 +40,45 @@ def prepare(environ: dict[str, str] | None = None) -> None:
 
     It is started before MPI where that is possible: forking with MPI's network open is undefined on some.
     """
-    global _prepared
     import subprocess  # here, because it makes importing mpistrat slower
 
     python = python_of_helpers()
-    if _prepared is None and python is not None:
+    if python is not None and not _prepared:
+        command, pipe = [python, "-I", "-S", "-c", _MAIN, _PACKAGE], subprocess.PIPE
         with contextlib.suppress(OSError):  # no memory, no process: the ranks run unobserved
-            _prepared = subprocess.Popen(
-                [python, "-I", "-S", "-c", _MAIN, _PACKAGE],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env=environ,
+            _prepared.append(
+                subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, start_new_session=True, env=environ
+                )
             )
 
 
 def observe(folder: str) -> None:
     """Have the ranks observed whose records lie in `folder`, and those whose records appear there later.
 
-    Returns once those that are there are watched: one that died before would leave no exit status.
+    Returns once those that are there are watched: a rank that died before would leave no exit status.
     """
-    global _prepared
+    import subprocess
+
     prepare()
-    if _prepared is None:
-        return
-    assert _prepared.stdin is not None
-    assert _prepared.stdout is not None
-    with contextlib.suppress(OSError):
-        _prepared.stdin.write(os.fsencode(folder) + b"\n")
-        _prepared.stdin.close()
-        select.select([_prepared.stdout], [], [], SECONDS_TO_START)
-        _prepared.stdout.close()
-    with contextlib.suppress(ChildProcessError):  # the program may have waited for it
-        _prepared.wait()  # for the one that forked
-    _prepared = None
+    while _prepared:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            # It closes its output once it watches; the process that forked has ended before.
+            _prepared.pop().communicate(os.fsencode(folder) + b"\n", timeout=SECONDS_TO_START)
 
 
 def speak_on_signal(record: RankRecord, stacks: str) -> None:
-    """Let others ask for this process's Python stack, even while it holds the GIL; fatal signals are explained too."""
-    global _stacks
-    _stacks = open(stacks, "ab", buffering=0, opener=private)  # noqa: SIM115 - open until the process ends
+    """Let others ask for this process's Python stack, even while it holds the GIL; explain fatal signals, too."""
+    file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # open until the process ends
     if not faulthandler.is_enabled():
-        faulthandler.enable(_stacks)
+        faulthandler.enable(file)
     taken = _signals_in_use()
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if not taken >> (number - 1) & 1:
             # Of the thread that gets the signal, which is the main thread while it lives: those of threads that go on
             # meanwhile cannot be read without risking a crash.
-            faulthandler.register(number, _stacks, all_threads=False, chain=False)
-            record.words[STACK_SIGNAL] = number
+            faulthandler.register(number, file, all_threads=False, chain=False)
+            record.stack_signal = number
             return
 
 

@@ -1,11 +1,11 @@
-"""The observer: one small process per node, which outlives the ranks it watches by moments and speaks for them.
+"""The observer: one small process per node, which outlives the ranks that it watches by moments, and speaks for them.
 
 It runs in a session of its own, where the launcher's clean-up does not reach it, and reads the path of the job's folder
 from its standard input. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second.
 
-A rank that dies without having said so, or a collective that lasts longer than the limit, is reported once: on stderr
-and in a file. Then the ranks are told to end the job; those that cannot hear are killed. MPICH's launcher may
-still return 0 when a rank ended by os._exit(0): then it is killed too.
+It reports once, on stderr and in a file: a rank that dies without a word, or a collective that lasts longer than the
+limit. Then it has the ranks end the job, and kills those that do not react. MPICH's launcher may still return 0 when a
+rank ended by os._exit(0): then the observer kills it, too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Observer:
             return
         if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
-            for rank in unexplained:  # one of the others tells with how many they go on
+            for rank in unexplained:  # the others say how many they are
                 _say(
                     f"\nmpistrat: {rank.who} {describe_exit(rank.status)}; the others go on without it\n"
                 )
@@ -229,7 +229,7 @@ class Observer:
                     os.kill(rank.pid, signal.SIGKILL)
 
     def _tell_who_waits_at_the_end(self) -> None:
-        """Once: that may be right, or a rank waits for one of those in an MPI call of the program's own."""
+        """Once. It may be right; or a rank waits, in an MPI call of the program's own, for one that is at its end."""
         ranks = list(self._detector.ranks.values())
         leaving = self._detector.in_state(LEAVING)
         if self._noticed_leaving or self._reported or not leaving:

@@ -1,4 +1,4 @@
-"""What the observer of one node asks of the others goes over MPI, by the threads that watch the ranks.
+"""How the observer of one node asks the ranks of other nodes: over MPI, by the ranks' own threads.
 
 The observer has no connection of its own: it sets ASK in the record of a rank that waits too long. That rank's thread
 asks two ranks of each other node what the ranks there do, and leaves their accounts in the job's folder. If the stall

@@ -1,8 +1,8 @@
-"""What ended this program, as far as Python lets us know it from inside an atexit handler.
+"""What ended this program, as far as an atexit handler can know.
 
-CPython forgets the SystemExit that ends a program before it runs the handlers. So calls of `sys.exit`, `exit` and
-`quit` are remembered here, and what passes a frame of ours; elsewhere `raise SystemExit(n)` and the end of the script
-look the same.
+CPython forgets the SystemExit that ends a program before it runs the handlers. So this file remembers the calls of
+`sys.exit`, `exit` and `quit`, and each SystemExit that passes a frame of ours. Elsewhere, `raise SystemExit(n)` looks
+like the end of the script.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 from mpistrat.liveness.call_site import call_site
 
-_last_exit: SystemExit | None = None
-_last_exit_how = ""
+_last_exit: tuple[SystemExit, str] | None = None  # and how it was raised
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,14 @@ def _remembering(original: Callable[..., NoReturn], name: str) -> Callable[..., 
 
 def remember_raised(error: SystemExit) -> None:
     """Called by: a frame that `error` passes."""
-    if error is not _last_exit:
+    if _last_exit is None or error is not _last_exit[0]:
         _remember(error, f"raised SystemExit({error.code!r})")
 
 
 def _remember(error: SystemExit, how: str) -> None:
-    global _last_exit, _last_exit_how
+    global _last_exit
     if threading.current_thread() is threading.main_thread():
-        _last_exit, _last_exit_how = error, how
+        _last_exit = error, how
 
 
 def program_exit() -> ProgramExit:
@@ -72,8 +71,8 @@ def program_exit() -> ProgramExit:
     uncaught = getattr(sys, "last_value", None)  # also set by pytest, for exceptions that it caught
     if uncaught is not None and _ended_the_program(uncaught):
         return ProgramExit(1, f"failed with {type(uncaught).__name__}: {uncaught}", failed=True)
-    if _last_exit is not None and _ended_the_program(_last_exit):
-        return ProgramExit(exit_status(_last_exit.code), _last_exit_how)
+    if _last_exit is not None and _ended_the_program(_last_exit[0]):
+        return ProgramExit(exit_status(_last_exit[0].code), _last_exit[1])
     return ProgramExit(0, "came to its end (of the script, or by `raise SystemExit`)")
 
 

@@ -1,4 +1,4 @@
-"""Deaths of ranks that the others go on without, and how they know of one."""
+"""Ranks that are lost while the others go on, and how this process knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RankLosses:
         self._has_lost: Callable[[], bool] = lambda: False
 
     def expect(self, expected: bool) -> None:
-        """Whether the death of this rank is one that the others go on without."""
+        """Whether the others go on if this rank dies."""
         self._records.own.expendable = expected
 
     def go_on(self, has_lost: Callable[[], bool]) -> None:

@@ -55,9 +55,8 @@ _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
 
 # Number, entered, waited, board, bytes of the call, bytes of its site; then the text, which is filled up with zeros.
-_ENTRY = struct.Struct("=QqqIHH")
-_TEXT_BYTES = _ENTRY_BYTES - _ENTRY.size
-_WHOLE_ENTRY = struct.Struct(f"{_ENTRY.format}{_TEXT_BYTES}s")
+_TEXT_BYTES = _ENTRY_BYTES - struct.calcsize("=QqqIHH")
+_ENTRY = struct.Struct(f"=QqqIHH{_TEXT_BYTES}s")
 _FIRST_WAITED, _ENTRY_WORDS = (_FIRST_ENTRY + 16) // 8, _ENTRY_BYTES // 8
 MAX_SITE = 110
 
@@ -131,9 +130,8 @@ class RankRecord:
         number = next(self._numbers)
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         now = time.monotonic_ns()
-        _WHOLE_ENTRY.pack_into(
-            self._map, offset, calls, now, -1, board, call_bytes, len(text) - call_bytes, text
-        )
+        site_bytes = len(text) - call_bytes
+        _ENTRY.pack_into(self._map, offset, calls, now, -1, board, call_bytes, site_bytes, text)
         words[ENTRIES] = words[board + ENTRY] = number
         words[board + CALLS] = calls
         words[board + SINCE] = now
@@ -212,19 +210,26 @@ class RankRecord:
 
     def _entry(self, number: int) -> Entry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-        calls, entered, waited, board, call_bytes, site_bytes = _ENTRY.unpack_from(
-            self._map, offset
+        calls, entered, waited, board, *ends, text = _ENTRY.unpack_from(self._map, offset)
+        call, site = (
+            part.decode(errors="replace") for part in (text[: ends[0]], text[ends[0] : sum(ends)])
         )
-        start = offset + _ENTRY.size
-        text = self._map[start : start + min(call_bytes + site_bytes, _TEXT_BYTES)]
-        call = text[:call_bytes].decode(errors="replace")
-        site = text[call_bytes:].decode(errors="replace")
         return Entry(calls, entered, waited, board, call, site)
 
 
 @dataclass(frozen=True)
 class Board:
-    """A rank's place in one communicator: its last call's number, and when it entered it (0: it has returned)."""
+    """A rank's place in one communicator.
+
+    Attributes:
+        base: the board's index in `words`.
+        calls: the number of the last call.
+        since: when the rank entered it, in ns; 0: it has returned.
+        size: of the communicator.
+        group: the hash of its name.
+        first: the number in the job of its rank 0.
+        entry: the number of the call's entry in the ring.
+    """
 
     base: int
     calls: int
@@ -237,8 +242,14 @@ class Board:
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective: its number on its communicator, when it was entered, how long others were missing (-1: they still
-    are, or it was not measured)."""
+    """One collective of a rank.
+
+    Attributes:
+        number: on its communicator.
+        entered: when, in ns.
+        waited: for how many ns other ranks were missing; -1: they still are, or it was not measured.
+        board: of its communicator.
+    """
 
     number: int
     entered: int

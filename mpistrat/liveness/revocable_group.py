@@ -32,7 +32,7 @@ class RevocableGroup:
 
     Attributes:
         comm: the first.
-        lost: whether a rank has failed. Nothing moves in the group any more; what is made of it later is revoked, too.
+        lost: whether a rank has failed. Then no operation in the group succeeds, nor in what is made of it later.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -42,9 +42,10 @@ class RevocableGroup:
         self._members: list[FaultTolerantComm] = [self.comm]
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        thread = threading.Thread(target=self._look_out, name="mpistrat failures", daemon=True)
-        self._thread = thread
-        thread.start()
+        self._thread = threading.Thread(
+            target=self._look_out, name="mpistrat failures", daemon=True
+        )
+        self._thread.start()
 
     def failed(self) -> list[int]:
         """The ranks that this one knows to have failed, numbered as in `comm`."""
@@ -59,7 +60,7 @@ class RevocableGroup:
         """Whether this rank knows that some rank has failed, or another rank does and said so."""
         if not self.lost:
             with contextlib.suppress(MPI.Exception):
-                self.comm.Iprobe()  # lets the news in
+                self.comm.Iprobe()  # has MPI notice failures
             self.lost = self.comm.Is_revoked() or bool(self.failed())
         return self.lost
 
@@ -82,7 +83,7 @@ class RevocableGroup:
         self._thread.join()
 
     def adopt(self, comm: MPI.Intracomm) -> FaultTolerantComm:
-        """`comm`, just made of a member."""
+        """Make `comm`, which was just made of a member, a member too."""
         member = FaultTolerantComm(comm)
         member.revocable_group = self
         if comm != MPI.COMM_NULL:
@@ -93,7 +94,7 @@ class RevocableGroup:
         return member
 
     def free(self, member: FaultTolerantComm) -> None:
-        """Free it, which is collective; in a group that has lost a rank it is left behind."""
+        """Free `member`, which is collective; once a rank is lost, leave it behind."""
         with self._lock:
             self._members = [known for known in self._members if known is not member]
             lost = self.lost
@@ -130,12 +131,12 @@ class FaultTolerantComm(MPI.Intracomm):
 
 
 def revocable_group_of(comm: Any) -> RevocableGroup | None:
-    """None: a rank's death ends the job."""
+    """The group that `comm` is a member of. None: a rank's death ends the job."""
     return getattr(comm, "revocable_group", None)
 
 
 def means_rank_lost(error: BaseException | None) -> bool:
-    """Whether `error`, or what it came of, is how MPI or a wait tells that a rank has failed."""
+    """Whether `error`, or an error that caused it, means that a rank has failed."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

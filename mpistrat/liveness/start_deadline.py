@@ -58,7 +58,7 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
     command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
     # and with no output but stderr, so that it cannot keep anybody's pipe open.
-    with subprocess.Popen(
+    with subprocess.Popen(  # whose input is closed at the block's end
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -73,10 +73,9 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
     started = "started processes" if size is None else f"{size} started processes"
     return (
         f"\nmpistrat: {who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
-        f"there.\n"
-        f"Every rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a rank "
-        f"end or "
-        f"fail before, or is one still busy? {start_seconds.name}=N allows N seconds (0: no limit). Ending the job.\n"
+        "there.\nEvery rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a "
+        "rank end or fail before, or is one still busy? "
+        f"{start_seconds.name}=N allows N seconds (0: no limit). Ending the job.\n"
     )
 
 

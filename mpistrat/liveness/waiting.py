@@ -1,4 +1,4 @@
-"""The one way to wait for another rank, for what it writes into shared memory or for its messages."""
+"""How ranks wait for each other: for what another writes into shared memory, or for its messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mpistrat.errors import StallError
 from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.record import ABORT, GROUP, LIMIT, LOOKED, RAISE, RANK, STALLED, RankRecord
+from mpistrat.liveness.record import GROUP, RAISE, RankRecord
 from mpistrat.liveness.watch import CommunicatorWatch
 
 SPIN_SECONDS = 200e-6
@@ -40,9 +40,8 @@ def wait_until(
         while time.monotonic() < spin_until:
             if arrived():
                 return
-    words = watch.record.words
-    limit = words[LIMIT] / 1e9
-    looked = started
+    record, looked = watch.record, started
+    limit = record.limit
     while not arrived():
         now = time.monotonic()
         if now - looked > SECONDS_OF_A_PAUSE:
@@ -55,20 +54,20 @@ def wait_until(
         raise_if_stalled(watch)
         if watch.revocable_group is not None:
             watch.revocable_group.raise_if_lost()
-        observed = now - words[LOOKED] / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
+        observed = now - record.looked / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
         if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
             raise StallError(
-                f"rank {words[RANK]} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
+                f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
                 f"{limit:g} s), and no observer runs on this node that could say which are missing"
             )
         time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
 def raise_if_stalled(watch: CommunicatorWatch) -> None:
-    """Raises: StallError when it was decided so for this communicator."""
-    words = watch.record.words
-    if words[ABORT] == RAISE and words[STALLED] == words[watch.board + GROUP]:
-        raise StallError(_report(watch.record))
+    """Raises: StallError when the observer has decided so for this communicator."""
+    record = watch.record
+    if record.abort == RAISE and record.stalled == record.words[watch.board + GROUP]:
+        raise StallError(_report(record))
 
 
 def _report(record: RankRecord) -> str:
@@ -76,4 +75,4 @@ def _report(record: RankRecord) -> str:
         with open(report_of(record.folder), encoding="utf-8") as file:
             return file.read()
     except OSError:
-        return f"rank {record.words[RANK]} waited too long for the other ranks; see the report on stderr"
+        return f"rank {record.rank} waited too long for the other ranks; see the report on stderr"
