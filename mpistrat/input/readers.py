@@ -154,15 +154,18 @@ def begin_at(batches: Any, state: Any) -> None:
         batches.begin_at(state)
 
 
-def splits_each_batch(share: Share, policy: AutoShardPolicy, batch_size: int | None) -> bool:
-    """Which rule of `splitting` cuts the batches of a dataset that is not made of files."""
+def size_in_stream(share: Share, policy: AutoShardPolicy, batch_size: int | None) -> int | None:
+    """The global batch size, where `splitting` cuts a stream of examples; None where it cuts each batch.
+
+    Of a dataset that is not made of files.
+    """
     if policy is AutoShardPolicy.FILE and share.workers > 1:
         raise NotFoundError(
             "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, whose files can be shared out; this dataset is "
             "none. Use AUTO or DATA"
         )
     to_be_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-    return to_be_shared or batch_size is None or share.num_replicas == 1
+    return None if to_be_shared or share.num_replicas == 1 else batch_size
 
 
 def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
@@ -177,15 +180,15 @@ def steps_of_indices(
     batch_size: int | None,
 ) -> Iterator[list[list[int] | None]]:
     """The indices that each replica of this rank loads; None where there are no more."""
-    if splits_each_batch(share, policy, batch_size):
+    size = size_in_stream(share, policy, batch_size)
+    if size is None:
         if not reads_all(share, policy):
             return pieces_of_each(index_batches, Lists(), share.pieces, share.num_replicas)
         everybody = range(share.num_replicas)
         pieces = pieces_of_each(index_batches, Lists(), everybody, share.num_replicas)
         return steps_of_stream(itertools.chain.from_iterable(pieces), share)
-    assert batch_size is not None
     examples = itertools.chain.from_iterable(index_batches)
-    return steps_of_stream(pieces_of_examples(examples, share.sizes(batch_size)), share)
+    return steps_of_stream(pieces_of_examples(examples, share.sizes(size)), share)
 
 
 class IndexReader(Reader):
@@ -196,7 +199,7 @@ class IndexReader(Reader):
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         self.reads_ahead = not dataset.of_arrays
-        splits_each_batch(share, policy, self.batch_size)
+        size_in_stream(share, policy, self.batch_size)  # raises for what cannot be
 
     def _indices(self, epoch: int) -> Iterator[list[list[int] | None]]:
         batches = self._dataset.index_batches(epoch)
@@ -240,7 +243,7 @@ class BatchReader(Reader):
         size = getattr(batches, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self.drop_last = bool(getattr(batches, "drop_last", False))
-        self._splits_each = splits_each_batch(share, policy, self.batch_size)
+        self._size_in_stream = size_in_stream(share, policy, self.batch_size)
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
@@ -256,16 +259,15 @@ class BatchReader(Reader):
 
     def _cut(self, batches: Iterator[Any], start: int) -> Iterator[Step]:
         kind, share = Batches(), self._share
-        if self._splits_each and not reads_all(share, self._policy):
+        if self._size_in_stream is None and not reads_all(share, self._policy):
             batches = itertools.islice(batches, start, None)
             return pieces_of_each(batches, kind, share.pieces, share.num_replicas)
-        if self._splits_each:
+        if self._size_in_stream is None:
             everybody = range(share.num_replicas)
             all_pieces = pieces_of_each(batches, kind, everybody, share.num_replicas)
             pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
         else:
-            assert self.batch_size is not None
-            pieces = pieces_of_stream(batches, kind, share.sizes(self.batch_size))
+            pieces = pieces_of_stream(batches, kind, share.sizes(self._size_in_stream))
         return itertools.islice(steps_of_stream(pieces, share), start, None)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:

@@ -45,9 +45,8 @@ class Shielded:
         self._function = function
 
     def __call__(self, worker_id: int) -> None:
-        rank = multiprocessing.parent_process()
-        assert rank is not None
         signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
+        rank = multiprocessing.parent_process()
         threading.Thread(target=_end_with_rank, args=(rank,), daemon=True).start()
         if self._function is not None:
             self._function(worker_id)

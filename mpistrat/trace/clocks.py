@@ -30,17 +30,14 @@ def compare(ask: Callable[[], int], now: Callable[[], int]) -> Comparison:
         ask: gets the time of the other clock, in ns.
         now: reads one's own.
     """
-    best = None
+    comparisons = []
     for _ in range(ROUNDS):
         sent = now()
         theirs = ask()
         received = now()
-        error = (received - sent + 1) // 2
-        if best is None or error < best.error:
-            middle = sent + (received - sent) // 2
-            best = Comparison(middle, theirs - middle, error)
-    assert best is not None
-    return best
+        middle = sent + (received - sent) // 2
+        comparisons.append(Comparison(middle, theirs - middle, (received - sent + 1) // 2))
+    return min(comparisons, key=lambda comparison: comparison.error)
 
 
 class Alignment:
