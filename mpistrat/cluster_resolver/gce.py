@@ -13,7 +13,7 @@ SECONDS = 15.0  # for each answer, and to ask again for it while the service is 
 
 
 class GCEClusterResolver(ListedTasksResolver):
-    """The running instances of a group, listed again at every question.
+    """The running instances of a group, listed again at every call.
 
     Their addresses are those of their first network interfaces, sorted as text.
 

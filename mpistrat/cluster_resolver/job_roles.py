@@ -42,7 +42,7 @@ class JobRoles:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What one rank knows of roles, as the others are told."""
+    """What one rank knows of the roles, and sends to the others."""
 
     num_ps: int | None = None
     chief: bool | None = True
@@ -75,8 +75,8 @@ def job_roles(
         resolver: None, or one of MPI, which knows of no roles: `num_ps` tells, else TF_CONFIG, else Slurm.
         chief: one rank coordinates the others. Otherwise worker 0 leads, or a chief of the cluster that works, too.
             None: as the other ranks have it.
-    Raises, on all ranks: ValueError when nothing tells roles, or none that will do; TopologyError when ranks and what
-        tells their tasks contradict each other.
+    Raises, on all ranks: ValueError when nothing says who has which role, or the roles will not do; TopologyError
+        when the ranks and what names their tasks contradict each other.
     """
     cause: Exception | None = None
     try:
@@ -109,7 +109,7 @@ def works_alone(
     resolver: ClusterResolver | None,
     environ: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether this is one rank of which no cluster tells a task. Communicates nothing."""
+    """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
     config = (os.environ if environ is None else environ).get(TF_CONFIG)
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
     return topology.size == 1 and of_mpi and not config

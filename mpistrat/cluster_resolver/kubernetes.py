@@ -23,7 +23,7 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class KubernetesClusterResolver(ListedTasksResolver):
-    """The pods that match label selectors, listed again at every question.
+    """The pods that match label selectors, listed again at every call.
 
     Args:
         job_to_label_mapping: selectors of each job, default {"worker": ["job-name=tensorflow"]}. The pods of a selector

@@ -12,7 +12,7 @@ from mpistrat.topology import Topology
 
 
 class ListedTasksResolver(ClusterResolver):
-    """The tasks that a service lists, asked again at every question."""
+    """The tasks that a service lists, asked again at every call."""
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None

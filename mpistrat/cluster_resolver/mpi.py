@@ -28,8 +28,8 @@ class MPIClusterResolver(ClusterResolver):
     """The ranks of an MPI communicator; one rank when there is no MPI and no launcher started this process.
 
     Args: comm: an mpi4py intracommunicator, default all ranks (MPI.COMM_WORLD). MPI is initialized if it is not yet.
-    Called by: every rank of `comm`. Building one starts nothing; the first use of any other member does, and the first
-        `topology()` of a communicator is collective over it.
+    Called by: every rank of `comm`. The constructor starts nothing. The first use of another member starts MPI; the
+        first `topology()` of a communicator is collective over it.
     Raises: TopologyError on first use, when launcher and MPI library contradict each other.
     """
 

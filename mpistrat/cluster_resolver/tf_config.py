@@ -1,4 +1,4 @@
-"""The cluster of the TF_CONFIG variable, read again at every question."""
+"""The cluster of the TF_CONFIG variable, read again at every call."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def start_deadline(
 
 @contextmanager
 def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterator[None]:
-    """`start_deadline` for MPI_Init, which mpi4py calls with the GIL held: no thread could speak, a process does."""
+    """`start_deadline` for MPI_Init. mpi4py holds the GIL meanwhile, so a process watches instead of a thread."""
     seconds = start_seconds()
     python = python_of_helpers()
     if not seconds or size == 1 or python is None:

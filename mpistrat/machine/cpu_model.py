@@ -1,4 +1,4 @@
-"""Which processor this is."""
+"""The model of this processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What helper processes run in."""
+"""The Python interpreter for helper processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def python_of_helpers() -> str | None:
-    """The Python interpreter; None in a program that carries its own, which would run itself once more."""
+    """The interpreter's file; None in a frozen program, whose executable would run the program once more."""
     executable = sys.executable or ""
     is_python = re.match(r"(python|pypy)", os.path.basename(executable)) is not None
     if getattr(sys, "frozen", False) or not is_python or not os.access(executable, os.X_OK):

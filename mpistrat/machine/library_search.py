@@ -18,7 +18,7 @@ _ELF = b"\x7fELF"
 
 
 def visible_mpi_libraries(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """(rule, path) of every libmpi that a rule would find, the rule that goes first first.
+    """Every libmpi that a rule finds, as (rule, path), in the order of the rules.
 
     The order is mpi4py 4.1's (mpi4py/_mpiabi.py): what is preloaded; MPI4PY_LIBMPI, and then nothing else; the `lib` of
     the virtual environment, of the user's packages, of Python itself; what the dynamic linker finds by name. What lies

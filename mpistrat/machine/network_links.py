@@ -1,4 +1,4 @@
-"""What a node can send by."""
+"""The network links of this node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def network_links(devices: str = "/sys/class") -> tuple[str, ...]:
-    """The known speeds of its links that are up: ("200 Gb/sec (4X HDR)", "25000 Mb/s"); each once."""
+    """The speeds of the links that are up, each once: ("200 Gb/sec (4X HDR)", "25000 Mb/s")."""
     files = {
         "net/*/speed": "{} Mb/s",
         "infiniband/*/ports/*/rate": "{}",  # of Omni-Path and Slingshot's RoCE, too

@@ -1,4 +1,4 @@
-"""What is told to people on stderr: a line in one piece, so that those of several ranks do not mix."""
+"""Lines for people on stderr, each written in one piece, so that the lines of several ranks do not mix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def tell(text: str) -> None:
-    """`text` as a line of this project's; nothing happens where stderr is closed, or None."""
+    """Write `text` as a line of this project. Does nothing where stderr is closed or None."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"mpistrat: {text}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Files and folders for this user alone, whatever the umask is; nothing that others have put in their place is used."""
+"""Files and folders for this user alone, whatever the umask is. What others have put in their place is not used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` of `open`: what it creates nobody else can read. What is there already keeps its permissions."""
+    """An `opener` for `open`: nobody else can read a file that it creates. An existing file keeps its permissions."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

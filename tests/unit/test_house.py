@@ -10,10 +10,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "mpistrat"
 
-CODE_LINES = 31_450  # to come: 27,500
-LARGE_CLASSES = 19  # to come: 8
+CODE_LINES = 30_700  # to come: 27,500
+LARGE_CLASSES = 8
 TOP_LEVEL_MODULES = 14
-ASSERTS_OF_NONE = 71  # to come: 0
+ASSERTS_OF_NONE = 9  # to come: 0
 
 LARGE = 15  # methods
 _NO_CODE = {

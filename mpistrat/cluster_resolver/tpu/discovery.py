@@ -30,7 +30,7 @@ WORKER_NUMBER = "agent-worker-number"  # "1"
 def discover_slice(
     environ: Mapping[str, str] | None = None, addresses: Sequence[str] = ()
 ) -> TPUSlice:
-    """The slice of this host. Of the process's own environment, it is read once: PJRT's variables have the same names.
+    """The slice of this host. The process's own environment is read once, because PJRT's variables have the same names.
 
     Args: addresses: of all hosts in the order of their worker ids, instead of those that are found.
     Raises: NotFoundError, within seconds, when this is no TPU host; ValueError when what is told cannot be.
@@ -51,7 +51,7 @@ def discover_slice(
 
 
 class _Found:
-    """What one source tells, by what it is; each under one of several names, the first of which counts."""
+    """The facts of one source. A fact has one of several names, and the first that is set counts."""
 
     def __init__(
         self, source: str, names: Mapping[str, Sequence[str]], read: Callable[[str], str | None]
@@ -59,7 +59,7 @@ class _Found:
         self._source, self._names, self._read = source, names, read
 
     def get(self, what: str) -> str:
-        """'' where nothing is told."""
+        """'' where the source does not have it."""
         values = (self._read(name) for name in self._names.get(what, ()))
         return next((value.strip() for value in values if value and value.strip()), "")
 

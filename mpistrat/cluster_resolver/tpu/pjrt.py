@@ -116,7 +116,7 @@ def slices_of_ranks(
 def set_pjrt_environment(
     variables: Mapping[str, str], environ: MutableMapping[str, str] | None = None
 ) -> None:
-    """Overwrite: GKE gives two of these names to the bounds of hosts, and torch_xla would leave those as they are.
+    """Set them, whatever is there: GKE uses two of these names for the bounds of hosts, which torch_xla would keep.
 
     Discover the slice before: `TPUClusterResolver.slice()` reads the same names, once for the process.
     """

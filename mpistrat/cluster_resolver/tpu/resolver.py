@@ -33,7 +33,7 @@ class TPUClusterResolver(ClusterResolver):
         zone, project: likewise those that it must belong to.
         job_name: of the hosts, in `cluster_spec`.
         coordinator_name, coordinator_address: of a further job, with one task.
-    Building one asks nobody; the first use of a member that needs the slice does, for some seconds at most.
+    The constructor asks nobody. The first use of a member that needs the slice asks, for some seconds at most.
     What tf.distribute has beyond that is not here: no Cloud TPU API is asked (credentials, service, discovery_url), no
     server is started for a coordinator without an address, and `connect` has nothing to connect to.
     Raises: ValueError for addresses that cannot be read; by other members, NotFoundError when this is no TPU host, and
