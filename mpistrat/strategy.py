@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import context, nest
+from mpistrat.communicators import RaisingOnAll
 from mpistrat.context import check_call, entered, per_thread, require_cross_replica
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
 from mpistrat.input.distributed_dataset import (
     distribute,
     distribute_from_function,
-    made_together,
 )
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
@@ -224,11 +224,9 @@ class Strategy:
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
         checked = _input_options(options, extended, True)
 
-        def make() -> DistributedDataset:
+        with RaisingOnAll(extended.communicator, "could not make its dataset"):
             datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
             return distribute_from_function(datasets, extended, checked)
-
-        return made_together(extended.communicator, make)
 
     # PyTorch
 

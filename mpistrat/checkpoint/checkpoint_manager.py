@@ -16,7 +16,7 @@ from mpistrat.checkpoint.directory import Directory, OpenDirectory, Unfinished
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
-from mpistrat.communicators import raising_on_all
+from mpistrat.communicators import RaisingOnAll
 from mpistrat.context import require_cross_replica
 from mpistrat.machine.notices import tell
 
@@ -91,13 +91,13 @@ class CheckpointManager:
         if self._claimed or not self._role.saves:
             return
         sample = ""
-        with raising_on_all(communicator, f"could not claim {self.directory}"):
+        with RaisingOnAll(communicator, f"could not claim {self.directory}"):
             if communicator.rank == 0:
                 self._open = self._directory.open()
                 sample = self._open.sample()
         sample = communicator.broadcast_object(sample, label="directory of checkpoints")
         try:
-            with raising_on_all(communicator, f"could not see {self.directory}"):
+            with RaisingOnAll(communicator, f"could not see {self.directory}"):
                 _wait_to_see(sample)
         finally:
             if self._open is not None:
@@ -217,11 +217,11 @@ class CheckpointManager:
         with self._role.telling_failure("restored"):
             self.wait()
             absolute = None
-            with raising_on_all(self._communicator, f"could not restore {path!r:.60}"):
+            with RaisingOnAll(self._communicator, f"could not restore {path!r:.60}"):
                 if self._communicator.rank == 0:  # others may be in other working directories
                     absolute = os.path.abspath(path)
             chosen = self._communicator.broadcast_object(absolute, label="checkpoint to restore")
-            with raising_on_all(self._communicator, f"could not read {chosen}"):
+            with RaisingOnAll(self._communicator, f"could not read {chosen}"):
                 stored = self._read(chosen)
             states = self._load(stored)
         self._role.tell_followers("restored", (chosen, states))
@@ -256,7 +256,7 @@ class CheckpointManager:
         communicator = self._communicator
 
         found: tuple[list[str], list[str]] = [], []
-        with raising_on_all(communicator, "could not look for checkpoints"):
+        with RaisingOnAll(communicator, "could not look for checkpoints"):
             if communicator.rank == 0:
                 whole, damaged = self._directory.checkpoints()
                 found = [path for path, _ in reversed(whole)], damaged

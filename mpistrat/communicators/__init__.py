@@ -1,7 +1,7 @@
 """How bytes move inside one group of ranks."""
 
 from mpistrat.communicators.communicator import Communicator as Communicator
-from mpistrat.communicators.communicator import raising_on_all as raising_on_all
+from mpistrat.communicators.communicator import RaisingOnAll as RaisingOnAll
 from mpistrat.communicators.reduction import SUM as SUM
 from mpistrat.communicators.reduction import Reduction as Reduction
 from mpistrat.communicators.reduction import reducing as reducing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -146,15 +145,15 @@ class Communicator(abc.ABC):
                 raise RuntimeError(f"rank {rank} {what}: {theirs}")
 
 
-@contextlib.contextmanager
-def raising_on_all(communicator: Communicator, what: str) -> Iterator[None]:
+class RaisingOnAll(contextlib.AbstractContextManager[None]):
     """What the body raises on any rank is raised on all of them: see `Communicator.raise_any`.
 
     Collective at its end; the body need not be.
     """
-    error = None
-    try:
-        yield
-    except Exception as failed:
-        error = failed
-    communicator.raise_any(error, what)
+
+    def __init__(self, communicator: Communicator, what: str) -> None:
+        self._communicator, self._what = communicator, what
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Exception):
+            self._communicator.raise_any(error, self._what)

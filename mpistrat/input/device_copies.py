@@ -1,4 +1,4 @@
-"""Batches on their way to devices, while the steps before them are computed."""
+"""Copies of batches to devices, while the steps before them are computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from mpistrat import arrays, nest
 
 
-class _OnItsWay(NamedTuple):
+class _Copying(NamedTuple):
     batch: Any
     event: Any  # when it is there
 
@@ -34,20 +34,11 @@ class DeviceCopies:
 
     def start(self, batches: list[Any]) -> list[Any]:
         """Begin to copy; what is returned is for `arrived` only."""
-        if not self.needed:
-            return batches
-        return [
-            self._start(device, batch) for device, batch in zip(self._devices, batches, strict=True)
-        ]
+        return [*map(self._start, self._devices, batches)] if self.needed else batches
 
     def arrived(self, batches: list[Any]) -> list[Any]:
         """The batches on their devices, as the current stream of each sees them; the host does not wait."""
-        if not self.needed:
-            return batches
-        return [
-            self._arrived(device, batch)
-            for device, batch in zip(self._devices, batches, strict=True)
-        ]
+        return [*map(self._arrived, self._devices, batches)] if self.needed else batches
 
     def _start(self, device: str, batch: Any) -> Any:
         if not device.startswith("cuda") or not any(map(arrays.is_torch, nest.leaves(batch))):
@@ -59,10 +50,10 @@ class DeviceCopies:
             stream = self._streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             moved = nest.map_structure(lambda leaf: _to(device, _pinned(leaf)), batch)
-            return _OnItsWay(moved, stream.record_event())
+            return _Copying(moved, stream.record_event())
 
     def _arrived(self, device: str, batch: Any) -> Any:
-        if not isinstance(batch, _OnItsWay):
+        if not isinstance(batch, _Copying):
             return batch
         import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mpistrat.communicators import Communicator
 from mpistrat.input.datasets import BatchedDataset, FileDataset
@@ -24,9 +24,6 @@ from mpistrat.trace import spans
 
 if TYPE_CHECKING:
     from mpistrat.replicas.extended import StrategyExtended
-
-
-T = TypeVar("T")
 
 
 class DistributedDataset(Iterable[Any]):
@@ -128,24 +125,10 @@ def distribute_from_function(
                 "a dataset function must return a dataset, which must be an iterable of batches; got "
                 f"{dataset!r:.60}"
             )
-    reader = FunctionReader(
-        [beside_mpi(dataset) for dataset in datasets], extended.num_local_replicas
-    )
+    reader = FunctionReader([*map(with_safe_workers, datasets)], extended.num_local_replicas)
     return DistributedDataset(
         StepSource(reader, extended, options, partial and extended.input.partial_steps)
     )
-
-
-def made_together(communicator: Communicator, make: Callable[[], T]) -> T:
-    """What `make` gives; where it fails on one rank, all ranks raise. Collective."""
-    made: list[T] = []
-    error = None
-    try:
-        made.append(make())
-    except Exception as failed:
-        error = failed
-    communicator.raise_any(error, "could not make its dataset")
-    return made[0]
 
 
 def _reader_of(
@@ -162,11 +145,11 @@ def _reader_of(
             return torch_loader.LoaderReader(dataset, share, policy, communicator)
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         _warn_of_reading_everything(dataset, communicator)
-        return BatchReader(beside_mpi(dataset), share, policy, communicator)
-    return BatchReader(beside_mpi(dataset), share, policy)
+        return BatchReader(with_safe_workers(dataset), share, policy, communicator)
+    return BatchReader(with_safe_workers(dataset), share, policy)
 
 
-def beside_mpi(dataset: Any) -> Any:
+def with_safe_workers(dataset: Any) -> Any:
     """`dataset`; a DataLoader with workers that can live beside MPI."""
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader

@@ -10,8 +10,8 @@ import abc
 import collections
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator
@@ -19,14 +19,17 @@ from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
 from mpistrat.input.splitting import (
+    Kind,
     Lists,
     pieces_of_each,
-    pieces_of_examples,
     pieces_of_stream,
     steps_of_stream,
 )
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
+
+if TYPE_CHECKING:
+    from mpistrat.input.random_state import RandomState
 
 EMPTY, MISSING = object(), None
 Step = list[Any]
@@ -119,53 +122,48 @@ class Reader(abc.ABC):
 
 
 class Restartable(abc.ABC, Iterable[Any]):
-    """Batches in an order of random numbers, which can be had again."""
+    """Batches in an order of random numbers, which can be had again. Attributes: random: the generators of these."""
 
-    @property
-    @abc.abstractmethod
-    def began(self) -> Any:
-        """What the epoch that was begun last began with; picklable."""
+    random: RandomState
 
-    @abc.abstractmethod
-    def now(self) -> Any:
-        """What the next epoch begins with."""
 
-    @abc.abstractmethod
-    def begin_at(self, state: Any) -> None:
-        """Let the next epoch be the one that `began` told of."""
+def _began(batches: Any) -> Any:
+    """What the epoch that was begun last began with; picklable."""
+    return batches.random.began if isinstance(batches, Restartable) else None
+
+
+def _begins(batches: Any) -> Any:
+    """What the next epoch begins with."""
+    return batches.random.now() if isinstance(batches, Restartable) else None
+
+
+def _begin_at(batches: Any, state: Any) -> None:
+    """Let the next epoch be the one that had `state`."""
+    if isinstance(batches, Restartable):
+        batches.random.begin_at(state)
+
+
+def _at(steps: Iterator[Step], position: Callable[[], Any]) -> Iterator[StepAt]:
+    """`steps` with the position that is known when the first was read: samplers draw their seed then."""
+    first = list(itertools.islice(steps, 1))
+    at = position()
+    for step in itertools.chain(first, steps):
+        yield StepAt(at, step)
 
 
 def set_epoch(batches: Any, epoch: int) -> None:
-    """Tell what is read, if it wants to know, as torch's DistributedSampler does."""
+    """Say which epoch is read, if `batches` wants to know, as torch's DistributedSampler does."""
     if hasattr(batches, "set_epoch"):
         batches.set_epoch(epoch)
 
 
-def began(batches: Any) -> Any:
-    return batches.began if isinstance(batches, Restartable) else None
-
-
-def begins(batches: Any) -> Any:
-    return batches.now() if isinstance(batches, Restartable) else None
-
-
-def begin_at(batches: Any, state: Any) -> None:
-    if isinstance(batches, Restartable):
-        batches.begin_at(state)
-
-
-def size_in_stream(share: Share, policy: AutoShardPolicy, batch_size: int | None) -> int | None:
-    """The global batch size, where `splitting` cuts a stream of examples; None where it cuts each batch.
-
-    Of a dataset that is not made of files.
-    """
+def check_policy(share: Share, policy: AutoShardPolicy) -> None:
+    """Of a dataset that is not made of files. Raises: NotFoundError."""
     if policy is AutoShardPolicy.FILE and share.workers > 1:
         raise NotFoundError(
             "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, whose files can be shared out; this dataset is "
             "none. Use AUTO or DATA"
         )
-    to_be_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-    return None if to_be_shared or share.num_replicas == 1 else batch_size
 
 
 def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
@@ -173,22 +171,29 @@ def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
     return policy is AutoShardPolicy.OFF and share.workers > 1
 
 
-def steps_of_indices(
-    index_batches: Iterable[list[int]],
+def steps_of_batches(
+    batches: Iterable[Any],
+    kind: Kind,
     share: Share,
     policy: AutoShardPolicy,
     batch_size: int | None,
-) -> Iterator[list[list[int] | None]]:
-    """The indices that each replica of this rank loads; None where there are no more."""
-    size = size_in_stream(share, policy, batch_size)
-    if size is None:
+    start: int,
+) -> Iterator[list[Any | None]]:
+    """What the replicas of this rank get of global batches, by one of the rules of `splitting`, from step `start` on.
+
+    None where there are no more.
+    """
+    n = share.num_replicas
+    is_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+    if is_shared or batch_size is None or n == 1:
         if not reads_all(share, policy):
-            return pieces_of_each(index_batches, Lists(), share.pieces, share.num_replicas)
-        everybody = range(share.num_replicas)
-        pieces = pieces_of_each(index_batches, Lists(), everybody, share.num_replicas)
-        return steps_of_stream(itertools.chain.from_iterable(pieces), share)
-    examples = itertools.chain.from_iterable(index_batches)
-    return steps_of_stream(pieces_of_examples(examples, share.sizes(size)), share)
+            batches = itertools.islice(batches, start, None)
+            return pieces_of_each(batches, kind, share.pieces, n)
+        all_pieces = pieces_of_each(batches, kind, range(n), n)
+        pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
+    else:
+        pieces = pieces_of_stream(batches, kind, share.sizes(batch_size))
+    return itertools.islice(steps_of_stream(pieces, share), start, None)
 
 
 class IndexReader(Reader):
@@ -199,15 +204,12 @@ class IndexReader(Reader):
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         self.reads_ahead = not dataset.of_arrays
-        size_in_stream(share, policy, self.batch_size)  # raises for what cannot be
-
-    def _indices(self, epoch: int) -> Iterator[list[list[int] | None]]:
-        batches = self._dataset.index_batches(epoch)
-        return steps_of_indices(batches, self._share, self._policy, self.batch_size)
+        check_policy(share, policy)
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
-        steps = self._indices(epoch) if len(self._dataset) else iter(())
-        for step in itertools.islice(steps, start, None):
+        batches = self._dataset.index_batches(epoch)
+        rule = Lists(), self._share, self._policy, self.batch_size, start
+        for step in steps_of_batches(batches, *rule) if len(self._dataset) else ():
             entries = (
                 MISSING if piece is None else self._dataset.load(piece) if piece else EMPTY
                 for piece in step
@@ -243,7 +245,7 @@ class BatchReader(Reader):
         size = getattr(batches, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self.drop_last = bool(getattr(batches, "drop_last", False))
-        self._size_in_stream = size_in_stream(share, policy, self.batch_size)
+        check_policy(share, policy)
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
@@ -251,34 +253,19 @@ class BatchReader(Reader):
         batches = iter(self._batches)
         if self._compared_over is not None:
             batches = _equal_on_all_ranks(batches, self._compared_over)
-        steps = self._cut(batches, start)
-        first = list(itertools.islice(steps, 1))
-        position = began(self._batches)
-        for step in itertools.chain(first, steps):
-            yield StepAt(position, step)
-
-    def _cut(self, batches: Iterator[Any], start: int) -> Iterator[Step]:
-        kind, share = Batches(), self._share
-        if self._size_in_stream is None and not reads_all(share, self._policy):
-            batches = itertools.islice(batches, start, None)
-            return pieces_of_each(batches, kind, share.pieces, share.num_replicas)
-        if self._size_in_stream is None:
-            everybody = range(share.num_replicas)
-            all_pieces = pieces_of_each(batches, kind, everybody, share.num_replicas)
-            pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
-        else:
-            pieces = pieces_of_stream(batches, kind, share.sizes(self._size_in_stream))
-        return itertools.islice(steps_of_stream(pieces, share), start, None)
+        rule = Batches(), self._share, self._policy, self.batch_size, start
+        yield from _at(steps_of_batches(batches, *rule), lambda: _began(self._batches))
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        random = begins(self._batches) if position is None else position
+        random = _begins(self._batches) if position is None else position
+        send = communicator.all_gather_object
         if self.same_for_any_ranks:
-            return {"random": communicator.broadcast_object(random, label=_STATE)}
-        return {"random": communicator.all_gather_object(random, label=_STATE)}
+            send = communicator.broadcast_object
+        return {"random": send(random, label=_STATE)}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         random = state["random"]
-        begin_at(self._batches, random if self.same_for_any_ranks else random[communicator.rank])
+        _begin_at(self._batches, random if self.same_for_any_ranks else random[communicator.rank])
 
     def cardinality(self) -> int:
         cardinality = getattr(self._batches, "cardinality", None)
@@ -320,7 +307,7 @@ class FunctionReader(Reader):
 
     def __init__(self, datasets: list[Iterable[Any]], num_replicas: int) -> None:
         self._datasets, self._num_replicas = datasets, num_replicas
-        self.drop_last = all(getattr(dataset, "drop_last", False) is True for dataset in datasets)
+        self.drop_last = all(getattr(d, "drop_last", False) is True for d in datasets)
         size = getattr(datasets[0], "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
 
@@ -332,11 +319,7 @@ class FunctionReader(Reader):
             steps: Iterator[Step] = map(list, columns)
         else:
             steps = self._turns()
-        steps = itertools.islice(steps, start, None)
-        first = list(itertools.islice(steps, 1))
-        position = [began(dataset) for dataset in self._datasets]
-        for step in itertools.chain(first, steps):
-            yield StepAt(position, step)
+        yield from _at(itertools.islice(steps, start, None), lambda: [*map(_began, self._datasets)])
 
     def _turns(self) -> Iterator[Step]:
         elements = iter(self._datasets[0])
@@ -351,9 +334,9 @@ class FunctionReader(Reader):
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
-        random = [begins(dataset) for dataset in self._datasets] if position is None else position
+        random = [*map(_begins, self._datasets)] if position is None else position
         return {"random": communicator.all_gather_object(random, label=_STATE)}
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         for dataset, random in zip(self._datasets, state["random"][communicator.rank], strict=True):
-            begin_at(dataset, random)
+            _begin_at(dataset, random)

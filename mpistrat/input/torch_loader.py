@@ -26,10 +26,12 @@ from mpistrat.input.readers import (
     Reader,
     Restartable,
     StepAt,
+    check_policy,
     reads_all,
     set_epoch,
-    steps_of_indices,
+    steps_of_batches,
 )
+from mpistrat.input.splitting import Lists
 from mpistrat.input.worker_processes import Shielded, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -76,11 +78,11 @@ class WholeLoader(Restartable):
             self._loader.multiprocessing_context = worker_context(loader)
             self._loader.worker_init_fn = Shielded(loader.worker_init_fn)
         self._user = loader
-        self._random = RandomState(loader)
+        self.random = RandomState(loader)
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
-        with self._random.of_epoch(), starting_workers(self._user):
+        with self.random.of_epoch(), starting_workers(self._user):
             batches = iter(self._loader)
             first = list(itertools.islice(batches, 1))  # samplers draw their seed now
         return itertools.chain(first, batches)
@@ -94,18 +96,12 @@ class WholeLoader(Restartable):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        for part in (*samplers_of(self._loader), self._loader.dataset):
-            set_epoch(part, epoch)
+        _set_epoch_of(self._loader, epoch)
 
-    @property
-    def began(self) -> Any:
-        return self._random.began
 
-    def now(self) -> Any:
-        return self._random.now()
-
-    def begin_at(self, state: Any) -> None:
-        self._random.begin_at(state)
+def _set_epoch_of(loader: data.DataLoader[Any], epoch: int) -> None:
+    for part in (*samplers_of(loader), loader.dataset):
+        set_epoch(part, epoch)
 
 
 def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
@@ -129,8 +125,8 @@ def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
 class _Pieces:
     """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
 
-    A piece without examples is given as `some` example, so that every rank's loader asks for as many pieces at the
-    same times; `kinds` says which those are.
+    In place of a piece without examples it gives `some` example: so every rank's loader asks for as many pieces at the
+    same times. `kinds` says which those are.
     """
 
     def __init__(self) -> None:
@@ -228,20 +224,17 @@ class LoaderReader(Reader):
         self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
-        steps_of_indices((), share, policy, self.batch_size)  # raises for what cannot be
+        check_policy(share, policy)
+        self._steps_of((), 0)  # raises for what cannot be
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
-        for part in (*samplers_of(self._user), self._user.dataset):
-            set_epoch(part, epoch)
+        _set_epoch_of(self._user, epoch)
         if self._loader is None or not self._user.persistent_workers:
             self._loader = _like(self._user, batch_sampler=_Pieces())
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
-        indices = steps_of_indices(
-            self._index_batches(pieces), self._share, self._policy, self.batch_size
-        )
         with self._random.of_epoch():
-            pieces.begin(itertools.islice(indices, start, None))
+            pieces.begin(self._steps_of(self._index_batches(pieces), start))
             with starting_workers(self._user):
                 batches = iter(loader)
             if not loader.num_workers:  # otherwise the workers have their first indices
@@ -258,6 +251,10 @@ class LoaderReader(Reader):
             kinds = [pieces.kinds.popleft() for _ in loaded]
             entries = zip(loaded, kinds, strict=True)
             yield StepAt(began, (batch if kind is True else kind for batch, kind in entries))
+
+    def _steps_of(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
+        rule = Lists(), self._share, self._policy, self.batch_size, start
+        return steps_of_batches(batches, *rule)
 
     def _loaded(self, piece: list[Any] | None) -> Any:
         if not piece:

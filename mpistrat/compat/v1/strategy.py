@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpistrat import context, strategies
+from mpistrat.communicators import RaisingOnAll
 from mpistrat.compat.v1.datasets import Calls, NumpyDataset
 from mpistrat.errors import OutOfRangeError
-from mpistrat.input import DistributedDataset, DistributedIterator, InputContext
+from mpistrat.input import DistributedIterator, InputContext
 from mpistrat.input.distributed_dataset import (
     distribute,
     distribute_from_function,
-    made_together,
 )
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
@@ -80,7 +80,7 @@ class StrategyV1(Strategy):
         communicator = self.extended.communicator
         place = InputContext(*self.extended.input.pipelines, self.num_replicas_in_sync)
 
-        def make() -> DistributedDataset:
+        with RaisingOnAll(communicator, "could not make its dataset"):
             made = input_fn(place)
             if not isinstance(made, Iterable):
                 if not callable(made):
@@ -89,9 +89,8 @@ class StrategyV1(Strategy):
                         f"the next batch; got {made!r:.60}"
                     )
                 made = Calls(made)
-            return distribute_from_function([made], self.extended, InputOptions(), partial=False)
-
-        return iter(made_together(communicator, make))
+            dataset = distribute_from_function([made], self.extended, InputOptions(), partial=False)
+        return iter(dataset)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.batches import spec_of
-from mpistrat.input.distributed_dataset import beside_mpi
+from mpistrat.input.distributed_dataset import with_safe_workers
 from mpistrat.input.distributed_iterator import Optional
 from mpistrat.parameter_server.coordinator.remote_value import RemoteValue
 from mpistrat.parameter_server.coordinator.resources import PerWorker, Resource, ResourceTable
@@ -104,7 +104,7 @@ class DatasetOfWorker:
             raise ValueError(
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
-        self._dataset = beside_mpi(dataset)
+        self._dataset = with_safe_workers(dataset)
         self._begun: Iterator[Any] | None = None  # for its first element, which it still gives
 
     def iterate(self) -> IteratorOfWorker:
