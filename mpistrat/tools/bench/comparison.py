@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from mpistrat.tools.bench import peers
-from mpistrat.tools.bench.rounds import ROUNDS, all_ranks, compare, medians
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 Contestants = dict[str, Callable[[], Any]]
+Row = dict[str, Any]
 OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
 
 
@@ -24,9 +25,7 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
     return {ALONE: alone(work), **others, OURS: with_mpistrat(work, options)}, left_out
 
 
-def compare_training(
-    contestants: Mapping[str, Any], num_rounds: int = ROUNDS
-) -> list[dict[str, Any]]:
+def compare_training(contestants: Contestants, num_rounds: int) -> list[Row]:
     """A row for each contestant. Equal losses show that they did the same work. Called by: every rank."""
     rounds = compare(contestants, num_rounds=num_rounds)
     times = medians(rounds)
@@ -75,9 +74,7 @@ def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
     return contestants, left_out
 
 
-def compare_all_reduces(
-    sizes: Iterable[int], num_rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def compare_all_reduces(sizes: Iterable[int], num_rounds: int) -> tuple[list[Row], dict[str, str]]:
     """The rows of `sizes` bytes, and the peers that are left out, with the reason. Called by: every rank."""
     rows, left_out = [], dict[str, str]()
     for nbytes in sizes:
@@ -102,9 +99,7 @@ _RATIOS = {
 }
 
 
-def compare_all_reduce(
-    nbytes: int, contestants: Mapping[str, Any], num_rounds: int = 15
-) -> dict[str, Any]:
+def compare_all_reduce(nbytes: int, contestants: Contestants, num_rounds: int) -> Row:
     """The row of one size. Called by: every rank."""
     expected = operand(max(1, nbytes // 4), 0, 1) if all_ranks().size == 1 else 0
     wrong = sum(
