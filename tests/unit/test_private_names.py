@@ -11,7 +11,9 @@ PACKAGE = TESTS.parent / "mpistrat"
 # By file, the names of the package that it may use or that mean something else there, and why.
 ALLOWED = {
     "unit/checkpoint/test_state_files.py": {"_metadata": "torch's"},
-    "unit/coordinator/test_failures.py": {"_execute": "a traceback must not have it"},
+    "unit/parameter_server/coordinator/test_failures.py": {
+        "_execute": "a traceback must not have it"
+    },
     "unit/parameter_server/test_server_optimizers.py": {"_values": "torch's"},
 }
 

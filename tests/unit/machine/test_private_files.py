@@ -10,7 +10,7 @@ import pytest
 from mpistrat.liveness import job_folder, observer
 from mpistrat.machine.private_files import create, make_folder, private
 
-FOLDER = Path(__file__).parents[2] / "mpistrat"
+FOLDER = Path(__file__).parents[3] / "mpistrat"
 
 # (file, what it does): why it may.
 ALLOWED = {
