@@ -63,6 +63,8 @@ class Contract(Unchecked):
         self.check = check
         self.timeline = timeline
         self.parts: list[Contract] = []
+        self.calls = 0
+        self.waiting_in = None
         self._mpi = mpi
         self._record = self.watch.record
         self._board = self.watch.board

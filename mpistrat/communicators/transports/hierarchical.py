@@ -79,9 +79,10 @@ class HierarchicalTransport(Transport, NodeMemory):
         self._places: list[tuple[int, int]] = mpi.comm.allgather((first, node.rank))
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        if call not in _CALLS or not is_combined_in_slices(call, operands, SMALLEST):
+        nbytes = int(operands.buffer.nbytes)
+        if nbytes < SMALLEST or call not in _CALLS or not is_combined_in_slices(call, operands):
             return None
-        return self if self._by_node(int(operands.buffer.nbytes)) else None
+        return self if self._by_node(nbytes) else None
 
     def _by_node(self, nbytes: int) -> bool:
         """Whether a buffer goes by node. Collective."""
@@ -146,14 +147,14 @@ class HierarchicalTransport(Transport, NodeMemory):
         blocks, window = self.node.shared_blocks(), self.node.window
         if blocks is None:
             self._refuse("all_reduce")
-        buffer, reduction, out, tree, _ = operands
+        buffer, reduction, tree = operands.buffer, operands.reduction, operands.tree
         within, between = (None, None) if tree is None else self._parts_of(tree)
         how = how_to_combine(buffer, reduction.op, within)
         source, target = bytes_of(buffer), bytes_of(operands.target)
         bounds = share_of(len(source), how.itemsize, self.node.size, self.carriers)
         first, end = bounds[self.node.rank]
         total = how.totals((end - first) // how.itemsize)
-        places = None if window is None else window.find(buffer, out)
+        places = None if window is None else window.find(buffer, operands.out)
         with blocks.unbroken:
             if window is not None and places is not None:
                 window.combine(how, places, (first, end), total)

@@ -50,9 +50,9 @@ class MpiTransport(Transport):
         return self
 
     def all_reduce(self, operands: Operands) -> None:
-        buffer, reduction, out, tree, _ = operands
-        if tree is not None:
-            self._all_reduce_by_tree(buffer, tree, reduction.scale)
+        buffer, reduction, out = operands.buffer, operands.reduction, operands.out
+        if operands.tree is not None:
+            self._all_reduce_by_tree(buffer, operands.tree, reduction.scale)
             return
         op, name = OPS[reduction.op], dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):

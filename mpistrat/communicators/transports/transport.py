@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 
-class Operands(NamedTuple):
+@dataclass(slots=True)  # not frozen: that would make each call slower
+class Operands:
     """What a transport is called with. Each call reads the operands that it has.
 
     Attributes:

@@ -153,7 +153,9 @@ class WindowTransport(Transport, NodeMemory):
     def choose(self, call: str, operands: Operands) -> Mover | None:
         if call == "all_gather":
             return self  # the ranks compare the sizes of their parts first
-        blocks = self.shared_blocks() if is_combined_in_slices(call, operands, SMALLEST) else None
+        if operands.buffer.nbytes < SMALLEST or not is_combined_in_slices(call, operands):
+            return None
+        blocks = self.shared_blocks()
         if blocks is None:
             return None
         window = self.window if call == "all_reduce" else None
@@ -188,12 +190,11 @@ class WindowTransport(Transport, NodeMemory):
         )
 
 
-def is_combined_in_slices(call: str, operands: Operands, smallest: int) -> bool:
-    """Whether ranks can take a call of which each combines a slice: from `smallest` bytes on.
+def is_combined_in_slices(call: str, operands: Operands) -> bool:
+    """Whether ranks can take a call of which each combines a slice.
 
     Where ranks have 3, 5, 6, 7, … replicas, they may hold several sums of a tree: MPI combines those.
     """
-    buffer, tree = operands.buffer, operands.tree
-    if buffer.nbytes < smallest or not (tree is None or tree.one_each):
+    if operands.tree is not None and not operands.tree.one_each:
         return False
-    return call == "broadcast" or can_combine(buffer, operands.reduction.op)
+    return call == "broadcast" or can_combine(operands.buffer, operands.reduction.op)

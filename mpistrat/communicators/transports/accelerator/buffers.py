@@ -61,15 +61,15 @@ class DeviceTransport(Transport):
         return self if is_on_gpu(operands.buffer) else None
 
     def all_reduce(self, operands: Operands) -> None:
-        buffer, reduction, out, tree, _ = operands
+        buffer, reduction, tree = operands.buffer, operands.reduction, operands.tree
         if tree is not None:
             self.wait_for_current_stream(buffer)
             sums = to_host(buffer)
             self.host.all_reduce_by_tree(sums, tree, reduction)
             buffer[0] = to_device_of(sums[0], buffer)
             return
-        if out is not None:
-            out[...] = buffer
+        if operands.out is not None:
+            operands.out[...] = buffer
         # A compressor works on the host, on the whole buffer.
         combine = self._combine if reduction.compressor is None else self.combine_on_host
         self._on_this_gpu(operands.target, lambda here: combine(here, reduction))
