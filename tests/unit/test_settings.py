@@ -16,8 +16,10 @@ from mpistrat.settings import (
     SETTINGS,
     Setting,
     cache_folder,
+    raises_on_stall,
     rank_pid,
     shared_bytes,
+    stall_seconds,
     trace_folder,
     transport_settings,
 )
@@ -155,3 +157,14 @@ def test_settings() -> None:
         "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "node7",
     }
     assert transport_settings({**others, **ours}) == ours
+
+
+def test_limits_of_the_environment() -> None:
+    assert stall_seconds({}) == 60
+    assert stall_seconds({"MPISTRAT_STALL_SECONDS": "0"}) == 0
+    assert not raises_on_stall({})
+    assert raises_on_stall({"MPISTRAT_ON_STALL": "raise"})
+    with pytest.raises(TopologyError, match="MPISTRAT_STALL_SECONDS='soon'"):
+        stall_seconds({"MPISTRAT_STALL_SECONDS": "soon"})
+    with pytest.raises(TopologyError, match="expected end or raise"):
+        raises_on_stall({"MPISTRAT_ON_STALL": "ignore"})

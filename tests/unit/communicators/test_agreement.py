@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mpistrat.communicators.contract.agreement import BoardAgreement
 from mpistrat.liveness import waiting
+from mpistrat.liveness.record import WORD, RankRecord
 from mpistrat.liveness.watch import CommunicatorWatch
+from support.job_records import new_record
 
 RANKS, CALLS = 3, 300
 SAME = 7  # the digest of all calls
@@ -59,6 +60,13 @@ class Processor:
             self._memory[place] = self._stores.pop(place)
 
 
+class RecordIn(RankRecord):
+    """A record whose words are the test's own."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+
 class Words:
     """A rank's words, as a processor sees them."""
 
@@ -86,7 +94,7 @@ def wrong_sums(seed: int, missing: int | None = None) -> int:
     def of_rank(rank: int) -> None:
         processor = Processor(memory, lock, seed * RANKS + rank)
         words = [Words(processor, r) for r in range(RANKS)]
-        record: Any = SimpleNamespace(words=words[rank])
+        record = RecordIn(words[rank])
         peers: Any = [(words[r], 0) for r in range(RANKS) if r != rank]
         fences = itertools.count()
 
@@ -147,9 +155,30 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
 
     monkeypatch.setattr("os.sched_yield", give_away)
     words: Any = dict.fromkeys(range(100), 0)
-    record: Any = SimpleNamespace(words=words)
+    record = RecordIn(words)
     peers: Any = [(Late(), 0)]
     agreement = BoardAgreement(CommunicatorWatch(record, 0, peers, crowded=crowded), None)
     assert agreement.agree(1, SAME)
     assert yielded == 3
     assert (looked <= 3) == crowded
+
+
+def of_the_second(word: int) -> BoardAgreement:
+    """Rank 1's agreement with rank 0, which has written `word`."""
+    first, second = (new_record(None, rank) for rank in range(2))
+    theirs, mine = first.new_board(7, 2), second.new_board(7, 2)
+    assert theirs is not None
+    assert mine is not None
+    first.words[theirs + WORD] = word
+    return BoardAgreement(CommunicatorWatch(second, mine, [(first.words, theirs)], False))
+
+
+@pytest.mark.parametrize("calls", [1, 255, 256])
+def test_a_board_compares(calls: int) -> None:
+    agreement = of_the_second(12 << 8 | calls & 0xFF)
+    assert agreement.agree(calls, 12)
+    assert not agreement.agree(calls, 13)
+
+
+def test_a_rank_that_is_one_call_ahead_has_agreed() -> None:
+    assert of_the_second(99 << 8 | (256 & 0xFF)).agree(255, 12)

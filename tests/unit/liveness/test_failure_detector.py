@@ -1,0 +1,26 @@
+"""Who has not come to a collective."""
+
+from pathlib import Path
+
+from mpistrat.liveness import job_folder
+from mpistrat.liveness.failure_detector import find_ranks, waits
+from mpistrat.liveness.job_folder import JobFolder
+from mpistrat.liveness.record import (
+    text_of,
+)
+from support.job_records import new_record
+
+
+def test_who_is_missing(folders: Path) -> None:
+    folder, _ = JobFolder.create("job-1234")
+    records = [new_record(job_folder.record_of(folder.path, rank), rank) for rank in range(3)]
+    for rank, calls in enumerate((3, 2, 3)):
+        board = records[rank].new_board(7, 3)
+        assert board is not None
+        records[rank].enter(board, calls, *text_of("barrier()", "x.py:1 in f"))
+        if rank == 1:
+            records[rank].leave(board)
+    (wait,) = waits(find_ranks(folder.path))
+    assert wait.call == 3
+    assert [rank.number for rank in wait.waiting] == [0, 2]
+    assert [rank.number for rank in wait.missing] == [1]

@@ -1,0 +1,101 @@
+"""What is said of other processes: how they died, and where they stand."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpistrat.liveness import processes
+
+
+def test_how_a_process_died() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while processes.state_of(child.pid) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes.describe_state(processes.state_of(child.pid)).startswith("stopped")
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    status = processes.exit_status(child.pid, pidfd)
+    assert status == signal.SIGKILL
+    assert "killed by SIGKILL" in processes.describe_exit(status)
+    child.communicate()
+    assert processes.state_of(child.pid) == ""
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(None, "without a word"), (0, "exit code 0"), (3 << 8, "exit code 3"), (11, "SIGSEGV")],
+)
+def test_exits_in_words(status: int | None, words: str) -> None:
+    assert words in processes.describe_exit(status)
+
+
+BUSY_THREADS = """
+import sys, threading, time
+from mpistrat.liveness.observation import speak_on_signal
+from mpistrat.liveness.record import STACK_SIGNAL, RankRecord
+record = RankRecord(None)
+speak_on_signal(record, sys.argv[1])
+def deep(n):
+    return n and deep(n - 1)
+def busy():
+    while True:
+        deep(50)
+        exec(compile("def g(x): return x\\nfor i in range(10): g(i)", "<made>", "exec"))
+for _ in range(3):
+    threading.Thread(target=busy, daemon=True).start()
+print(record.words[STACK_SIGNAL], flush=True)
+time.sleep(60)  # the main thread stands here
+"""
+
+
+def test_a_stack_that_came_in_time_is_read_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The observer waits for one rank after another, and may have had no core itself."""
+    stacks = tmp_path / "stacks"
+    stacks.touch()
+    asked: list[int] = []
+    monkeypatch.setattr(processes, "SECONDS_FOR_A_STACK", 0.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(processes.os, "kill", lambda pid, number: asked.append(number))
+        request = processes.StackRequest(os.getpid(), 10, str(stacks))
+    assert asked == [10]
+    stacks.write_text(
+        'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in step\n'
+    )
+    time.sleep(0.01)
+    assert request.frames() == ["train.py:7 in step"]
+
+
+def test_asking_for_a_stack_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other threads go on while the frames are read: reading theirs, too, crashes within a hundred requests."""
+    stacks = tmp_path / "stacks"
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY_THREADS, str(stacks)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        for _ in range(400):
+            os.kill(process.pid, number)
+            time.sleep(0.002)
+        time.sleep(0.5)  # for the last of its answers
+        monkeypatch.setattr(
+            processes, "SECONDS_FOR_A_STACK", 30.0
+        )  # it may have no core for a while
+        request = processes.StackRequest(process.pid, number, str(stacks))
+        here = BUSY_THREADS.splitlines().index("time.sleep(60)  # the main thread stands here") + 1
+        assert request.frames() == [f"<string>:{here} in <module>"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()

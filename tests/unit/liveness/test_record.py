@@ -1,0 +1,76 @@
+"""Records outlive their process, and keep what tells most."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpistrat.liveness.record import (
+    MAX_BOARDS,
+    MAX_SITE,
+    RING,
+    RankRecord,
+    text_of,
+)
+from support.job_records import new_record
+
+
+def test_a_record_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
+    path = str(tmp_path / "rank-0")
+    program = f"""
+import os
+from mpistrat.liveness.record import RankRecord, text_of
+record = RankRecord({path!r}, create=True)
+record.start(0, 2, "node7", 60.0, 1)
+board = record.new_board(5, 2)
+for call in range(1, 101):
+    record.enter(board, call, *text_of(f"all_reduce({{call}})", "train.py:33 in step"))
+    record.waited(board)
+    record.leave(board) if call < 100 else os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    record = RankRecord(path)
+    assert record.host == "node7"
+    entries = record.last()
+    assert [entry.call for entry in entries] == [
+        f"all_reduce({call})" for call in range(100, 100 - RING, -1)
+    ]
+    assert entries[0].site == "train.py:33 in step"
+    assert entries[0].waited >= 0
+    (board,) = record.boards()
+    assert (board.calls, board.size, board.since > 0) == (100, 2, True)
+
+
+def test_long_texts_keep_what_tells_most() -> None:
+    text, call_bytes = text_of("c" * 1000, "a" * 1000 + "/train.py:33 in step")
+    assert text[:call_bytes].decode() == "c" * call_bytes
+    site = text[call_bytes:].decode()
+    assert len(site) == MAX_SITE
+    assert site.startswith("...")
+    assert site.endswith("/train.py:33 in step")
+
+
+def test_boards_are_limited() -> None:
+    record = new_record(None)
+    assert all(record.new_board(i, 2) is not None for i in range(MAX_BOARDS))
+    assert record.new_board(0, 2) is None
+
+
+def test_seconds_waited_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = new_record(None)
+    board = record.new_board(0, 2)
+    assert board is not None
+    now = 1_000_000_000_000
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    record.enter(board, 1, *text_of("barrier()", "x.py:1 in f"))
+    now += 2_500_000_000
+    record.waited(board)
+    assert record.seconds_waited() == 2.5
+    now += 59_000_000_000
+    assert record.seconds_waited() == 2.5
+    assert record.seconds_waited(last=10) == 0
+    now += 2_000_000_000
+    assert record.seconds_waited() == 0
