@@ -134,25 +134,18 @@ class ParameterServerStrategy(Strategy):
         """Run the chief's functions until it has come to its end. Called by: a worker."""
         job = self._extended.job
         seed_for_worker(job.roles.task_id)
-        worker = Worker(
-            job.rpc,
-            job.roles.ranks["chief"][0],
-            job.roles.task_id,
-            ObjectReferences(self, job),
-            self._in_closure,
-            self.scope,
-            self._begin_closure,
-        )
+        chief, references = job.roles.ranks["chief"][0], ObjectReferences(self, job)
+        worker = Worker(job.rpc, chief, job.roles.task_id, references, self._in_closure)
         with interrupts.unheeded():
             worker.serve(lambda: job.ended)
         job.done()
 
     @contextlib.contextmanager
-    def _in_closure(self, closure: int) -> Iterator[None]:
-        with self._extended.job.client.numbers.within(closure):
+    def _in_closure(self, closure: int) -> Iterator[Callable[[], None]]:
+        with self.scope(), self._extended.job.client.numbers.within(closure):
             if self._modules.made is not None:
                 self._modules.made.clear()
-            yield
+            yield self._begin_closure
             if self._modules.made is not None:
                 self._modules.made.after_run()
 

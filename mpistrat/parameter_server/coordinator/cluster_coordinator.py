@@ -192,7 +192,7 @@ class ClusterCoordinator:
             values |= {f"argument {i} of {name}": value for i, value in enumerate(args)}
             values |= {f"argument {key!r} of {name}": value for key, value in kwargs.items()}
             raise_explained(values, self._resources.pack, error)
-        unpack = functools.partial(loads, resolve=self._resources.resolve)
+        unpack = functools.partial(loads, resolve=self._cluster.references.resolve)
         result = RemoteValue(self._queue.changed, unpack, name)
         self._queue.put(Closure(name, payload, resources, result, internal))
         self._dispatcher.hand_out()

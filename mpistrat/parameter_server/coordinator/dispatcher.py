@@ -103,7 +103,7 @@ class Dispatcher:
             worker.took(seconds / len(outcomes))
             name, ended = self._rpc.name_of(source), []
             for closure, packed, failure in outcomes:
-                error = failure and unpack_error(failure, name, self._resources.resolve)
+                error = failure and unpack_error(failure, name, self._cluster.references.resolve)
                 ended.append((worker.in_hand.pop(closure), packed, error))
             self._queue.end(ended)
             over, over_before = self._queue.over(_FEWEST_OVER)

@@ -6,13 +6,16 @@ import abc
 import collections
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrat.errors import ClosureInputError
 from mpistrat.parameter_server.coordinator.pickling import References, dumps, loads
 
-# Of a key: what it names.
-_RESOURCE, _REFERENCE = range(2)
+
+class _Key(NamedTuple):
+    """Names a resource in what is pickled. All other keys are those of `References`."""
+
+    resource: int
 
 
 class Resource:
@@ -76,17 +79,12 @@ class ResourceTable:
         needs: list[Resource] = []
 
         def reference_of(part: Any) -> Any | None:
-            if isinstance(part, PerWorker):
-                needs.append(part.resource(self))
-                return _RESOURCE, needs[-1].id
-            key = self._references.reference_of(part)
-            return None if key is None else (_REFERENCE, key)
+            if not isinstance(part, PerWorker):
+                return self._references.reference_of(part)
+            needs.append(part.resource(self))
+            return _Key(needs[-1].id)
 
         return dumps(value, reference_of, self._references.reduction_of), needs
-
-    def resolve(self, key: Any) -> Any:
-        """What a worker refers to."""
-        return self._references.resolve(key[1])
 
 
 class ResourceCache:
@@ -104,23 +102,18 @@ class ResourceCache:
             self._packed.pop(resource, None)
             self._made.pop(resource, None)
 
-    def reference_of(self, value: Any) -> Any | None:
-        key = self._references.reference_of(value)
-        return None if key is None else (_REFERENCE, key)
-
     def resolve(self, key: Any) -> Any:
         """Raises: ClosureInputError, when it cannot be made."""
-        kind, inner = key
-        if kind == _REFERENCE:
-            return self._references.resolve(inner)
-        if inner not in self._made:
-            make = loads(self._packed[inner], self.resolve)
+        if not isinstance(key, _Key):
+            return self._references.resolve(key)
+        if key.resource not in self._made:
+            make = loads(self._packed[key.resource], self.resolve)
             try:
-                self._made[inner] = make()
+                self._made[key.resource] = make()
             except Exception as error:
                 failed = ClosureInputError(
                     f"a worker could not make what a closure needs of it: {type(error).__name__}: {error}"
                 )
                 failed.original = error
                 raise failed from error
-        return self._made[inner]
+        return self._made[key.resource]

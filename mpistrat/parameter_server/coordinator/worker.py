@@ -39,9 +39,8 @@ class Worker:
     Args:
         chief: its rank.
         index: this worker's, from 0.
-        in_closure: entered around each closure with its id, in which updates are applied once; its exit waits for them.
-        scope: entered around each closure.
-        unpacked: called between unpickling a closure and executing it.
+        in_closure: gives, by a closure's id, the context to execute it in: updates in it are applied once, and its exit
+            waits for them. It yields a function to call between unpickling the closure and executing it.
     """
 
     def __init__(
@@ -50,13 +49,11 @@ class Worker:
         chief: int,
         index: int,
         references: References,
-        in_closure: Callable[[int], AbstractContextManager[Any]],
-        scope: Callable[[], AbstractContextManager[Any]],
-        unpacked: Callable[[], None],
+        in_closure: Callable[[int], AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self._rpc, self._chief, self._index = rpc, chief, index
-        self._in_closure, self._scope, self._unpacked = in_closure, scope, unpacked
-        self._resources = ResourceCache(references)
+        self._in_closure = in_closure
+        self._references, self._resources = references, ResourceCache(references)
         self._waiting: collections.deque[_Arrived] = collections.deque()
         self._begun = 0.0  # when the closure under way was
         self._busy = threading.Event()
@@ -107,11 +104,11 @@ class Worker:
         self._begun = now
 
     def _outcome(self, closure: int, name: str, payload: bytes) -> Outcome:
-        reference_of = self._resources.reference_of
+        reference_of = self._references.reference_of
         try:
-            with executing(self._index), self._scope(), self._in_closure(closure):
+            with executing(self._index), self._in_closure(closure) as begin:
                 function, args, kwargs = loads(payload, self._resources.resolve)
-                self._unpacked()
+                begin()
                 value = function(*args, **kwargs)
                 pack = functools.partial(dumps, reference_of=reference_of)
                 try:

@@ -116,9 +116,9 @@ class Threads:
 
     def _start(self, index: int) -> None:
         @contextlib.contextmanager
-        def in_closure(closure: int) -> Iterator[None]:
+        def in_closure(closure: int) -> Iterator[Callable[[], None]]:
             self.begun.append((index, closure))
-            yield
+            yield lambda: None
 
         rpc = ThreadsRpc(index + 1, self.job)
         worker = Worker(
@@ -127,8 +127,6 @@ class Threads:
             index=index,
             references=self.things,
             in_closure=in_closure,
-            scope=contextlib.nullcontext,
-            unpacked=lambda: None,
         )
         threading.Thread(
             target=worker.serve, args=(lambda: self._ended or rpc.dead,), daemon=True
