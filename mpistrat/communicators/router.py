@@ -74,7 +74,6 @@ class Router(Communicator):
 
     Attributes:
         mpi: as of `ways`.
-        splits: the communicators that `split` has made.
     """
 
     def __init__(self, ways: Ways, contract: Unchecked = UNCHECKED, *last_words: str) -> None:
@@ -85,7 +84,6 @@ class Router(Communicator):
         self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
         self._enter = _entering(contract, last_words)
         self.memory = CheckedMemory(ways.memory, self._enter)
-        self.splits: list[Router] = []
         # Without an agreement there is nothing that small sums could travel with.
         self._sums = _KnownSums(None if contract.agreement is None else ways.slots, last_words)
         self._overridden: dict[CommunicationImplementation, _Overridden] = {}
@@ -183,13 +181,11 @@ class Router(Communicator):
     def split(self, color: int, key: int = 0) -> Router:
         with self._enter("split"):
             mpi = self.mpi.split(color, key)
-            name = f"{len(self.splits)}:{color}"
+            name = f"{self.contract.name}/{len(self.contract.parts)}:{color}"
             ways, watch = Ways(mpi), None
             if self.ways.of_part is not None:
-                ways, watch = self.ways.of_part(mpi, f"{self.contract.name}/{name}")
-            part = Router(ways, self.contract.of_part(mpi, name, watch))
-        self.splits.append(part)
-        return part
+                ways, watch = self.ways.of_part(mpi, name)
+            return Router(ways, self.contract.of_part(mpi, name, watch))
 
     # Ways
 

@@ -167,8 +167,8 @@ def test_split(checked):
     total = np.array([RANK])
     halves.all_reduce(total)
     assert total.tolist() == [sum(mine)]
-    assert {part.contract.name for part in checked.splits} == {halves.contract.name}
-    checked.splits.clear()
+    assert {part.name for part in checked.contract.parts} == {halves.contract.name}
+    checked.contract.parts.clear()
 
 
 def test_there_is_one_communicator_of_ours_for_each_of_the_user_s():

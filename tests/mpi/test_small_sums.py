@@ -291,7 +291,7 @@ def test_parts_have_slots_of_their_own(through_mpi, communicator):
     part.all_reduce(value)
     assert value.tolist() == [RANKS[RANK % 2 :: 2].sum()] * 3
     assert through_mpi == []
-    communicator.splits.clear()
+    communicator.contract.parts.clear()
 
 
 def test_where_no_memory_may_be_shared_mpi_sums(monkeypatch, through_mpi):

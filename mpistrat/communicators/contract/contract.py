@@ -43,8 +43,6 @@ class Contract(Unchecked):
         name, timeline: as of `Unchecked`.
         watch: where the calls are recorded; None: in memory that nobody else sees.
         check: "always"; with "never" ranks do not compare their calls.
-    Attributes:
-        parts: the contracts of the communicators that were made of this one.
     """
 
     watch: CommunicatorWatch
@@ -81,9 +79,7 @@ class Contract(Unchecked):
         self._called_at: tuple[CodeType, int] | None = None
         self._thread = 0  # that is, or was last, inside a collective
         self._forked = False
-        self._abandoned: BaseException | None = (
-            None  # the error for which this rank left its last call
-        )
+        self._abandoned: BaseException | None = None  # for which this rank left its last call
         _contracts.add(self)
 
     @property
@@ -102,7 +98,7 @@ class Contract(Unchecked):
         job_end().abort(code)
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
-        part = Contract(mpi, f"{self.name}/{name}", watch, self.check, self.timeline)
+        part = Contract(mpi, name, watch, self.check, self.timeline)
         self.parts.append(part)
         return part
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Unchecked:
         agreement: how the ranks compare their calls; None where they do not.
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
+        parts: the contracts of the communicators that were made of this one.
         called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
             must not look at frames that run on.
     """
@@ -37,6 +39,7 @@ class Unchecked:
     agreement: Agreement | None = None
     calls = 0
     waiting_in: CallSignature | None = None
+    parts: Sequence[Unchecked] = ()
     called_at = "an unknown place"
 
     def enter(
@@ -62,7 +65,7 @@ class Unchecked:
         raise error
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
-        """The contract of some of the ranks. Collective over them. `name` differs from that of other parts."""
+        """The contract of some of the ranks. Collective over them. `name` differs from that of other contracts."""
         return self
 
     def abort(self, code: int) -> NoReturn:
