@@ -75,20 +75,10 @@ class Client:
         self.numbers = UpdateNumbers(session_of(rpc.rank) if replicated else None)
         self.used: dict[int, Address] = {}
         self.bytes_pulled = self.bytes_pushed = 0
-        self._buffers = Buffers()
+        self._memory = NodeMemory(self.routes)
         self._results = RecycledBuffers()
         self._recycling = threading.Lock()
-        self._mappings = Mappings()
-        # By server and key; None for an array that cannot be mapped.
-        self._tables: dict[tuple[int, int], MappedTable | None] = {}
         self._already_written = False
-        rpc.on_lost(self._forget_memory)
-
-    def _forget_memory(self, rank: int) -> None:
-        """Unmap the memory of a process that has died: its pages stay as long as they are mapped."""
-        self._mappings.forget(self.rpc.channel.pid_of(rank))
-        for which in [which for which in list(self._tables) if which[0] == rank]:
-            del self._tables[which]
 
     def names_lost(self) -> list[str]:
         """The names of arrays that this rank has used, and of which no copy is left."""
@@ -99,10 +89,10 @@ class Client:
         """Let the server make the array, with this value."""
         self.used[address.key] = address
         holder = self.routes.holder_of(address.server)
-        (packed,), region = pack([value], self._buffers_for(holder))
+        (packed,), region = pack([value], self._memory.buffers_for(holder))
         new = NewArray(address.key, address.server, address.name, address.spec, packed)
         self.routes.call(address.server, protocol.CREATE, new, holder).wait()
-        self._buffers.give_back(region)
+        self._memory.buffers.give_back(region)
         self.bytes_pushed += address.spec.nbytes
 
     def cannot_create(self, server: int, key: int, error: Exception) -> None:
@@ -132,34 +122,36 @@ class Client:
         calls: list[tuple[Array, TensorSpec, Region | None, Call]] = []
         for address, out in wanted:
             spec = address.spec
+            self.used[address.key] = address
             self.bytes_pulled += spec.nbytes
-            table = self._mapped(address)
+            table = self._memory.table(address)
             if table is not None and table.copy_to(out):
                 continue
             # The server copies the array between two updates, if possible into memory of this process.
             holder = self.routes.holder_of(address.server)
             region, target = None, None
-            if table is not None and self._buffers_for(holder):
-                region = self._buffers.take(spec.nbytes)
+            if table is not None and self._memory.buffers_for(holder):
+                region = self._memory.buffers.take(spec.nbytes)
                 target = SharedTensor(region.part(0, spec.nbytes).handle, spec)
             call = self.routes.call(address.server, protocol.PULL, (address.key, target), holder)
             calls.append((out, spec, region, call))
         for out, spec, region, call in calls:
             answer = call.wait()
             if answer is not None:
-                out[...] = unpack(answer, self._mappings)
+                out[...] = unpack(answer, self._memory.mappings)
             elif region is not None:
                 out[...] = spec.array_in(region.memory[: spec.nbytes])
-            self._buffers.give_back(region)
+            self._memory.buffers.give_back(region)
 
     def rows(self, address: Address, indices: Any) -> Array:
         """A copy of some rows, in the order of `indices`: int64, of shape [n], none out of bounds."""
-        table = self._mapped(address)
+        self.used[address.key] = address
+        table = self._memory.table(address)
         rows = None if table is None else table.rows(indices)
         if rows is None:
             body = address.key, inline(indices)
             call = self.routes.call(address.server, protocol.ROWS, body)
-            rows = unpack(call.wait(), self._mappings)
+            rows = unpack(call.wait(), self._memory.mappings)
         self.bytes_pulled += arrays.num_elements(rows) * address.spec.itemsize
         return rows
 
@@ -188,11 +180,11 @@ class Client:
         for at, call, region in calls:
             try:
                 for position, value in zip(at, call.wait(), strict=True):
-                    values[position] = value and unpack(value, self._mappings)
+                    values[position] = value and unpack(value, self._memory.mappings)
             except Exception as error:
                 errors.append(error)
             if call.come:  # otherwise the server may still write to the region
-                self._buffers.give_back(region)
+                self._memory.buffers.give_back(region)
         if errors:
             raise errors[0]
         return values
@@ -203,7 +195,7 @@ class Client:
         """Send one server's changes. Returns: also the region to give back once the server has replied."""
         holder = self.routes.holder_of(server)
         operands = [_arrays_of(change.operand) for change in changes]
-        packed, region = pack([*chain(*operands)], self._buffers_for(holder))
+        packed, region = pack([*chain(*operands)], self._memory.buffers_for(holder))
         self.bytes_pushed += sum(tensor.spec.nbytes for tensor in packed)
         parts = iter(packed)
         updates = [
@@ -237,26 +229,48 @@ class Client:
         call = self.routes.call(self.routes.servers[0], protocol.PUBLISHED, name)
         return call.wait(limited=False)
 
-    def _mapped(self, address: Address) -> MappedTable | None:
-        self.routes.check_use()
-        server = self.routes.holder_of(address.server)
-        if self.rpc.channel.has_died(server):  # its memory would still be there
-            raise self.rpc.death_error(server)
+
+class NodeMemory:
+    """Memory that a client and the servers of its node share: these servers' arrays, and buffers for messages.
+
+    Attributes:
+        buffers: of this process.
+        mappings: of the servers' memory.
+    """
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes, self._channel = routes, routes.rpc.channel
+        self.buffers, self.mappings = Buffers(), Mappings()
+        # By server and key; None for an array that cannot be mapped.
+        self._tables: dict[tuple[int, int], MappedTable | None] = {}
+        routes.rpc.on_lost(self._forget)
+
+    def buffers_for(self, server: int) -> Buffers | None:
+        """Memory for a message to this server; None where the server cannot map it."""
+        return self.buffers if self._channel.shares_memory_with(server) else None
+
+    def table(self, address: Address) -> MappedTable | None:
+        """The array, to be read in place; None where it cannot be mapped."""
+        self._routes.check_use()
+        server = self._routes.holder_of(address.server)
+        if self._channel.has_died(server):  # its memory would still be there
+            raise self._routes.rpc.death_error(server)
         which = server, address.key
         if which not in self._tables:
-            self.used[address.key] = address
             table = None
-            if self._buffers_for(server):
-                call = self.routes.call(address.server, protocol.FIND, address.key)
+            if self._channel.shares_memory_with(server):
+                call = self._routes.call(address.server, protocol.FIND, address.key)
                 _, spec, handle = call.wait()
                 with contextlib.suppress(OSError):
-                    table = MappedTable(spec, self._mappings.at(handle))
+                    table = MappedTable(spec, self.mappings.at(handle))
             self._tables[which] = table
         return self._tables[which]
 
-    def _buffers_for(self, server: int) -> Buffers | None:
-        """Memory for a message to this server; None where the server cannot map it."""
-        return self._buffers if self.rpc.channel.shares_memory_with(server) else None
+    def _forget(self, rank: int) -> None:
+        """Unmap the memory of a process that has died: its pages stay as long as they are mapped."""
+        self.mappings.forget(self._channel.pid_of(rank))
+        for which in [which for which in list(self._tables) if which[0] == rank]:
+            del self._tables[which]
 
 
 class OptimizerClient:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mpistrat.errors import FailedPreconditionError
 from mpistrat.parameter_server.protocol import Update
+from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.tensors import InlineTensor
 
 
@@ -103,12 +104,10 @@ class IdempotencyCache:
         outcomes = self._outcomes.setdefault(update.work, {})
         which = update.key, update.number
         if which not in outcomes:
-            try:
-                outcomes[which] = make()
-            except OSError:  # the client has died, with its memory; the update comes again
-                raise
-            except Exception as error:
-                outcomes[which] = error
+            outcome = outcome_of(make)
+            if isinstance(outcome, OSError):  # the client has died, with its memory
+                raise outcome  # and the update comes again
+            outcomes[which] = outcome
         found = outcomes[which]
         if isinstance(found, Exception):
             raise found

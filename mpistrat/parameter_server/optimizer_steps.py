@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 
 class OptimizerSteps:
-    """The optimizers of a server's arrays."""
+    """The optimizers of a server's arrays.
+
+    Attributes:
+        by_key: the optimizers, by number and array.
+        pending: the workers' gradients, by round, then optimizer, array and how many times before.
+    """
 
     def __init__(self) -> None:
-        self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}  # by number, and array
-        # By round, then optimizer, array and how many times before: the workers' gradients.
-        self._pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
+        self.by_key: dict[tuple[int, int], ServerOptimizer] = {}
+        self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
     def make(
         self, optimizer: int, recipe: OptimizerRecipe, tables: Sequence[tuple[int, Table, bool]]
@@ -31,8 +35,8 @@ class OptimizerSteps:
         from mpistrat.parameter_server.server_optimizers import ServerOptimizer
 
         for key, table, shard in tables:
-            if (optimizer, key) not in self._optimizers:
-                self._optimizers[optimizer, key] = ServerOptimizer(table.array, recipe, shard=shard)
+            if (optimizer, key) not in self.by_key:
+                self.by_key[optimizer, key] = ServerOptimizer(table.array, recipe, shard=shard)
 
     def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
         """
@@ -45,7 +49,7 @@ class OptimizerSteps:
                 optimizer.step(gradient, step.hyperparameters)
             return
         optimizer.check(gradient)  # now: it is this worker's error
-        of_round = self._pending.setdefault(step.round, {})
+        of_round = self.pending.setdefault(step.round, {})
         for time in itertools.count():  # a worker may take several steps in one of the strategy's
             pending = of_round.setdefault((step.optimizer, key, time), _Pending(table, {}, {}))
             if worker not in pending.gradients:
@@ -56,7 +60,7 @@ class OptimizerSteps:
 
     def pending_rounds(self, before: int) -> list[int]:
         """The rounds with smaller numbers that have not ended."""
-        return sorted(number for number in self._pending if number < before)
+        return sorted(number for number in self.pending if number < before)
 
     def end_rounds(
         self, before: int, who_ended: Callable[[int], int]
@@ -68,7 +72,7 @@ class OptimizerSteps:
         """
         failed = []
         for number in self.pending_rounds(before):
-            of_round = self._pending.pop(number)
+            of_round = self.pending.pop(number)
             for (optimizer, key, _), pending in sorted(of_round.items(), key=lambda it: it[0][2]):
                 try:
                     combined = _combined(pending, who_ended(number))
@@ -80,17 +84,17 @@ class OptimizerSteps:
 
     def forget(self, worker: int, ended: int) -> None:
         """Drop the gradients of a worker that has died, or failed, after so many steps: some may not have come."""
-        for number in [number for number in self._pending if number >= ended]:
-            of_round = self._pending[number]
+        for number in [number for number in self.pending if number >= ended]:
+            of_round = self.pending[number]
             for pending in of_round.values():
                 pending.gradients.pop(worker, None)
-            self._pending[number] = {key: left for key, left in of_round.items() if left.gradients}
+            self.pending[number] = {key: left for key, left in of_round.items() if left.gradients}
 
     def adopt(self, other: OptimizerSteps) -> None:
         """Move all optimizers of `other`, which are of other arrays, here."""
-        self._optimizers.update(other._optimizers)
-        for number, of_round in other._pending.items():
-            self._pending.setdefault(number, {}).update(of_round)
+        self.by_key.update(other.by_key)
+        for number, of_round in other.pending.items():
+            self.pending.setdefault(number, {}).update(of_round)
 
     def state(self, optimizer: int, key: int) -> State:
         return self._of(optimizer, key).state_dict()
@@ -100,7 +104,7 @@ class OptimizerSteps:
 
     def _of(self, optimizer: int, key: int) -> ServerOptimizer:
         try:
-            return self._optimizers[optimizer, key]
+            return self.by_key[optimizer, key]
         except KeyError:
             raise NotFoundError(
                 f"this server has no optimizer {optimizer} of array {key}"

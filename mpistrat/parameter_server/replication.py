@@ -20,9 +20,10 @@ from mpistrat.machine.notices import tell
 from mpistrat.parameter_server import protocol
 from mpistrat.parameter_server.protocol import NewArray, Updates
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
+from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.rpc.segments import Buffers, Region
 from mpistrat.parameter_server.snapshot import Gate
-from mpistrat.parameter_server.store import Store, outcome_of
+from mpistrat.parameter_server.store import Store
 from mpistrat.parameter_server.tables import Table
 from mpistrat.parameter_server.tensors import PackedTensor, inline, pack
 

@@ -13,9 +13,9 @@ from mpistrat.parameter_server.protocol import NewArray, Updates
 from mpistrat.parameter_server.replication import Backup, BackupCopies
 from mpistrat.parameter_server.rounds import Rounds
 from mpistrat.parameter_server.rpc.endpoint import Request, RpcEndpoint
-from mpistrat.parameter_server.rpc.remote_errors import portable_error
+from mpistrat.parameter_server.rpc.remote_errors import outcome_of, portable_error
 from mpistrat.parameter_server.snapshot import Gate
-from mpistrat.parameter_server.store import Store, outcome_of
+from mpistrat.parameter_server.store import Store
 from mpistrat.parameter_server.tables import Table
 from mpistrat.parameter_server.tensors import unpack
 

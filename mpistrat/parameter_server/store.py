@@ -13,6 +13,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.idempotency import IdempotencyCache, session_of
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
 from mpistrat.parameter_server.protocol import NewArray, Step, Update, Updates
+from mpistrat.parameter_server.rpc.remote_errors import outcome_of
 from mpistrat.parameter_server.rpc.segments import Mappings, Segments
 from mpistrat.parameter_server.tables import Table
 from mpistrat.parameter_server.tensors import (
@@ -100,17 +101,18 @@ class Store:
 
     def _update(self, update: Update, client: int) -> InlineTensor | None:
         table = self.table(update.key)
-        apply = partial(self._apply, table, update, client)
-        return self.idempotency.once(update, table.name, apply)
 
-    def _apply(self, table: Table, update: Update, client: int) -> InlineTensor | None:
-        operand: Any = [unpack(packed, self.mappings) for packed in update.operand]
-        operand = IndexedSlices(operand[1], operand[0]) if len(operand) == 2 else operand[0]
-        if isinstance(update.method, Step):
-            self.optimizers.step(update.key, table, update.method, operand, client)
-            return None
-        table.update(update.method, operand)
-        return inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
+        def make() -> InlineTensor | None:
+            operand, *values = [unpack(packed, self.mappings) for packed in update.operand]
+            if values:
+                operand = IndexedSlices(values[0], operand)
+            if isinstance(update.method, Step):
+                self.optimizers.step(update.key, table, update.method, operand, client)
+                return None
+            table.update(update.method, operand)
+            return inline(table.array).copied() if table.spec.nbytes <= SMALL_VALUE else None
+
+        return self.idempotency.once(update, table.name, make)
 
     def map_operands(self, updates: Updates) -> None:
         """Map the memory of all operands. Raises: OSError: the memory is gone."""
@@ -144,11 +146,3 @@ class Store:
         self.by_key.update(other.by_key)
         self.optimizers.adopt(other.optimizers)
         other.by_key, other.optimizers = {}, OptimizerSteps()
-
-
-def outcome_of(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the error that it raises."""
-    try:
-        return work()
-    except Exception as error:
-        return error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from mpistrat import errors
 
@@ -16,6 +18,14 @@ _KNOWN_EVERYWHERE: tuple[type[Exception], ...] = (
     IndexError,
     TypeError,
 )
+
+
+def outcome_of(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the error that it raises."""
+    try:
+        return work()
+    except Exception as error:
+        return error
 
 
 def portable_error(error: Exception) -> Exception:
