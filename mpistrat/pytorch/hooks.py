@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -29,6 +30,26 @@ def replace_backward(replacement: Callable[..., None]) -> None:
 def inside_backward() -> bool:
     """Whether this thread is in a hook or a function that the autograd engine calls."""
     return torch._C._current_graph_task_id() != -1
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step is called with a closure. Args: as a hook of steps gets them: `args` begin with the optimizer."""
+    return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
+
+
+def twin_of(
+    optimizer: Optimizer, instead: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> Optimizer:
+    """An optimizer that shares all attributes, but has `instead(parameters)` in each of its groups."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [{**g, "params": instead(g["params"])} for g in optimizer.param_groups]
+    return twin
 
 
 @functools.cache

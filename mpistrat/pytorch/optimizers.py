@@ -9,12 +9,13 @@ import weakref
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
@@ -23,7 +24,7 @@ def install() -> None:
     hooks.watch_steps(_before_step, _after_step)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None."""
     here = replica_here()
     if here is None:
@@ -37,21 +38,24 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     _check_mirrored(optimizer, reducer)
     replicas = context.strategy.extended.replicas
     if replicas.count > 1:
-        _check_no_closure(args, kwargs)
+        if hooks.has_closure(args, kwargs):
+            raise RuntimeError(
+                "optimizer.step(closure) inside run would step once for each replica of this rank, which "
+                "share their parameters; call backward() and then step(), or start one rank per replica"
+            )
         # The parameters are one storage: all replicas arrive, the first steps, the others find no
         # gradients.
         replicas.meet(context.local_index, lambda everyone: None, ())
         if context.local_index > 0:
-            hidden = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-            for parameter, _ in hidden:
+            _hidden[id(optimizer)] = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
+            for parameter, _ in _hidden[id(optimizer)]:
                 parameter.grad = None
-            _hidden[id(optimizer)] = hidden
     if reducer.slice_steps is not None:
         return reducer.slice_steps.before(optimizer, args, kwargs)
     return None
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     here = replica_here()
     if here is None:
         return
@@ -64,18 +68,17 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         parameter.grad = gradient
 
 
-def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
     """RuntimeError if the step would change a parameter that is not mirrored."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = hooks.parameters_of(optimizer)
     found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
     before = _checked.get(optimizer)
     if before == found:
         return
     for g, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [
-            f"{i} of group {g}" for i in range(len(group["params"]))
-        ]
-        for name, parameter in zip(names, group["params"], strict=True):
+        own = group["params"]
+        names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(own))]
+        for name, parameter in zip(names, own, strict=True):
             if parameter.requires_grad and parameter not in reducer.registry:
                 raise RuntimeError(
                     f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
@@ -87,12 +90,3 @@ def _check_mirrored(optimizer: torch.optim.Optimizer, reducer: GradientReducer) 
     if before is None or before[0] != found[0]:
         reducer.add_optimizer(optimizer)
     _checked[optimizer] = found
-
-
-def _check_no_closure(args: Any, kwargs: Any) -> None:
-    """`args` begin with the optimizer itself."""
-    if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
-        raise RuntimeError(
-            "optimizer.step(closure) inside run would step once for each replica of this rank, which "
-            "share their parameters; call backward() and then step(), or start one rank per replica"
-        )

@@ -36,12 +36,12 @@ _remote: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter: (RemoteTen
 
 
 def has_remote_parameters(optimizer: Optimizer) -> bool:
-    return any(p in _remote for group in optimizer.param_groups for p in group["params"])
+    return any(parameter in _remote for parameter in hooks.parameters_of(optimizer))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None. `args` begin with the optimizer itself."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = hooks.parameters_of(optimizer)
     elsewhere = [p for p in parameters if p not in _remote]
     if len(elsewhere) == len(parameters) and not _inside_run():
         return None
@@ -55,26 +55,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     steps = next((_remote[p][1] for p in parameters if p in _remote), None)
     if steps is None:
         return None
-    if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
+    if hooks.has_closure(args, kwargs):
         raise RuntimeError(
             "optimizer.step(closure): servers step with a gradient alone; call backward() and then step()"
         )
     steps.step(optimizer)
-    return (_with_nothing_to_step(optimizer), *args[1:]), kwargs
+    # A twin without parameters: what else `step` does to the optimizer, it does.
+    return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
 
 
 def _inside_run() -> bool:
     """Whether a replica runs here of a strategy that has its variables on servers."""
     mode = current_mode()
     return mode.replica_context is not None and isinstance(mode.strategy.extended, ServersExtended)
-
-
-def _with_nothing_to_step(optimizer: Optimizer) -> Optimizer:
-    """A twin without parameters: what else `step` does to the optimizer, it does."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    return twin
 
 
 class RemoteSteps:

@@ -25,6 +25,8 @@ from mpistrat.pytorch.gradients.buckets import Buckets
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
+_Parameters = Sequence[torch.Tensor | None]  # by slot
+
 # Below, in bytes of all gradients, there is nothing to hide.
 SMALLEST = 1 << 20
 # Backwards of each way that are timed; before each as many that are not.
@@ -74,9 +76,7 @@ class Overlap:
         """Slots have got other numbers. Called by: all ranks."""
         self._expected, self._last, self._like = None, (), {}
 
-    def begin(
-        self, parameters: Sequence[torch.Tensor | None], scale: float | None
-    ) -> Buckets | None:
+    def begin(self, parameters: _Parameters, scale: float | None) -> Buckets | None:
         """The buckets of the backward that begins; None if its gradients are reduced afterwards.
 
         Not collective: a rank that skips this backward is found out at its end.
@@ -87,8 +87,10 @@ class Overlap:
         buckets = None
         if self._overlaps or turn:
             # A model that the program has dropped goes when Python collects it, on each rank at another time.
-            like = [self._like.get(s) if p is None else p for s, p in enumerate(parameters)]
-            if any(not (like[s].is_cpu or like[s].is_meta) for s in self._expected):  # type: ignore[union-attr]
+            like: list[Any] = [
+                self._like.get(s) if p is None else p for s, p in enumerate(parameters)
+            ]
+            if any(not (like[s].is_cpu or like[s].is_meta) for s in self._expected):
                 return None  # they were moved to a device
             buckets = Buckets(
                 self._thread, self._packer, self._wires, like, self._expected, scale, self._nbytes
@@ -96,12 +98,7 @@ class Overlap:
         self._started = time.perf_counter()
         return buckets
 
-    def end(
-        self,
-        slots: Sequence[int],
-        parameters: Sequence[torch.Tensor | None],
-        buckets: Buckets | None,
-    ) -> None:
+    def end(self, slots: Sequence[int], parameters: _Parameters, buckets: Buckets | None) -> None:
         """A backward has ended, in which `slots` got dense gradients on some rank. Collective."""
         if self._overlaps is False:
             return
@@ -113,18 +110,13 @@ class Overlap:
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, parameters)
 
-    def _expect(
-        self,
-        last: tuple[int, ...] | None,
-        parameters: Sequence[torch.Tensor | None],
-    ) -> None:
+    def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
         self._expected = last
         if last and self._like.keys() != set(last):
-            self._like = {
-                s: p.detach().to("meta") for s in last if (p := parameters[s]) is not None
-            }
-            on_cpu = all(p.device.type == "cpu" for s in last if (p := parameters[s]) is not None)
+            present = {s: p for s in last if (p := parameters[s]) is not None}
+            self._like = {s: p.detach().to("meta") for s, p in present.items()}
+            on_cpu = all(p.is_cpu for p in present.values())
             self._thread = self._thread or self._new_thread(on_cpu)
             if self._thread is not None:
                 # Has the ranks share the window, which is collective, now that all of them are here.
@@ -136,11 +128,7 @@ class Overlap:
         """Which gradients leave in the next backward, for `load`; the same on all ranks."""
         return {"last": self._last, "expected": self._expected}
 
-    def load(
-        self,
-        state: Mapping[str, Any],
-        parameters: Sequence[torch.Tensor | None],
-    ) -> None:
+    def load(self, state: Mapping[str, Any], parameters: _Parameters) -> None:
         """Collective."""
         if self._overlaps is not False:
             self._last = state["last"]
@@ -199,34 +187,35 @@ class Overlap:
 
 def _why_never(parts: ModuleParts, shares: bool) -> str:
     """Why gradients of this strategy cannot leave while backward runs; empty if they may."""
-    if shares:
-        return "parameters are shared"
-    if parts.replicas.records_steps:
-        return "a step is recorded first, and then computed"
-    if parts.replicas.count > 1:
-        return "several replicas of a rank take turns"
-    if parts.group.deterministic:
+    reasons = (
+        ("parameters are shared", shares),
+        ("a step is recorded first, and then computed", parts.replicas.records_steps),
+        ("several replicas of a rank take turns", parts.replicas.count > 1),
         # What is accumulated once more after its bucket has left would be added in another order.
-        return "deterministic=True"
-    if parts.ops.custom is not None:
-        return "a cross_device_ops of the program's own sees all gradients first"
-    return ""
+        ("deterministic=True", parts.group.deterministic),
+        (
+            "a cross_device_ops of the program's own sees all gradients first",
+            parts.ops.custom is not None,
+        ),
+    )
+    return next((why for why, holds in reasons if holds), "")
 
 
 def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
     """Why gradients cannot leave, or had better not leave, while backward runs; empty if they may."""
     asked = [facts.asked for facts in everyone]
-    if False in asked:
-        return "as asked for"
-    if not all(facts.thread_multiple for facts in everyone):
-        return "MPI was started without MPI_THREAD_MULTIPLE"
-    if not all(facts.on_cpu for facts in everyone):
-        return "parameters are on a device"
-    if None not in asked:
-        return ""
-    if everyone[0].nbytes < SMALLEST:
-        return f"{everyone[0].nbytes} bytes are too few"
+    nbytes = everyone[0].nbytes
     masks = [facts.cpus for facts in everyone]
-    if on_one_node and any(cpu_share(f.cpus, masks) < f.threads + 1 for f in everyone):
-        return "no core of the node is free, and memory does not wait"
-    return ""
+    busy = on_one_node and any(cpu_share(f.cpus, masks) < f.threads + 1 for f in everyone)
+    reasons = (
+        ("as asked for", False in asked),
+        (
+            "MPI was started without MPI_THREAD_MULTIPLE",
+            not all(f.thread_multiple for f in everyone),
+        ),
+        ("parameters are on a device", not all(f.on_cpu for f in everyone)),
+        ("", None not in asked),
+        (f"{nbytes} bytes are too few", nbytes < SMALLEST),
+        ("no core of the node is free, and memory does not wait", busy),
+    )
+    return next((why for why, holds in reasons if holds), "")

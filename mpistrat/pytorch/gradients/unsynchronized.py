@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
 
 
-@dataclasses.dataclass
-class _Split:
+class _Split(NamedTuple):
     """A `.grad` that is the sum of a reduced and a local part."""
 
     combined: torch.Tensor
@@ -30,9 +30,7 @@ class Unsynchronized:
     def set_aside(self, parameters: list[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """Take what is reduced out of every `.grad`; returns it by position in `parameters`."""
         aside = {}
-        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            if parameter is None:
-                continue
+        for i, slot, parameter in self._present(parameters):
             gradient = parameter.grad
             if gradient is None:
                 self._local.discard(slot)
@@ -54,9 +52,7 @@ class Unsynchronized:
 
     def keep(self, parameters: list[torch.Tensor | None], aside: dict[int, torch.Tensor]) -> None:
         """After a backward that reduced nothing: put back what was set aside."""
-        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
-            if parameter is None:
-                continue
+        for i, slot, parameter in self._present(parameters):
             local, reduced = parameter.grad, aside.get(i)
             if local is None:
                 parameter.grad = reduced
@@ -69,10 +65,17 @@ class Unsynchronized:
 
     def undo(self, parameters: list[torch.Tensor | None], aside: dict[int, torch.Tensor]) -> None:
         """After a backward that failed: forget what it added where nothing is waiting to be reduced."""
-        for slot, parameter in zip(self._registry.slots, parameters, strict=True):
-            if parameter is not None and slot not in self._local:
+        for _, slot, parameter in self._present(parameters):
+            if slot not in self._local:
                 parameter.grad = None
         self.keep(parameters, aside)
+
+    def _present(
+        self, parameters: Sequence[torch.Tensor | None]
+    ) -> Iterator[tuple[int, ParameterSlot, torch.Tensor]]:
+        for i, (slot, parameter) in enumerate(zip(self._registry.slots, parameters, strict=True)):
+            if parameter is not None:
+                yield i, slot, parameter
 
     def clear(self) -> None:
         """Everything in `.grad` has been reduced."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpistrat.context import AnyStrategy
+from mpistrat.pytorch import hooks
 from mpistrat.pytorch.gradients.reducer import GradientReducer
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.replicas.torch_modules import ModuleParts
@@ -64,7 +65,7 @@ def strategy_of(value: Any) -> AnyStrategy | None:
     if isinstance(value, torch.nn.Module):
         parameters = value.parameters()
     elif isinstance(value, torch.optim.Optimizer):
-        parameters = (p for group in value.param_groups for p in group["params"])
+        parameters = hooks.parameters_of(value)
     for parameter in parameters:
         for modules in _all:
             if parameter in modules.registry:

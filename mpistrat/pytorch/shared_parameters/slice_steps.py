@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat.communicators.node.common_memory import CommonMemory, View
+from mpistrat.pytorch import hooks
 from mpistrat.pytorch.elementwise_optimizers import why_not_elementwise
 from mpistrat.pytorch.shared_parameters.blocks import Block, Place, Settling
 
@@ -36,7 +37,7 @@ class SliceSteps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """What `step` is called with instead, or None. Collective; `args` begin with the optimizer."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = hooks.parameters_of(optimizer)
         if all(self.shared.place_of(p) is None for p in parameters):
             return None
         self.shared.check_unmoved(parameters)
@@ -67,7 +68,7 @@ class SliceSteps:
 
 
 def _why_not_by_slice(optimizer: Optimizer, args: Any, kwargs: Any) -> str:
-    if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
+    if hooks.has_closure(args, kwargs):
         return "step(closure) reads whole parameters"
     return why_not_elementwise(type(optimizer))
 
@@ -117,7 +118,7 @@ class _Slices:
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
-        self._slices: dict[torch.Tensor, _Slice] = {}
+        self._slices: dict[Any, _Slice] = {}
         self._state: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
         self._memories: dict[tuple[Block, str], tuple[CommonMemory, View]] = {}
         self._settling = Settling(shared.communicator, "optimizer.step() of shared parameters")
@@ -132,18 +133,10 @@ class _Slices:
         self._take_state(optimizer)
         for part in self._slices.values():
             part.take_gradient()
-        twin: Optimizer = object.__new__(type(optimizer))
-        twin.__dict__.update(optimizer.__dict__)
+        stepped = {parameter: part.tensor for parameter, part in self._slices.items()}
+        twin = hooks.twin_of(optimizer, lambda own: [stepped.get(p, p) for p in own])
         twin.state = self._state  # type: ignore[assignment]
-        twin.param_groups = [
-            {**group, "params": [self._stepped(p) for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
         return twin
-
-    def _stepped(self, parameter: torch.Tensor) -> torch.Tensor:
-        part = self._slices.get(parameter)
-        return parameter if part is None else part.tensor
 
     def _find_slices(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -160,7 +153,7 @@ class _Slices:
         """Take over what the program has changed in `optimizer.state` since the last step."""
         self._state.clear()
         for parameter, whole in optimizer.state.items():
-            part = self._slices.get(parameter) if isinstance(parameter, torch.Tensor) else None
+            part = self._slices.get(parameter)
             if part is None:
                 self._state[parameter] = whole
                 continue
@@ -209,18 +202,16 @@ class _Slices:
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Give the optimizer what the step of its twin has changed."""
         for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
-            for key, value in stepped.items():
-                if key != "params":
-                    group[key] = value
+            group.update({**stepped, "params": group["params"]})
         own = ("state", "param_groups")
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
-        by_tensor = {part.tensor: part for part in self._slices.values()}
+        by_tensor: dict[Any, _Slice] = {part.tensor: part for part in self._slices.values()}
         # To torch the parameters were not written; a graph that still needs what they were must hear of it.
         torch.autograd.graph.increment_version(
             [part.parameter for part in self._slices.values() if part.tensor.grad is not None]
         )
         for key, state in self._state.items():
-            part = by_tensor.get(key) if isinstance(key, torch.Tensor) else None
+            part = by_tensor.get(key)
             if part is None:
                 optimizer.state[key] = state
             else:
