@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from types import CodeType
 from typing import Any
@@ -64,8 +65,5 @@ def _bytes_of(words: tuple[Any, ...]) -> int | None:
     for dtype, shape in itertools.pairwise(words):
         if isinstance(dtype, str) and isinstance(shape, tuple):
             bits = re.search(r"\d+", dtype)
-            elements = 1
-            for length in shape:
-                elements *= length
-            return elements * (int(bits[0]) // 8 if bits else 1)  # bool has no number
+            return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)  # bool has no number
     return None

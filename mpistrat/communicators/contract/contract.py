@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -75,7 +74,6 @@ class Contract(Unchecked):
             from mpistrat.communicators.contract.collective_spans import CollectiveSpans
 
             self._spans = CollectiveSpans(timeline, name, self.size)
-        self._inside = _Inside(self)
         self._called_at: tuple[CodeType, int] | None = None
         self._thread = 0  # that is, or was last, inside a collective
         self._forked = False
@@ -108,7 +106,7 @@ class Contract(Unchecked):
         cause: Exception | None = None,
         slot: Slot | None = None,
         payload: Any = None,
-    ) -> _Inside:
+    ) -> Contract:
         if self._forked:
             raise RuntimeError(
                 f"{signature} was called in a forked child of rank {self.rank}; MPI belongs to "
@@ -157,33 +155,18 @@ class Contract(Unchecked):
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):
                 self._abandoned = error
-            self._inside.leave()
+            self.__exit__()
             raise
-        return self._inside
-
-
-class _Inside(contextlib.AbstractContextManager[None]):
-    """The block of a call: it ends when the rank leaves the call."""
-
-    __slots__ = ("_board", "_contract", "_record", "_spans")
-
-    def __init__(self, contract: Contract) -> None:
-        self._contract = contract
-        self._record = contract.watch.record
-        self._board = contract.watch.board
-        self._spans = contract._spans
+        return self
 
     def __enter__(self) -> None:
-        pass
+        """A contract surrounds the call that this rank is in."""
 
-    def leave(self, *_: object) -> None:
-        contract = self._contract
-        contract.waiting_in = None
+    def __exit__(self, *_: object) -> None:
+        self.waiting_in = None
         if self._spans is not None:
-            self._spans.end(contract.calls)
+            self._spans.end(self.calls)
         self._record.leave(self._board)
-
-    __exit__ = leave
 
 
 # All contracts of this process. In a forked child their calls are errors.

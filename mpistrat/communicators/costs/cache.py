@@ -47,7 +47,7 @@ def read(folder: str, key: dict[str, Any]) -> tuple[dict[str, Cost], float] | No
         measured = float(content["measured"])
     except Exception:  # of any class: somebody else may have written the file, or half of it
         return None
-    terms = [term for cost in costs.values() for term in (cost.alpha, cost.beta, cost.error)]
+    terms = [term for cost in costs.values() for term in dataclasses.astuple(cost)]
     return (costs, measured) if all(math.isfinite(t) and t >= 0 for t in terms) else None
 
 

@@ -93,7 +93,6 @@ def costs_of(
     *,
     abreast: int = 1,
     asleep: Collection[str] = (),
-    seconds: float = SECONDS,
 ) -> Costs:
     """The costs of `ways` to all-reduce. Collective over `communicator`; it takes less than half a second.
 
@@ -103,7 +102,6 @@ def costs_of(
         ranks_of_nodes: the number of ranks of each node, the same on all ranks.
         abreast: the number of such communicators over the same nodes that measure at the same time.
         asleep: the ways that leave the core while they wait.
-        seconds: for all calls; one that has begun ends, too.
     """
     mine = (cpu_model(), len(os.sched_getaffinity(0)), network_links())
     everyone = communicator.all_gather_object(mine)
@@ -120,6 +118,7 @@ def costs_of(
     known: Costs | None = communicator.broadcast_object(costs)
     if known is not None:
         return known
+    seconds = SECONDS if len(ranks_of_nodes) == 1 else SECONDS_BETWEEN_NODES
     measured = measure(ways, SIZES, communicator, seconds, asleep)
     if communicator.rank == 0:
         costs = costs_of_this_job[repr(key)] = _fitted(ways, measured, seconds)

@@ -13,12 +13,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.communicators.arithmetic import scale, share_of
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.costs.measurement import (
-    NOT_MEASURED,
-    SECONDS_BETWEEN_NODES,
-    Costs,
-    costs_of,
-)
+from mpistrat.communicators.costs.measurement import NOT_MEASURED, Costs, costs_of
 from mpistrat.communicators.costs.model import slowest
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.node.common_memory import CommonMemory
@@ -108,7 +103,6 @@ class HierarchicalTransport(Transport, NodeMemory):
             self.mpi.library,
             ranks_of_nodes,
             asleep=[BETWEEN],
-            seconds=SECONDS_BETWEEN_NODES,
         )
         nodes: list[Costs] = self.mpi.comm.allgather(self.node.costs)
         known = {}
@@ -211,13 +205,10 @@ class HierarchicalTransport(Transport, NodeMemory):
             sizes = "never, for a node has no shared memory"
         else:
             sizes = self.costs.explain_from(self.smallest)
-        return "\n".join(
-            [
-                f"{self.size} ranks on {nodes} nodes: by node, in {self.carriers} slices between the nodes, {sizes}",
-                *([] if self.across is None else [self.across.explain()]),
-                self.node.explain(self.node.mpi.explain()),
-            ]
-        )
+        text = f"{self.size} ranks on {nodes} nodes: by node, in {self.carriers} slices between the nodes, {sizes}\n"
+        if self.across is not None:
+            text += f"{self.across.explain()}\n"
+        return text + self.node.explain(self.node.mpi.explain())
 
 
 def _combined(

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine, share_of
-from mpistrat.communicators.costs.measurement import NOT_MEASURED, SECONDS_BETWEEN_NODES, costs_of
+from mpistrat.communicators.costs.measurement import NOT_MEASURED, costs_of
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.mpi import MpiTransport
@@ -90,7 +90,6 @@ class PipelinedTransport(Transport):
             [1] * self.size,
             abreast=abreast,
             asleep=[IN_PIECES],
-            seconds=SECONDS_BETWEEN_NODES,
         )
         self.smallest = self.costs.cheaper_from(IN_PIECES, MPI_ALONE, SMALLEST, _CLEARLY)
 

@@ -45,10 +45,7 @@ class DeviceTransport(Transport):
 
     def _spread(self, buffer: Array, root: int) -> None:
         """`broadcast` of such a buffer."""
-        self.wait_for_current_stream(buffer)
-        host = to_host(buffer)
-        self.host.broadcast(host, root)
-        buffer[...] = to_device_of(host, buffer)
+        self._through_host(buffer, lambda host: self.host.broadcast(host, root))
 
     def _gather(self, buffer: Array) -> list[Array]:
         """`all_gather` of such a buffer."""
@@ -95,9 +92,12 @@ class DeviceTransport(Transport):
         return self._libraries[kind]
 
     def combine_on_host(self, buffer: Array, reduction: Reduction) -> None:
+        self._through_host(buffer, lambda host: self.host.all_reduce(host, reduction))
+
+    def _through_host(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         self.wait_for_current_stream(buffer)
         host = to_host(buffer)
-        self.host.all_reduce(host, reduction)
+        collective(host)
         buffer[...] = to_device_of(host, buffer)
 
     def wait_for_current_stream(self, buffer: Array) -> None:
