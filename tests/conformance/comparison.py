@@ -77,8 +77,8 @@ def read(value: Any) -> Any:
 
 def _check_sequence(expected: list[Any], actual: Any, at: str) -> None:
     assert len(expected) == len(actual), f"{at}: expected {len(expected)} items, got {actual!r}"
-    for i, (wanted, given) in enumerate(zip(expected, actual, strict=True)):
-        check(wanted, given, f"{at}[{i}]")
+    for i, (wanted, found) in enumerate(zip(expected, actual, strict=True)):
+        check(wanted, found, f"{at}[{i}]")
 
 
 def _check_mapping(expected: dict[str, Any], actual: Any, at: str) -> None:
@@ -113,8 +113,8 @@ def _check_slices_part(name: str, expected: Any, actual: Any, at: str) -> None:
     """A dense shape may be any sequence of numbers; rows and positions are arrays."""
     if name == "dense_shape" and expected is not None:
         assert actual is not None, f"{at}: expected {expected['data']}, got None"
-        given = [int(size) for size in actual]
-        assert given == expected["data"], f"{at}: expected {expected['data']}, got {given}"
+        sizes = [int(size) for size in actual]
+        assert sizes == expected["data"], f"{at}: expected {expected['data']}, got {sizes}"
     else:
         check(expected, actual, at)
 

@@ -48,14 +48,14 @@ class Difference:
     def expectation(self, case: dict[str, Any]) -> Any:
         """What the case must come to, encoded as in the recording."""
         (kind,) = self.instead
-        given = self.instead[kind]
+        expected = self.instead[kind]
         if kind == "error":
-            return {"error": given, "error_bases": [], "error_strict": True}
+            return {"error": expected, "error_bases": [], "error_strict": True}
         if kind == "expect":
-            return given
+            return expected
         if kind == "computed":
-            module = next(module for module in _COMPUTING if hasattr(module, given))
-            compute: Callable[[dict[str, Any]], Any] = getattr(module, given)
+            module = next(module for module in _COMPUTING if hasattr(module, expected))
+            compute: Callable[[dict[str, Any]], Any] = getattr(module, expected)
             return compute(case)
         raise ValueError(f"instead must be error, expect or computed, not {kind!r}")
 
@@ -72,7 +72,7 @@ def _field(case: dict[str, Any], path: str) -> Any:
 
 def _fits(wanted: Any, value: Any) -> bool:
     if isinstance(wanted, list):
-        return any(_fits_one(one, value) for one in wanted)
+        return any(_fits_one(option, value) for option in wanted)
     return _fits_one(wanted, value)
 
 

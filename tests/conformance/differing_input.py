@@ -33,7 +33,7 @@ def sizes_as_read(case: Case) -> Any:
 
     def known(spec: Any, shape: list[int]) -> Any:
         if "per_replica" in spec:
-            return {"per_replica": [known(one, shape) for one in spec["per_replica"]]}
+            return {"per_replica": [known(component, shape) for component in spec["per_replica"]]}
         return {**spec, "shape": spec["shape"][:1] + shape[1:]}
 
     specs = [known(spec, shape) for spec, shape in zip(expect["element_spec"], shapes, strict=True)]

@@ -47,21 +47,21 @@ def probe(program: Callable[[], Any]) -> Any:
 
 def check_error(expected: dict[str, Any], error: Exception) -> None:
     """Raise AssertionError unless `error` is one that stands for the recorded `expected`."""
-    given = f"{type(error).__name__}: {error}"
+    raised = f"{type(error).__name__}: {error}"
     if not expected["error_strict"]:
         complaint = why_unclear(error)
-        assert complaint is None, f"expected any clear error, got {given} ({complaint})"
+        assert complaint is None, f"expected any clear error, got {raised} ({complaint})"
         return
     name = expected["error"]
     if "OpError" in expected["error_bases"]:
         wanted = getattr(mpistrat.errors, name)
-        assert isinstance(error, wanted), f"expected mpistrat.errors.{name}, got {given}"
+        assert isinstance(error, wanted), f"expected mpistrat.errors.{name}, got {raised}"
         return
     wanted = _python_class(name)
     # A class of our own may refine Python's; another one of Python's own is another error.
     exact = type(error) is wanted
     refined = isinstance(error, wanted) and type(error).__module__.startswith("mpistrat")
-    assert exact or refined, f"expected {name}, got {given}"
+    assert exact or refined, f"expected {name}, got {raised}"
 
 
 def _python_class(name: str) -> type[Exception]:

@@ -81,7 +81,7 @@ def merge_programs(stage: Stage) -> dict[str, Merge]:
             "same_strategy": strategy is ms.get_strategy(),
         }
 
-    def one() -> Any:
+    def same_on_all() -> Any:
         return t(1)
 
     def its_own() -> Any:
@@ -90,8 +90,8 @@ def merge_programs(stage: Stage) -> dict[str, Merge]:
     return {
         "reduce_sum": (lambda s, v: s.reduce("SUM", v, axis=None), its_own),
         "reduce_mean": (lambda s, v: s.reduce("MEAN", v, axis=None), its_own),
-        "return_constant": (lambda s, v: 11, one),
-        "return_none": (lambda s, v: None, one),
+        "return_constant": (lambda s, v: 11, same_on_all),
+        "return_none": (lambda s, v: None, same_on_all),
         "return_operand": (lambda s, v: v, its_own),
         "return_local_results_tuple": (lambda s, v: s.experimental_local_results(v), its_own),
         "return_arg_type_name": (lambda s, v: type_name(v), its_own),
@@ -101,10 +101,10 @@ def merge_programs(stage: Stage) -> dict[str, Merge]:
             lambda s, v: [type_name(v["a"]), type_name(v["b"][0])],
             lambda: {"a": t(rid()), "b": (5,)},
         ),
-        "flags": (flags, one),
-        "run_inside_merge": (lambda s, v: s.run(lambda: t(5 + rid())), one),
-        "merge_call_inside_merge": (lambda s, v: ctx().merge_call(lambda s2: 1), one),
-        "raise_in_merge": (lambda s, v: _throw(KeyError("m")), one),
+        "flags": (flags, same_on_all),
+        "run_inside_merge": (lambda s, v: s.run(lambda: t(5 + rid())), same_on_all),
+        "merge_call_inside_merge": (lambda s, v: ctx().merge_call(lambda s2: 1), same_on_all),
+        "raise_in_merge": (lambda s, v: _throw(KeyError("m")), same_on_all),
         # Of the runs with several workers:
         "len(local_results(v))": (
             lambda s, v: len(s.experimental_local_results(v)),

@@ -11,13 +11,13 @@ from conformance.stage import Handler, Stage, ctx
 from mpistrat.compat import v1
 
 
-def _snapshot(given: Any = None) -> dict[str, Any]:
+def _snapshot(current: Any = None) -> dict[str, Any]:
     context = ctx()
     return {
         "has_strategy": ms.has_strategy(),
         "in_cross_replica_context": ms.in_cross_replica_context(),
         "replica_context": context,
-        "is_given": None if given is None else ms.get_strategy() is given,
+        "is_given": None if current is None else ms.get_strategy() is current,
         "replica_id": None if context is None else context.replica_id_in_sync_group,
         "num_replicas_in_sync": ms.get_strategy().num_replicas_in_sync,
     }

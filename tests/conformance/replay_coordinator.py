@@ -23,7 +23,7 @@ from mpistrat.coordinator import (
 from mpistrat.errors import CancelledError, InvalidArgumentError, OutOfRangeError
 
 RANKS = 4
-SERVED = {"served": True}  # what the ranks come to that the chief uses
+SERVER_TASK = {"served": True}  # what the ranks come to that the chief uses
 SECONDS = 0.05  # of a slow function
 
 # With a coordinator, its strategy, and the stage.
@@ -39,7 +39,7 @@ def _in_job(program: Program, servers: int = 2) -> Handler:
                 variable_partitioner=_partitioner(stage.program.get("partitioner")), num_ps=servers
             )
         except SystemExit:
-            return SERVED
+            return SERVER_TASK
         try:
             return program(ClusterCoordinator(strategy), strategy, stage)
         finally:
@@ -87,12 +87,12 @@ def placement(coordinator: ClusterCoordinator, strategy: Any, stage: Stage) -> A
         single = ms.Variable(stage.array([1.0]))
         made = ms.Variable(lambda: matrix)
     return {
-        "scalars_devices": [_task(one) for one in scalars],
+        "scalars_devices": [_task(shard) for shard in scalars],
         "big_type": _kind(big),
-        "big_shards": [[list(one.shape), _task(one), _kind(one)] for one in big.variables],
-        "big_values": [one.read_value() for one in big.variables],
+        "big_shards": [[list(shard.shape), _task(shard), _kind(shard)] for shard in big.variables],
+        "big_values": [shard.read_value() for shard in big.variables],
         "len1_type": _kind(single),
-        "emb_shards": [list(one.shape) for one in made.variables],
+        "emb_shards": [list(shard.shape) for shard in made.variables],
     }
 
 
@@ -111,7 +111,7 @@ def partitioned(coordinator: ClusterCoordinator, strategy: Any, stage: Stage) ->
     with strategy.scope():
         made = ms.Variable(stage.array(np.zeros(stage.inputs["shape"])))
     shards = made.variables if isinstance(made, ms.ShardedVariable) else [made]
-    return {"type": _kind(made), "shards": [list(one.shape) for one in shards]}
+    return {"type": _kind(made), "shards": [list(shard.shape) for shard in shards]}
 
 
 def structure(coordinator: ClusterCoordinator, strategy: Any, stage: Stage) -> Any:
@@ -187,7 +187,7 @@ def cancelled(coordinator: ClusterCoordinator, strategy: Any, stage: Stage) -> A
     failed = coordinator.schedule(_fail)
     others += [coordinator.schedule(slow) for _ in range(20)]
     joined = probe(coordinator.join)
-    came_to = [type(_error_of(one)) for one in others]
+    came_to = [type(_error_of(value)) for value in others]
     return {
         "join": joined,
         "failed_fetch": type(_error_of(failed)).__name__,
@@ -210,7 +210,7 @@ def dataset_from_function(coordinator: ClusterCoordinator, strategy: Any, stage:
     values = sorted(_elements(coordinator, iterator, 4))
     return {
         "type": type(iterator).__name__,
-        "values_sorted_are_subset_of_two_copies": all(values.count(one) <= 2 for one in values)
+        "values_sorted_are_subset_of_two_copies": all(values.count(value) <= 2 for value in values)
         and set(values) <= {0, 1, 2}
         and len(values) >= 3,
         "element_spec": list(iterator.element_spec.shape),
@@ -220,9 +220,9 @@ def dataset_from_function(coordinator: ClusterCoordinator, strategy: Any, stage:
 def _elements(coordinator: ClusterCoordinator, iterator: Any, number: int) -> list[int]:
     """Of so many calls of next, by any worker, those that found one."""
     scheduled = [coordinator.schedule(next, args=(iterator,)) for _ in range(number)]
-    found = [one for one in scheduled if not isinstance(_error_of(one), OutOfRangeError)]
+    found = [value for value in scheduled if not isinstance(_error_of(value), OutOfRangeError)]
     attempt(coordinator.join)
-    return [int(one.fetch()) for one in found]
+    return [int(value.fetch()) for value in found]
 
 
 def bad_dataset(coordinator: ClusterCoordinator, strategy: Any, stage: Stage) -> Any:

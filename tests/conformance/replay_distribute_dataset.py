@@ -52,7 +52,7 @@ def recorded_spec(spec: Any) -> Any:
 
 def _recorded(spec: Any) -> dict[str, Any]:
     if hasattr(spec, "specs"):
-        return {"per_replica": [_recorded(one) for one in spec.specs]}
+        return {"per_replica": [_recorded(component) for component in spec.specs]}
     dtype = "string" if spec.dtype == "str" else spec.dtype
     return {"dtype": dtype, "shape": list(spec.shape)}
 

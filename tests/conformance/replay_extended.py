@@ -137,10 +137,10 @@ def group(stage: Stage) -> Any:
 
 def update_config_proto(stage: Stage) -> Any:
     """Any object with the option's attribute stands for TensorFlow's ConfigProto."""
-    given = types.SimpleNamespace(isolate_session_state=False)
-    updated = stage.v1_strategy().update_config_proto(given)
+    config = types.SimpleNamespace(isolate_session_state=False)
+    updated = stage.v1_strategy().update_config_proto(config)
     return {
-        "is_copy": updated is not given,
+        "is_copy": updated is not config,
         "isolate_session_state": updated.isolate_session_state,
     }
 

@@ -19,11 +19,11 @@ def described(context: Any) -> list[int]:
     ]
 
 
-def input_options(given: dict[str, Any] | None, policy: str | None = None) -> Any:
+def input_options(values: dict[str, Any] | None, policy: str | None = None) -> Any:
     """The recorded options and, of a dataset's own options, the policy; None for neither."""
-    if given is None and policy is None:
+    if values is None and policy is None:
         return None
-    arguments = dict(given or {})
+    arguments = dict(values or {})
     mode = arguments.get("experimental_replication_mode")
     if mode is not None:
         if mode not in options.InputReplicationMode.__members__:

@@ -63,12 +63,12 @@ class _Program:
         self.manager = ms.checkpoint.CheckpointManager(
             ms.checkpoint.Checkpoint(v=self.v), folder, keep=1
         )
-        given: tuple[Any, ...] = (self.manager.checkpoint, folder)
+        arguments: tuple[Any, ...] = (self.manager.checkpoint, folder)
         if stage.program.get("checkpoint") == "CheckpointManager":
-            given = (self.manager, None)
+            arguments = (self.manager, None)
         self.handler = ms.experimental.PreemptionCheckpointHandler(
             SimpleClusterResolver(ClusterSpec({})),
-            *given,
+            *arguments,
             ms.experimental.TerminationConfig(exit_fn=self._leave, **config),
         )
 
@@ -177,8 +177,8 @@ def _config_fields(stage: Stage) -> dict[str, Any]:
 
 
 def _defaults(stage: Stage) -> dict[str, Any]:
-    given = stage.inputs["config"]
-    config = None if given is None else ms.experimental.TerminationConfig(**given)
+    values = stage.inputs["config"]
+    config = None if values is None else ms.experimental.TerminationConfig(**values)
     full = completed(config, PlatformDevice[stage.program["platform"]])
     return {
         "grace_period": full.grace_period,

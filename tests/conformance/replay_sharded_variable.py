@@ -55,8 +55,8 @@ def _key(stage: Stage) -> Any:
     if isinstance(index, int):
         return index
     if index in ("tensor_index", "tensor_slice"):
-        one = stage.array(1, "int64")
-        return one if index == "tensor_index" else slice(one, None)
+        number = stage.array(1, "int64")
+        return number if index == "tensor_index" else slice(number, None)
     if index not in _OTHER_INDICES:
         raise CannotInterpret(f"index {index!r}")
     return _OTHER_INDICES[index]
@@ -108,16 +108,16 @@ def construct(stage: Stage) -> Any:
     def variable(value: Any, dtype: str = "float32") -> Any:
         return ms.Variable(stage.array(value, dtype))
 
-    given: dict[str, Any] = {
+    makers: dict[str, Any] = {
         "numpy": lambda: [np.zeros(2)],
         "float32+int32": lambda: [variable([1.0]), variable([1], "int32")],
         "[1,2]+[1,3]": lambda: [variable([[1, 2]]), variable([[1, 2, 3]])],
         "scalar": lambda: [variable(1.0)],
     }
     kind = stage.inputs["variables"]
-    if kind not in given:
+    if kind not in makers:
         raise CannotInterpret(f"variables {kind!r}")
-    return ms.ShardedVariable(given[kind]())
+    return ms.ShardedVariable(makers[kind]())
 
 
 PARTITIONERS: dict[str, Handler] = {

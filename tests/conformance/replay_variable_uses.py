@@ -96,10 +96,10 @@ def variable_use(stage: Stage) -> Any:
     strategy = stage.strategy()
     var = create(stage, strategy, stage.inputs["init"])
     if stage.program["synchronization"] == "ON_READ":
-        one = np.ones_like(stage.inputs["init"])
+        ones = np.ones_like(stage.inputs["init"])
 
         def add_one() -> None:
-            var.assign_add(stage.array(one))
+            var.assign_add(stage.array(ones))
 
         strategy.run(add_one)
     uses: dict[str, Callable[[], Any]] = {

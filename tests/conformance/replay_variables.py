@@ -68,7 +68,7 @@ def variable(stage: Stage) -> Any:
 
 def _places(stage: Stage, strategy: Any, var: Any) -> dict[str, Callable[[], Any]]:
     """What to do in each of the contexts a variable can be assigned in."""
-    method, given = stage.program["method"], stage.inputs["value"]
+    method, operands = stage.program["method"], stage.inputs["value"]
     if method not in ("assign", "assign_add", "assign_sub"):
         raise CannotInterpret(f"method {method!r}")
 
@@ -78,7 +78,7 @@ def _places(stage: Stage, strategy: Any, var: Any) -> dict[str, Callable[[], Any
         return stage.array(value, stage.program["dtype"])
 
     def own_operand() -> Any:
-        return operand(given[replica_id()] if isinstance(given, list) else given)
+        return operand(operands[replica_id()] if isinstance(operands, list) else operands)
 
     def assign(target: Any, value: Any) -> Any:
         return getattr(target, method)(value)
@@ -88,7 +88,7 @@ def _places(stage: Stage, strategy: Any, var: Any) -> dict[str, Callable[[], Any
 
     def in_scope() -> Any:
         with strategy.scope():
-            return plain(assign(var, operand(given)))
+            return plain(assign(var, operand(operands)))
 
     def per_replica_in_scope() -> None:
         values = strategy.run(own_operand)
@@ -109,8 +109,8 @@ def _places(stage: Stage, strategy: Any, var: Any) -> dict[str, Callable[[], Any
     return {
         "replica": in_replicas,
         "cross": in_scope,
-        "toplevel": lambda: plain(assign(var, operand(given))),
-        "update": lambda: update(operand(given)),
+        "toplevel": lambda: plain(assign(var, operand(operands))),
+        "update": lambda: update(operand(operands)),
         "update_per_replica": lambda: update(strategy.run(own_operand)),
         "cross_per_replica": per_replica_in_scope,
         "merge": in_merge,
@@ -198,8 +198,8 @@ def colocate_vars_with(stage: Stage) -> Any:
     with strategy.scope():
         var = ms.Variable(stage.array(1.0))
         with strategy.extended.colocate_vars_with(var):
-            beside = ms.Variable(stage.array(2.0))
-    return {"components": components(beside)}
+            colocated = ms.Variable(stage.array(2.0))
+    return {"components": components(colocated)}
 
 
 def colocate_vars_with_foreign_variable(stage: Stage) -> Any:

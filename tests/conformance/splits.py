@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from conformance.replay_coordinator import RANKS, SERVED
+from conformance.replay_coordinator import RANKS, SERVER_TASK
 
 Case = dict[str, Any]
 
@@ -105,7 +105,7 @@ def on_rank(case: Case, expect: Any, rank: int, size: int) -> Any:
     if case["area"] == "multi_worker":
         return expect["per_worker"][rank]
     if case["area"] == "coordinator" and rank > 0:
-        return SERVED
+        return SERVER_TASK
     if size == 1:
         return expect
     n, k = case["replicas"], case["replicas"] // size

@@ -74,7 +74,7 @@ class Stage:
         return encoding.decode(encoded, self.library)
 
     def decode_all(self, encoded: Sequence[Any]) -> list[Any]:
-        return [self.decode(one) for one in encoded]
+        return [self.decode(value) for value in encoded]
 
     def per_replica(self, strategy: Any, values: Sequence[Any]) -> Any:
         """What `run` makes of a function that returns `values[r]` on replica r."""

@@ -40,9 +40,9 @@ def steps_done(folder: Path, ranks: int) -> int:
 def check_resumed(folder: Path, ranks: int, starts: int, undisturbed: Path) -> int:
     """The training came to its end after so many starts, with the same bits; returns the most steps lost at once."""
     by_rank = starts_of(folder, ranks)
-    assert [len(one) for one in by_rank] == [starts] * ranks
-    assert all(one == by_rank[0] for one in by_rank), "the ranks did not stop at the same steps"
+    assert [len(item) for item in by_rank] == [starts] * ranks
+    assert all(item == by_rank[0] for item in by_rank), "the ranks did not stop at the same steps"
     lost = [before[1] - after[0] for before, after in zip(by_rank[0], by_rank[0][1:], strict=False)]
-    assert all(0 <= one <= 1 for one in lost), f"steps lost: {lost}"
+    assert all(0 <= item <= 1 for item in lost), f"steps lost: {lost}"
     assert np.array_equal(np.load(folder / "final.npy"), np.load(undisturbed / "final.npy"))
     return max(lost, default=0)

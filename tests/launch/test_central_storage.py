@@ -21,6 +21,6 @@ def test_several_nodes_are_refused(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     job = Launcher.named("MPICH").run_python(3, program, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
     assert job.returncode == 0, job.output
-    told = "the ranks are on 2 nodes: use MultiWorkerMirroredStrategy"
-    assert sorted(line[0] for line in job.stdout.splitlines() if told in line) == ["0", "1", "2"]
+    message = "the ranks are on 2 nodes: use MultiWorkerMirroredStrategy"
+    assert sorted(line[0] for line in job.stdout.splitlines() if message in line) == ["0", "1", "2"]
     assert job.left_behind == ()

@@ -66,7 +66,7 @@ def float32(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("wire", "told"),
+    ("wire", "description"),
     [
         (("--wire-dtype", "bfloat16"), "ShortFloats(dtype='bfloat16')"),
         (("--wire-dtype", "float16"), "ShortFloats(dtype='float16')"),
@@ -75,11 +75,11 @@ def float32(tmp_path_factory: pytest.TempPathFactory) -> Job:
 )
 @pytest.mark.long("Two ranks train twice, until the accuracy can be compared.")
 def test_wire_formats_converge(
-    tmp_path: Path, float32: Job, wire: tuple[str, str], told: str
+    tmp_path: Path, float32: Job, wire: tuple[str, str], description: str
 ) -> None:
     """As float32 does, while gradients cross between nodes in fewer bytes."""
     job = over_two_nodes(tmp_path, *wire)
-    crossed = f"cross the network as {told}: up to {PARAMETERS:,} values of a backward()"
+    crossed = f"cross the network as {description}: up to {PARAMETERS:,} values of a backward()"
     assert crossed in job.stdout, job.output
     assert "cross the network as" not in float32.stdout
     assert losses(job)[-1] < 0.02

@@ -172,8 +172,8 @@ def test_the_command_is_installed(tmp_path: Path) -> None:
     """`mpistrat` of pyproject.toml is what `python -m mpistrat` runs."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'mpistrat = "mpistrat.__main__:main"' in text
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *DOCTOR, "--help"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert told.returncode == 0
-    assert "mpirun -n 8 mpistrat doctor" in " ".join(told.stdout.split())
+    assert process.returncode == 0
+    assert "mpirun -n 8 mpistrat doctor" in " ".join(process.stdout.split())

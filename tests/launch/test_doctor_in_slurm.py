@@ -19,9 +19,9 @@ def test_a_step(slurm: SlurmCluster) -> None:
     content = json.loads(job.stdout)
     texts = [f["text"] for f in content["findings"] if f["level"] == "ok"]
     assert any(text.startswith("4 ranks on 2 nodes as started by") for text in texts), job.output
-    told = next(text for text in texts if text.startswith("Slurm: job"))
-    assert "nodes n[1-2], tasks per node 2(x2)" in told
-    assert "pmi2" in told
+    line = next(text for text in texts if text.startswith("Slurm: job"))
+    assert "nodes n[1-2], tasks per node 2(x2)" in line
+    assert "pmi2" in line
     assert [rank["host"] for rank in content["facts"]["ranks"]] == ["n1", "n1", "n2", "n2"]
     assert len(content["facts"]["links"]["rates"]) == 1
 

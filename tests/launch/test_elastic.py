@@ -85,8 +85,8 @@ def train(folder: Path, seed: int | str, *place: str) -> Trained:
         for path in folder.glob("result-*")
     }
     assert len({result["digest"] for result in results.values()}) == 1, job.output
-    one = next(iter(results.values()))
-    return Trained(job, folder, set(results), one["digest"], one["loss"])
+    first = next(iter(results.values()))
+    return Trained(job, folder, set(results), first["digest"], first["loss"])
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +266,8 @@ def test_a_rank_is_killed_while_it_saves(
     job = run(tmp_path, 3, SAVING, directory, str(victim), str(step), where)
     assert job.returncode == 0, job.output
     assert job.left_behind == ()
-    told = rf"2 of 3 ranks go on after step \d+ without rank {victim}"
-    assert re.search(told, job.output), job.output
+    message = rf"2 of 3 ranks go on after step \d+ without rank {victim}"
+    assert re.search(message, job.output), job.output
     whole, wrong = Directory(directory).checkpoints()
     assert wrong == []
     saved = [manifest.step for _, manifest in whole]
@@ -315,8 +315,8 @@ def test_what_is_no_loss_ends_the_job(tmp_path: Path, how: str) -> None:
     job = run(tmp_path, 3, ENDINGS, how)
     assert job.returncode != 0
     assert job.left_behind == ()
-    told = {"raises": "KeyError: 'of its own'", "leaves": "rank 1: barrier(end of run_elastic)"}
-    assert told[how] in job.output
+    messages = {"raises": "KeyError: 'of its own'", "leaves": "rank 1: barrier(end of run_elastic)"}
+    assert messages[how] in job.output
     assert "go on" not in job.output
 
 

@@ -64,15 +64,15 @@ def inject(launcher: Launcher, folder: Path, name: str, seed: int) -> Fault:
 
 def judged(job: Job, folder: Path, ranks: int, began: float, *, caught: bool = False) -> Fault:
     assert (folder / "event").exists(), job.output
-    told = json.loads((folder / "event").read_text(encoding="utf-8"))
+    event = json.loads((folder / "event").read_text(encoding="utf-8"))
     fault = Fault(
         job,
         ranks,
-        told["victim"],
-        told["line"],
-        told["others_line"],
-        tuple(told["shared_files"]),
-        began + job.seconds - told["time"],
+        event["victim"],
+        event["line"],
+        event["others_line"],
+        tuple(event["shared_files"]),
+        began + job.seconds - event["time"],
         reports_in(folder),
     )
     assert job.returncode != 0, job.output

@@ -45,8 +45,8 @@ def test_a_program_sees_the_same(launcher: Launcher, tmp_path: Path) -> None:
 def test_each_rank_draws_its_own_random_numbers(launcher: Launcher) -> None:
     text = "import random, numpy, torch; print(random.random(), numpy.random.rand(), float(torch.rand(())))"
     job = launcher.run_python(2, "-c", text, forked=True)
-    one, other = (line.split() for line in job.stdout.splitlines())
-    assert len({*one, *other}) == 6
+    first, second = (line.split() for line in job.stdout.splitlines())
+    assert len({*first, *second}) == 6
 
 
 def test_a_program_on_the_command_line_sees_the_same(launcher: Launcher) -> None:

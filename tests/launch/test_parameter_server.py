@@ -14,7 +14,7 @@ from support.harness.mpi_launcher import Job, Launcher
 
 pytestmark = pytest.mark.waits
 
-PROGRAM = Path(__file__).parent / "programs" / "served.py"
+PROGRAM = Path(__file__).parent / "programs" / "remote_variables.py"
 
 
 def run(
@@ -44,9 +44,9 @@ def test_a_chief_that_does_not_join_tells_what_was_not_executed(launcher, tmp_pa
     assert job.returncode == 0, job.output
     assert job.stdout == "rank 0: after\n"
     (line,) = job.stderr.splitlines()
-    told = re.search(r"without ClusterCoordinator.join\(\): .* (\d+) were not executed", line)
-    assert told is not None, line
-    assert 30 < int(told[1]) <= 48  # of 50; two workers have begun with one each
+    warning = re.search(r"without ClusterCoordinator.join\(\): .* (\d+) were not executed", line)
+    assert warning is not None, line
+    assert 30 < int(warning[1]) <= 48  # of 50; two workers have begun with one each
 
 
 def test_a_worker_that_raises_ends_the_job(launcher, tmp_path: Path) -> None:
@@ -87,17 +87,17 @@ def test_who_waits_takes_no_time(launcher, tmp_path: Path, name: str, shared, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("no_servers", "nothing tells which ranks are parameter servers: give num_ps="),
         ("too_few", "num_ps=7 needs 9 ranks or more"),
         ("wrong_number", "num_ps=0 must be the number of parameter servers, 1 or more"),
     ],
 )
-def test_bad_arguments(launcher, tmp_path: Path, name: str, told: str) -> None:
+def test_bad_arguments(launcher, tmp_path: Path, name: str, message: str) -> None:
     job = run(launcher, tmp_path, name, ranks=3)
     assert job.returncode != 0
-    assert told in job.output
+    assert message in job.output
     assert job.seconds < 40
 
 
@@ -118,7 +118,7 @@ def test_tf_config_tells_each_rank_its_task(launcher, tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         (
             "two_chiefs",
@@ -127,10 +127,10 @@ def test_tf_config_tells_each_rank_its_task(launcher, tmp_path: Path, name: str,
         ("two_ranks_are_chief", "TopologyError: ranks 2 and 3 are both chief 0 (told by TFConfig"),
     ],
 )
-def test_two_chiefs(launcher, tmp_path: Path, name: str, told: str) -> None:
+def test_two_chiefs(launcher, tmp_path: Path, name: str, error: str) -> None:
     job = run(launcher, tmp_path, name)
     assert job.returncode != 0
-    assert {rank for rank in range(4) if f"rank {rank}: {told}" in job.stdout} == {0, 1, 2, 3}
+    assert {rank for rank in range(4) if f"rank {rank}: {error}" in job.stdout} == {0, 1, 2, 3}
     assert job.seconds < 40
 
 

@@ -54,7 +54,9 @@ def mapped_by_somebody() -> set[str]:
             found |= set(re.findall(r"/dev/shm/\S+", maps.read_text(errors="replace")))
     folders = {os.path.dirname(path) for path in found} - {"/dev/shm"}
     locks = {f"{folder}.lock" for folder in folders}
-    return {one for one in in_memory() if one in found | locks or os.path.dirname(one) in folders}
+    return {
+        file for file in in_memory() if file in found | locks or os.path.dirname(file) in folders
+    }
 
 
 def run(folder: Path, ranks: int, *words: str | int) -> Job:
@@ -73,8 +75,8 @@ def went_on(folder: Path, what: str, seed: int, kills: int, workers: int = WORKE
     job = run(folder, ranks, what, seed, kills)
     assert job.returncode == 0, job.output
     assert "Traceback" not in job.output, job.output
-    told = re.findall(r"worker (\d) \(rank \d\) has died", job.stderr)
-    assert len(told) == len(set(told)) == kills, job.output
+    deaths = re.findall(r"worker (\d) \(rank \d\) has died", job.stderr)
+    assert len(deaths) == len(set(deaths)) == kills, job.output
     return job
 
 
@@ -127,8 +129,8 @@ def test_the_chief_is_killed(tmp_path: Path) -> None:
     assert job.returncode != 0
     assert job.seconds < SECONDS_TO_END
     assert "Traceback" not in job.output, job.output
-    told = rf"rank 0 of 5 .* ({DIED})|chief 0 \(rank 0\) has died"
-    assert re.search(told, job.stderr), job.output
+    message = rf"rank 0 of 5 .* ({DIED})|chief 0 \(rank 0\) has died"
+    assert re.search(message, job.stderr), job.output
 
 
 def test_a_server_is_killed(tmp_path: Path) -> None:
@@ -165,10 +167,10 @@ def test_a_job_of_which_a_server_was_killed_goes_on_from_its_checkpoint(
     path = tmp_path / "checkpoints" / "step-00000000"
     said = re.escape(f"the job must be started again, from its last checkpoint, {path}") + "$"
     programs = 1 if who == "coordinator" else 2
-    told = re.findall(
+    messages = re.findall(
         rf"^UnavailableError: ps 1 .* has died, and with it .*: {said}", job.stdout, re.M
     )
-    assert len(told) == programs, job.output
+    assert len(messages) == programs, job.output
     assert len(re.findall(rf"^mpistrat: ps 1 .* has died, .*: {said}", job.stderr, re.M)) == 1
     assert again.returncode == 0, again.output
     assert again.stderr == f"mpistrat: the job goes on from {path}, with 3 parameter servers\n"
@@ -186,11 +188,11 @@ def test_another_worker_saves_when_the_one_that_did_is_killed(tmp_path: Path, ki
     assert job.returncode == 0, job.output
     for worker in range(kills):
         others = f"{2 - worker} other worker{'s' * (worker == 0)}"
-        told = (
+        message = (
             f"worker {worker} (rank {worker}) has died; the job goes on with {others}, and nobody reads its share of "
             f"the data; worker {worker + 1} (rank {worker + 1}) saves checkpoints from now on\n"
         )
-        assert job.stderr.count(told) == 1, job.output
+        assert job.stderr.count(message) == 1, job.output
     (steps,) = re.findall(rf"worker {kills} has saved (\d+) steps", job.stdout)
     assert again.returncode == 0, again.output
     for worker in range(3):
@@ -226,8 +228,10 @@ def test_a_server_with_a_replica_and_workers_are_killed(
     for seed in range(jobs):
         job = went_on(tmp_path, what, seed, 2, workers=3)
         assert len(re.findall(SERVER_GOES_ON, job.stderr)) == 1, job.output
-        told = "2 workers killed: all is exact" if "closures" in what else "is done after 3 deaths"
-        assert job.stdout.count(told) == 1, job.output
+        message = (
+            "2 workers killed: all is exact" if "closures" in what else "is done after 3 deaths"
+        )
+        assert job.stdout.count(message) == 1, job.output
 
 
 @pytest.mark.parametrize("what", ["replicated closures", "replicated steps"])
@@ -247,9 +251,9 @@ def test_training_goes_on_with_the_same_bits_when_a_server_is_killed(tmp_path: P
         folder.mkdir()
         job = run(folder, 5, "training", 3, kills)
         assert job.returncode == 0, job.output
-        told = re.findall(r"^weights (\w+)$", job.stdout, re.M)
-        assert len(told) == 3, job.output
-        weights.update(told)
+        digests = re.findall(r"^weights (\w+)$", job.stdout, re.M)
+        assert len(digests) == 3, job.output
+        weights.update(digests)
         assert bool(re.search(SERVER_GOES_ON, job.stderr)) == bool(kills), job.output
     assert len(weights) == 1
 

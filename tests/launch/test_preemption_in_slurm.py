@@ -239,12 +239,12 @@ def test_jobs_that_nobody_touches(slurm: SlurmCluster, tmp_path: Path) -> None:
 
     def all_have_begun_again() -> bool:
         """And get time enough not to be ended once more."""
-        for one in list(again):
-            _, job, folder = one
+        for run in list(again):
+            _, job, folder = run
             if min(map(len, starts_of(folder, RANKS))) == 2:
                 slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
                 (folder / "hurry").touch()
-                again.remove(one)
+                again.remove(run)
         return not again
 
     wait_until(all_have_begun_again, submitted[0][1], "second starts")

@@ -55,13 +55,13 @@ def test_it_learns(launcher: Launcher, servers: int, arguments: tuple[str, ...])
         assert re.findall(r"(worker \d \(rank \d\)): step \d+/522, loss [0-9.]+", line) == workers
     for worker in workers:
         assert f"{worker}: step {STEPS}/{STEPS}, loss " in lines[-1]
-        (told,) = re.findall(
+        (numbers,) = re.findall(
             rf"^{re.escape(worker)}: {STEPS} steps, at most (\d+) ahead of the slowest; "
             r"([0-9.]+) MB/s pulled, ([0-9.]+) MB/s pushed$",
             job.stdout,
             re.M,
         )
-        lead, pulled, pushed = map(float, told)
+        lead, pulled, pushed = map(float, numbers)
         assert lead == 0 or not arguments
         assert lead < STEPS
         assert pulled > 0.01

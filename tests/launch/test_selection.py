@@ -56,7 +56,7 @@ def test_a_second_job_finds_what_the_first_has_measured(
     second = explained(launcher.run_python(2, program, env=env))
     assert f"{READ} {file}" in second
     assert file.stat().st_mtime_ns == written
-    fits = [re.findall(r"(?:memory|MPI): .* us .*", told) for told in (first, second)]
+    fits = [re.findall(r"(?:memory|MPI): .* us .*", text) for text in (first, second)]
     assert fits[0] == fits[1]
     assert len(fits[0]) == 2
     third = explained(launcher.run_python(3, program, env=env))
@@ -81,9 +81,9 @@ def best_of_three(launcher: Launcher, program: Path, ranks: int, env: dict[str, 
     """Seconds of the first that takes less than one, or of the best."""
     seconds: list[float] = []
     while len(seconds) < 3 and min(seconds, default=1) >= 1:
-        told = explained(launcher.run_python(ranks, program, env=env))
-        assert MEASURED in told
-        seconds.append(float(re.findall(r"SECONDS (\S+)", told)[0]))
+        text = explained(launcher.run_python(ranks, program, env=env))
+        assert MEASURED in text
+        seconds.append(float(re.findall(r"SECONDS (\S+)", text)[0]))
     return min(seconds)
 
 

@@ -83,8 +83,8 @@ def test_ranks_and_what_they_see(
     gpus: str | None,
 ) -> None:
     script = template(name) if name == "tpu.sbatch" else fewer_ranks(name, tmp_path)
-    given = [f"{kind}={tasks}" for kind, tasks in jobs.items()]
-    job = slurm.sbatch(mpich, script, arguments=[LAYOUT, *given], env=ENV, cwd=tmp_path)
+    arguments = [f"{kind}={tasks}" for kind, tasks in jobs.items()]
+    job = slurm.sbatch(mpich, script, arguments=[LAYOUT, *arguments], env=ENV, cwd=tmp_path)
     assert job.wait() == "COMPLETED", job.report()
     ranks = [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
     ranks.sort(key=lambda line: line["mpi"][0])

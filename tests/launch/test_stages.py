@@ -144,8 +144,8 @@ def test_xla_stages_are_there_where_torch_xla_is(monkeypatch: pytest.MonkeyPatch
     assert list(matrix.stages("xla")) == []
     monkeypatch.setenv(matrix.XLA_PREFIX, "/of/xla")
     some = list(matrix.stages("xla"))
-    assert {one.python for one in some} == {"/of/xla/bin/python"}
-    assert [(one.mpi, one.ranks, one.pytest[-1]) for one in some] == [
+    assert {stage.python for stage in some} == {"/of/xla/bin/python"}
+    assert [(stage.mpi, stage.ranks, stage.pytest[-1]) for stage in some] == [
         ("", 0, "not slow and not mpi"),
         *((mpi, n, "not slow and mpi") for n in (1, 2) for mpi in ("MPICH", "Open MPI")),
     ]

@@ -31,8 +31,8 @@ def saved(checkpoints: Path, name: str) -> Any:
     return StoredCheckpoint(path, {name}).state["common"][name]
 
 
-def equal(one: Path, other: Path) -> bool:
-    models = [saved(path, "model") for path in (one, other)]
+def equal(first: Path, second: Path) -> bool:
+    models = [saved(path, "model") for path in (first, second)]
     return all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
@@ -82,8 +82,8 @@ def test_bfloat16_between_nodes_learns_as_float32(tmp_path: Path) -> None:
         return validation(job)[-1], job.stdout
 
     expected, plain = train()
-    found, told = train("--wire-dtype", "bfloat16")
-    assert "cross the network as ShortFloats(dtype='bfloat16'): up to" in told
+    found, explained = train("--wire-dtype", "bfloat16")
+    assert "cross the network as ShortFloats(dtype='bfloat16'): up to" in explained
     assert "cross the network as" not in plain
     print(f"{found} bits per character, {expected} with float32")
     assert abs(found - expected) < BITS_WITHIN, (found, expected)

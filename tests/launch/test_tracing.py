@@ -90,8 +90,8 @@ def test_a_killed_rank_leaves_its_part(launcher: Launcher, tmp_path: Path) -> No
     job = run(launcher, tmp_path, "killed")
     assert job.returncode != 0
     assert files(tmp_path / "t") == ["rank-0.part", "rank-1.part", "rank-2.part"]
-    told = merge(tmp_path / "t")
-    assert "the part has no end of ranks 0, 1, 2" in told
+    output = merge(tmp_path / "t")
+    assert "the part has no end of ranks 0, 1, 2" in output
     events = valid_trace(tmp_path / "t" / "trace.json")
     for rank in range(3):
         mine = [event for event in events if event["pid"] == rank]

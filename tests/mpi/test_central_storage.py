@@ -51,128 +51,128 @@ def test_updates_count_once(strategy, make, length: int) -> None:
     n = strategy.num_replicas_in_sync
     first = make(np.arange(length, dtype=np.float32))
     for aggregation, expected in ((SUM, n * (n + 1) / 2), (MEAN, (n + 1) / 2), (FIRST, 1)):
-        one = variable(strategy, first, aggregation)
+        v = variable(strategy, first, aggregation)
 
-        def step(one=one) -> None:
-            one.assign_add(make(np.full(length, replica_id() + 1, np.float32)))
+        def step(v=v) -> None:
+            v.assign_add(make(np.full(length, replica_id() + 1, np.float32)))
 
         strategy.run(step)
         strategy.run(step)
-        assert np.array_equal(one.numpy(), np.arange(length) + np.float32(2 * expected))
-        strategy.run(lambda one=one: one.assign(make(np.full(length, 3, np.float32))))
-        assert np.array_equal(one.numpy(), np.full(length, 3 * (n if aggregation is SUM else 1)))
+        assert np.array_equal(v.numpy(), np.arange(length) + np.float32(2 * expected))
+        strategy.run(lambda v=v: v.assign(make(np.full(length, 3, np.float32))))
+        assert np.array_equal(v.numpy(), np.full(length, 3 * (n if aggregation is SUM else 1)))
 
 
 def test_outside_run_all_ranks_assign_the_same(strategy, make) -> None:
-    one = variable(strategy, make(np.arange(6.0).reshape(3, 2)))
-    one.assign(one.read_value()[[2, 1, 0]])  # of what it reads as, in another order
-    assert one.numpy().tolist() == [[4, 5], [2, 3], [0, 1]]
-    one.assign(one)
-    one.assign_sub(one)
-    assert not one.numpy().any()
+    v = variable(strategy, make(np.arange(6.0).reshape(3, 2)))
+    v.assign(v.read_value()[[2, 1, 0]])  # of what it reads as, in another order
+    assert v.numpy().tolist() == [[4, 5], [2, 3], [0, 1]]
+    v.assign(v)
+    v.assign_sub(v)
+    assert not v.numpy().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(strategy, make, dtype: str) -> None:
-    given = np.array([[1, 0, 1], [1, 1, 0]], dtype)
-    one = variable(strategy, make(given), FIRST)
-    assert one.numpy().dtype == given.dtype
-    assert np.array_equal(one.numpy(), given)
-    one.assign(make(given[::-1].copy()))
-    assert np.array_equal(one.numpy(), given[::-1])
+    value = np.array([[1, 0, 1], [1, 1, 0]], dtype)
+    v = variable(strategy, make(value), FIRST)
+    assert v.numpy().dtype == value.dtype
+    assert np.array_equal(v.numpy(), value)
+    v.assign(make(value[::-1].copy()))
+    assert np.array_equal(v.numpy(), value[::-1])
 
 
 def test_bfloat16(strategy) -> None:
-    one = variable(strategy, torch.full((3,), 1.5, dtype=torch.bfloat16), FIRST)
-    one.assign_add(torch.ones(3, dtype=torch.bfloat16))
-    assert torch.equal(one.read_value(), torch.full((3,), 2.5, dtype=torch.bfloat16))
+    v = variable(strategy, torch.full((3,), 1.5, dtype=torch.bfloat16), FIRST)
+    v.assign_add(torch.ones(3, dtype=torch.bfloat16))
+    assert torch.equal(v.read_value(), torch.full((3,), 2.5, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_rows(strategy, make, rows: int) -> None:
     n = strategy.num_replicas_in_sync
-    one = variable(strategy, make(np.zeros((rows, 2), np.float32)))
+    v = variable(strategy, make(np.zeros((rows, 2), np.float32)))
 
     def step() -> None:
-        one.scatter_add(
+        v.scatter_add(
             ms.IndexedSlices(make(np.ones((3, 2), np.float32)), make(np.array([rows - 1, 0, 0])))
         )
 
     strategy.run(step)
     expected = np.zeros((rows, 2))
     np.add.at(expected, [rows - 1, 0, 0], n)
-    assert np.array_equal(one.numpy(), expected)
-    one.scatter_sub(ms.IndexedSlices(make(np.full((1, 2), n, np.float32)), make(np.array([0]))))
+    assert np.array_equal(v.numpy(), expected)
+    v.scatter_sub(ms.IndexedSlices(make(np.full((1, 2), n, np.float32)), make(np.array([0]))))
     expected[0] -= n
-    assert np.array_equal(one.numpy(), expected)
+    assert np.array_equal(v.numpy(), expected)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_it_is_read_in_place(strategy) -> None:
-    one = variable(strategy, np.zeros(8))
-    read = one.read_value()
-    one.assign(np.ones(8))
-    assert one.read_value() is read
+    v = variable(strategy, np.zeros(8))
+    read = v.read_value()
+    v.assign(np.ones(8))
+    assert v.read_value() is read
     assert read.tolist() == [1.0] * 8
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_a_program_writes_to_what_it_read_stays_its_own(strategy) -> None:
-    one = variable(strategy, np.zeros(8))
+    v = variable(strategy, np.zeros(8))
     if RANK == 0:
-        one.read_value()[:] = 7
+        v.read_value()[:] = 7
     WORLD.barrier()
-    assert one.read_value().tolist() == [7.0 if RANK == 0 else 0.0] * 8
+    assert v.read_value().tolist() == [7.0 if RANK == 0 else 0.0] * 8
     WORLD.barrier()
-    one.assign_add(np.ones(8))
-    assert one.read_value().tolist() == [1.0] * 8
+    v.assign_add(np.ones(8))
+    assert v.read_value().tolist() == [1.0] * 8
 
 
 def test_bad_operands_are_refused_on_all_ranks(strategy) -> None:
-    one = variable(strategy, np.zeros((2, 3)))
+    v = variable(strategy, np.zeros((2, 3)))
     for operand in (np.zeros((2, 4)), np.zeros((2, 3), np.int32), "x"):
-        with pytest.raises((TypeError, ValueError), match=re.escape(one.name)):
-            one.assign(operand)
+        with pytest.raises((TypeError, ValueError), match=re.escape(v.name)):
+            v.assign(operand)
     with pytest.raises(IndexError, match="row 2 of variable 'Variable' is out of bounds"):
-        one.scatter_add(ms.IndexedSlices(np.ones((1, 3)), [2]))
-    assert not one.numpy().any()
+        v.scatter_add(ms.IndexedSlices(np.ones((1, 3)), [2]))
+    assert not v.numpy().any()
     assert_usable(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_operand_that_is_bad_on_one_rank(strategy) -> None:
-    one = variable(strategy, np.zeros(3))
+    v = variable(strategy, np.zeros(3))
     with pytest.raises(
         (ValueError, ms.errors.CollectiveMismatchError), match=f"rank {SIZE - 1}|shape"
     ):
-        one.assign(np.zeros(3 + (RANK == SIZE - 1)))
-    assert not one.numpy().any()
+        v.assign(np.zeros(3 + (RANK == SIZE - 1)))
+    assert not v.numpy().any()
     assert_usable(strategy)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_update_that_fails_on_one_rank_changes_nothing(strategy) -> None:
     """In its part, where one overflows."""
-    one = variable(strategy, np.full(SIZE, 3e38, np.float32), FIRST)
+    v = variable(strategy, np.full(SIZE, 3e38, np.float32), FIRST)
     delta = np.zeros(SIZE, np.float32)
     delta[-1] = 3e38
     with (
         np.errstate(over="raise"),
         pytest.raises((FloatingPointError, ms.errors.CollectiveMismatchError)),
     ):
-        one.assign_add(delta)
+        v.assign_add(delta)
     WORLD.barrier()
-    assert np.array_equal(one.numpy(), np.full(SIZE, 3e38, np.float32))
-    one.assign_sub(one)
-    assert not one.numpy().any()
+    assert np.array_equal(v.numpy(), np.full(SIZE, 3e38, np.float32))
+    v.assign_sub(v)
+    assert not v.numpy().any()
     assert_usable(strategy)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_rows_of_narrow_indices(strategy, dtype: type) -> None:
-    one = variable(strategy, np.zeros((1000, 2)))
-    one.scatter_add(ms.IndexedSlices(np.ones((2, 2)), np.array([0, 100], dtype)))
-    assert np.flatnonzero(one.numpy()[:, 0]).tolist() == [0, 100]
+    v = variable(strategy, np.zeros((1000, 2)))
+    v.scatter_add(ms.IndexedSlices(np.ones((2, 2)), np.array([0, 100], dtype)))
+    assert np.flatnonzero(v.numpy()[:, 0]).tolist() == [0, 100]
 
 
 @pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.CentralStorageStrategy])
@@ -227,12 +227,12 @@ def test_a_variable_takes_its_memory_once() -> None:
     initial = np.ones(nbytes // 8)
     variable(strategy, np.ones(4096))  # what the first one takes besides
     before = pss_of_all()
-    one = variable(strategy, initial, FIRST)
-    float(one.read_value().sum())  # all pages are read on every rank
+    v = variable(strategy, initial, FIRST)
+    float(v.read_value().sum())  # all pages are read on every rank
     assert pss_of_all() - before < 1.4 * nbytes
-    one.assign_add(initial)
+    v.assign_add(initial)
     assert pss_of_all() - before < 1.4 * nbytes
-    assert one.numpy()[::1000].tolist() == [2.0] * len(initial[::1000])
+    assert v.numpy()[::1000].tolist() == [2.0] * len(initial[::1000])
 
 
 @pytest.mark.mpi(min_size=2)

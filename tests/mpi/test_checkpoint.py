@@ -81,8 +81,8 @@ class Training:
         return [t.detach().clone() for t in (*state, *moments, *copies)]
 
 
-def equal(one, other) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def equal(first, second) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["wait", "go on"])
@@ -522,7 +522,7 @@ def test_objects_know_their_strategy():
     found = [variable, data, iter(data)]
     if SIZE > 1:
         found += [model, optimizer]
-    for one in found:
-        assert Checkpoint(one=one).strategy is strategy
+    for value in found:
+        assert Checkpoint(value=value).strategy is strategy
     with pytest.raises(ValueError, match="must be of one strategy"), other.scope():
         Checkpoint(variable=variable)

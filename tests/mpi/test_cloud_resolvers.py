@@ -81,8 +81,10 @@ def test_one_rank_per_host_in_another_order_than_worker_ids():
     hosts = [f"n{rank}" for rank in range(WORLD.size)]
     own = pjrt_environment(Topology.from_hosts(WORLD.rank, hosts, "test"), slices)
     everyone = WORLD.allgather(own)
-    assert [int(one["CLOUD_TPU_TASK_ID"]) for one in everyone] == list(range(WORLD.size))[::-1]
-    assert len({one["TPU_PROCESS_ADDRESSES"] for one in everyone}) == 1
+    assert [int(environment["CLOUD_TPU_TASK_ID"]) for environment in everyone] == list(
+        range(WORLD.size)
+    )[::-1]
+    assert len({environment["TPU_PROCESS_ADDRESSES"] for environment in everyone}) == 1
     address = own["TPU_PROCESS_ADDRESSES"].split(",")[worker]
     assert address == (f"10.0.0.{worker}:8476" if WORLD.size > 1 else "localhost:8476")
 

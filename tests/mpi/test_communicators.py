@@ -64,9 +64,9 @@ def test_all_reduce_of_every_dtype(comm, library):
         comm.all_reduce(buffer)
         assert same(buffer, [SUM_OF_RANKS, SUM_OF_RANKS + SIZE, 2 * SIZE]), dtype
 
-        given, out = make(library, dtype, [RANK + 1]), make(library, dtype, [0])
-        comm.all_reduce(given, out=out)
-        assert same(given, [RANK + 1])
+        operand, out = make(library, dtype, [RANK + 1]), make(library, dtype, [0])
+        comm.all_reduce(operand, out=out)
+        assert same(operand, [RANK + 1])
         assert same(out, [SUM_OF_RANKS + SIZE]), dtype
 
         if not dtype.startswith("complex"):

@@ -78,9 +78,9 @@ def test_variables_travel_by_reference() -> None:
         with strategy.scope():
             variable = ms.Variable(np.zeros(3, "float32"))
 
-        def step(given: Any) -> Any:
-            given.assign_add([1.0, 2.0, 3.0])
-            return given, strategy is ms.get_strategy()
+        def step(variable: Any) -> Any:
+            variable.assign_add([1.0, 2.0, 3.0])
+            return variable, strategy is ms.get_strategy()
 
         returned, in_scope = coordinator.schedule(step, args=(variable,)).get()
         assert in_scope

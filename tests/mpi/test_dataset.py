@@ -97,15 +97,15 @@ def test_a_stream_is_read_by_every_rank_and_cut(strategy):
 
 def test_a_function_makes_each_rank_s_own_dataset(strategy):
     k = strategy.extended.num_local_replicas
-    told = []
+    contexts = []
 
     def make(context):
-        told.append(context)
+        contexts.append(context)
         size = context.get_per_replica_batch_size(4 * context.num_replicas_in_sync)
         return [np.full(size, context.input_pipeline_id * 10 + i) for i in range(2 * k)]
 
     distributed = strategy.distribute_datasets_from_function(make)
-    (context,) = told
+    (context,) = contexts
     assert context == ms.InputContext(SIZE, RANK, SIZE * k)
     assert steps_of_replicas(strategy, distributed) == [
         [[rank * 10 + step * k + i] * 4 for rank in range(SIZE) for i in range(k)]

@@ -160,7 +160,7 @@ def test_ranks_with_different_numbers_of_replicas() -> None:
     mine, mean, short = strategy.run(replica)
     total = strategy.reduce("sum", mine, axis=None)
     assert np.array_equal(total, by_definition(everyone))
-    mean, short = (strategy.experimental_local_results(one)[0] for one in (mean, short))
+    mean, short = (strategy.experimental_local_results(result)[0] for result in (mean, short))
     assert np.array_equal(mean, by_definition(everyone) / np.float32(n))
     floats = [torch.from_numpy(value).bfloat16().float() for value in everyone]
     assert torch.equal(short, by_definition(floats).bfloat16())

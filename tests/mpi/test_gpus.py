@@ -46,11 +46,11 @@ def strategy(request, monkeypatch, comm):
     monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: request.param == "CUDA-aware MPI")
     monkeypatch.setattr(device_staging, "CHUNK", 64)
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm, gradients="sum")
-    told = {
+    expected = {
         "NCCL": "GPUs: through NCCL",
         "staging": "pinned host memory",
     }.get(request.param, "through MPI, which was seen")
-    assert SIZE == 1 or told in strategy.extended.explain()
+    assert SIZE == 1 or expected in strategy.extended.explain()
     return strategy
 
 
@@ -156,7 +156,7 @@ def test_all_gather(strategy):
     assert all((part == rank).all() for rank, part in enumerate(parts))
     assert all(isinstance(part, stand_in_cupy.ndarray) for part in parts)
     scalars = communicator.all_gather(on_gpu(np.float32(RANK)))
-    assert [float(one) for one in scalars] == list(range(SIZE))
+    assert [float(scalar) for scalar in scalars] == list(range(SIZE))
 
 
 def test_the_strategy_s_values_stay_on_the_gpu(strategy):
@@ -234,8 +234,8 @@ def test_one_rank_without_nccl(own_gpus, comm, monkeypatch):
     monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "available", False)
-    told = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
-    assert f"rank {LAST} has none: ImportError: CuPy finds no libnccl" in told
+    explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
+    assert f"rank {LAST} has none: ImportError: CuPy finds no libnccl" in explained
 
 
 @needs_ranks
@@ -308,8 +308,8 @@ def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
     monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
-    told = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
-    assert f"rank 0 has version 22705, rank {LAST} 22907" in told
+    explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
+    assert f"rank 0 has version 22705, rank {LAST} 22907" in explained
 
 
 # Whether MPI takes device memory: a child process tries, and none of its ends is an end of ours.

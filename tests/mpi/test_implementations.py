@@ -73,7 +73,7 @@ def copy(array):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_way_of_our_own(own_way, library, dtype, shape):
     everyone = operands(library, dtype, shape)
-    mine, total = everyone[RANK], sum(as_numbers(one) for one in everyone)
+    mine, total = everyone[RANK], sum(as_numbers(operand) for operand in everyone)
     buffer = copy(mine)
     own_way.all_reduce(buffer)
     assert buffer.dtype == mine.dtype
@@ -88,10 +88,10 @@ def test_a_way_of_our_own(own_way, library, dtype, shape):
         for op in ("max", "min"):
             buffer = copy(mine)
             own_way.all_reduce(buffer, op)
-            extreme = getattr(np, op)([as_numbers(one).real for one in everyone], axis=0)
+            extreme = getattr(np, op)([as_numbers(operand).real for operand in everyone], axis=0)
             assert (as_numbers(buffer) == extreme).all()
     parts = own_way.all_gather(mine)
-    assert [part.shape for part in parts] == [one.shape for one in everyone]
+    assert [part.shape for part in parts] == [operand.shape for operand in everyone]
     assert all((as_numbers(p) == as_numbers(e)).all() for p, e in zip(parts, everyone, strict=True))
 
 
@@ -100,11 +100,11 @@ def test_a_way_of_our_own(own_way, library, dtype, shape):
 def test_parts_by_a_way_of_our_own(own_way, library, dtype, rows):
     everyone = operands(library, dtype, (SIZE * rows, 2))
     out = copy(everyone[RANK][:rows])
-    given = copy(everyone[RANK])
-    own_way.reduce_scatter(given, out)
-    total = sum(as_numbers(one) for one in everyone)
+    own_operand = copy(everyone[RANK])
+    own_way.reduce_scatter(own_operand, out)
+    total = sum(as_numbers(operand) for operand in everyone)
     assert (as_numbers(out) == total[RANK * rows : (RANK + 1) * rows]).all()
-    assert (as_numbers(given) == as_numbers(everyone[RANK])).all()
+    assert (as_numbers(own_operand) == as_numbers(everyone[RANK])).all()
     of_another_length = everyone[RANK][: min(RANK, SIZE * rows)]  # on each rank
     parts = own_way.all_gather(of_another_length)
     assert [len(part) for part in parts] == [min(rank, SIZE * rows) for rank in range(SIZE)]
@@ -112,19 +112,19 @@ def test_parts_by_a_way_of_our_own(own_way, library, dtype, rows):
 
 def test_short_floats_are_rounded_once(own_way):
     """After they are scaled: the sum alone would be infinite. And all ranks have the same bits."""
-    for given in (np.full(10, 60000, np.float16), torch.full((10,), 60000.0).half()):
-        own_way.all_reduce(given, reducing(scale=1 / SIZE))
-        assert (as_numbers(given) == float(np.float16(60000))).all()
+    for buffer in (np.full(10, 60000, np.float16), torch.full((10,), 60000.0).half()):
+        own_way.all_reduce(buffer, reducing(scale=1 / SIZE))
+        assert (as_numbers(buffer) == float(np.float16(60000))).all()
     values = np.random.default_rng(RANK).standard_normal(1001).astype(np.float32)
     own_way.all_reduce(values)
     assert len(set(WORLD.allgather(values.tobytes()))) == 1
 
 
 def test_the_programs_floating_point_settings_are_left_alone(own_way):
-    given = np.full(100, np.finfo(np.float32).max, np.float32)
+    buffer = np.full(100, np.finfo(np.float32).max, np.float32)
     with np.errstate(all="raise"):
-        own_way.all_reduce(given)
-    assert np.isinf(given).all() or SIZE == 1
+        own_way.all_reduce(buffer)
+    assert np.isinf(buffer).all() or SIZE == 1
 
 
 @pytest.mark.mpi(min_size=2)
@@ -193,8 +193,8 @@ def test_of_a_strategy():
     """Gradients and buffers, too; equal but for rounding, and the same bits on all ranks."""
     trained = [gradients(way)[1] for way in WAYS]
     for model in trained[1:]:
-        for one, other in zip(model.parameters(), trained[0].parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+        for parameter, other in zip(model.parameters(), trained[0].parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(model[1].running_mean, trained[0][1].running_mean)
     for model in trained:
         bits = model[0].weight.grad.numpy().tobytes()
@@ -213,10 +213,10 @@ def test_what_is_not_used_is_not_allocated(way):
     assert shared_memory.own_bytes() == before
     assert shared.memory.window_capacity == 0
     assert shared.memory.window_buffer(1 << 20) is None
-    told = strategy.extended.explain()
-    assert f"implementation={way.name} was asked for" in told
-    assert "shared memory" not in told
-    assert ("in a ring" in told) == (way is RING)
+    explained = strategy.extended.explain()
+    assert f"implementation={way.name} was asked for" in explained
+    assert "shared memory" not in explained
+    assert ("in a ring" in explained) == (way is RING)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -196,8 +196,8 @@ def test_two_iterators_at_once(strategy, workers):
     loader = DataLoader(DATASET, 4, num_workers=workers)
     distributed = strategy.experimental_distribute_dataset(loader)
     first, second = [], []
-    for one, two in zip(distributed, distributed, strict=True):
-        first.append(one)
+    for batch, two in zip(distributed, distributed, strict=True):
+        first.append(batch)
         second.append(two)
     assert read(first) == read(second) == list(range(EXAMPLES))
 
@@ -363,14 +363,14 @@ def test_a_model_that_cannot_take_an_empty_batch(devices):
     """Its error says what to do; errors of other kinds, or of one replica, do not."""
     strategy = ms.MultiWorkerMirroredStrategy(devices=devices)
 
-    def told(fn, value):
+    def advice(fn, value):
         with pytest.raises(IndexError) as raised:
             strategy.run(fn, args=(ms.PerReplica([value] * len(devices)),))
         return str(raised.value) + "".join(getattr(raised.value, "__notes__", ()))
 
     several = WORLD.size * len(devices) > 1
-    assert ("drop_last=True" in told(lambda x: x[0], np.ones((0, 3)))) is several
-    assert "drop_last" not in told(lambda x: x[5], np.ones((2, 3)))
+    assert ("drop_last=True" in advice(lambda x: x[0], np.ones((0, 3)))) is several
+    assert "drop_last" not in advice(lambda x: x[5], np.ones((2, 3)))
 
 
 @pytest.mark.parametrize("source", ["loader", "files", "generator"])
@@ -434,7 +434,7 @@ def test_a_program_that_counts_its_steps_gets_torchs_orders(examples):
     assert epochs(alone.experimental_distribute_dataset) == epochs(lambda loader: loader)
 
 
-class Noted(torch.utils.data.Dataset):
+class RecordedDataset(torch.utils.data.Dataset):
     def __init__(self):
         self.loaded = []
 
@@ -448,7 +448,7 @@ class Noted(torch.utils.data.Dataset):
 
 def test_a_replica_without_examples_reads_none(strategy):
     """Where it knows from earlier batches what one looks like."""
-    data = Noted()
+    data = RecordedDataset()
     read(strategy.experimental_distribute_dataset(DataLoader(data, 4 * WORLD.size)))
     assert len(data.loaded) == 4 + (WORLD.rank == 0)
 

@@ -25,7 +25,7 @@ from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.tables import MappedTable
 from mpistrat.parameter_server.tensors import inline
 from support.open_files import descriptors, mapped_bytes
-from support.parameter_servers.served_jobs import served, workers_of
+from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -44,7 +44,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def made(num_ps=1, **keywords):
-    return served(lambda: ParameterServerStrategy(num_ps=num_ps, **keywords))
+    return strategy_on_servers(lambda: ParameterServerStrategy(num_ps=num_ps, **keywords))
 
 
 def variable(strategy, value, **keywords):
@@ -61,19 +61,19 @@ def test_updates(way, num_ps, make) -> None:
         workers = workers_of(strategy)
         for shape in ((), (4,), (3, 2), (0, 2), (300, 100)):
             for dtype in ("float32", "int64", "complex64"):
-                one = variable(strategy, make(np.ones(shape, dtype)))
+                v = variable(strategy, make(np.ones(shape, dtype)))
                 own = make(np.full(shape, workers.rank + 1, dtype))
                 for _ in range(3):
-                    strategy.run(lambda one=one, own=own: one.assign_add(own))
+                    strategy.run(lambda v=v, own=own: v.assign_add(own))
                 workers.Barrier()
                 total = workers.size * (workers.size + 1) // 2
-                assert np.array_equal(one.numpy(), np.full(shape, 1 + 3 * total, dtype))
-                assert (one.shape, one.numpy().dtype) == (shape, np.dtype(dtype))
-                assert isinstance(one.read_value(), type(own))
+                assert np.array_equal(v.numpy(), np.full(shape, 1 + 3 * total, dtype))
+                assert (v.shape, v.numpy().dtype) == (shape, np.dtype(dtype))
+                assert isinstance(v.read_value(), type(own))
                 workers.Barrier()
-                one.assign_sub(own)
+                v.assign_sub(own)
                 workers.Barrier()
-                assert np.array_equal(one.numpy(), np.full(shape, 1 + 2 * total, dtype))
+                assert np.array_equal(v.numpy(), np.full(shape, 1 + 2 * total, dtype))
 
 
 def test_dtypes(way) -> None:
@@ -81,25 +81,25 @@ def test_dtypes(way) -> None:
         if strategy is None:
             return
         for dtype in ("bool", "uint8", "int8", "float16", "float64"):
-            given = np.array([[1, 0], [1, 1]], dtype)
-            one = variable(strategy, given)
-            assert one.numpy().dtype == given.dtype
-            assert np.array_equal(one.assign(given.T.copy()), given.T)
+            value = np.array([[1, 0], [1, 1]], dtype)
+            v = variable(strategy, value)
+            assert v.numpy().dtype == value.dtype
+            assert np.array_equal(v.assign(value.T.copy()), value.T)
         for dtype in (torch.bfloat16, torch.float16, torch.bool):
             tensor = torch.tensor([1.0, 0.0, 1.0]).to(dtype)
-            one = variable(strategy, tensor)
-            assert torch.equal(one.read_value(), tensor)
-            assert one.dtype == dtype
+            v = variable(strategy, tensor)
+            assert torch.equal(v.read_value(), tensor)
+            assert v.dtype == dtype
         workers_of(strategy).Barrier()
         if strategy.extended.job.roles.task_id == 0:
-            one = variable_of_bfloat16(strategy)
+            v = variable_of_bfloat16(strategy)
 
 
 def variable_of_bfloat16(strategy):
-    one = variable(strategy, torch.full((3,), 1.5, dtype=torch.bfloat16))
-    one.assign_add(torch.ones(3, dtype=torch.bfloat16))
-    assert torch.equal(one.read_value(), torch.full((3,), 2.5, dtype=torch.bfloat16))
-    return one
+    v = variable(strategy, torch.full((3,), 1.5, dtype=torch.bfloat16))
+    v.assign_add(torch.ones(3, dtype=torch.bfloat16))
+    assert torch.equal(v.read_value(), torch.full((3,), 2.5, dtype=torch.bfloat16))
+    return v
 
 
 @pytest.mark.parametrize(
@@ -111,21 +111,21 @@ def test_rows(way, method) -> None:
             return
         workers = workers_of(strategy)
         first = np.arange(1.0, 15).reshape(7, 2)
-        one = variable(strategy, first)
+        v = variable(strategy, first)
         rows = ms.IndexedSlices(np.full((3, 2), 4.0), [6, 0, 3])
         if workers.rank == 0:
-            getattr(one, f"scatter_{method}")(rows)
+            getattr(v, f"scatter_{method}")(rows)
         workers.Barrier()
         ways = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
         ways |= {"min": np.minimum, "max": np.maximum, "update": lambda old, new: new}
         expected = first.copy()
         expected[[6, 0, 3]] = ways[method](expected[[6, 0, 3]], 4.0)
-        assert np.array_equal(one.numpy(), expected)
+        assert np.array_equal(v.numpy(), expected)
         # 3, 2 and 2 rows: those of one shard stand together
-        assert np.array_equal(one.sparse_read([6, 0, 3, 0]), expected[[0, 0, 3, 6]])
-        assert np.array_equal(one[2:6], expected[2:6])
-        assert np.array_equal(one[-1], expected[-1])
-        assert one.sparse_read([]).shape == (0, 2)
+        assert np.array_equal(v.sparse_read([6, 0, 3, 0]), expected[[0, 0, 3, 6]])
+        assert np.array_equal(v[2:6], expected[2:6])
+        assert np.array_equal(v[-1], expected[-1])
+        assert v.sparse_read([]).shape == (0, 2)
 
 
 @pytest.mark.parametrize("num_ps", NUM_PS)
@@ -193,7 +193,7 @@ def test_partitioners(partitioner, rows) -> None:
             return
         workers = workers_of(strategy)
         value = np.arange(28.0, dtype=np.float32).reshape(7, 4)
-        one = variable(strategy, value, name="w")
+        v = variable(strategy, value, name="w")
         offsets = []
 
         def first(partition_shape, partition_offset):
@@ -202,7 +202,7 @@ def test_partitioners(partitioner, rows) -> None:
 
         other = variable(strategy, first, shape=(7, 4), dtype="float32")
         scalar = variable(strategy, 3.0)
-        assert np.array_equal(one.numpy(), value)
+        assert np.array_equal(v.numpy(), value)
         assert scalar.numpy() == 3
         ends = np.cumsum(rows or [7])
         assert np.array_equal(other.numpy()[:, 0], np.repeat(ends - (rows or [7]), rows or [7]))
@@ -211,14 +211,14 @@ def test_partitioners(partitioner, rows) -> None:
                 ((n, 4), (end - n, 0)) for n, end in zip(rows or [7], ends, strict=True)
             ]
         if rows:
-            assert [shard.shape[0] for shard in one.variables] == rows
-            assert [shard.name for shard in one.variables] == [
+            assert [shard.shape[0] for shard in v.variables] == rows
+            assert [shard.name for shard in v.variables] == [
                 f"w/part_{i}" for i in range(len(rows))
             ]
-            devices = {shard.device for shard in one.variables}
+            devices = {shard.device for shard in v.variables}
             assert len(devices) == min(NUM_PS[-1], len(rows))
         else:
-            assert not hasattr(one, "variables")
+            assert not hasattr(v, "variables")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_partitioner_that_raises_and_variables_without_rows() -> None:
         with pytest.raises(KeyError, match="five"):
             variable(strategy, np.zeros(5))
         assert variable(strategy, np.zeros((0, 3))).numpy().shape == (0, 3)
-        assert [one.shape for one in variable(strategy, np.zeros((1, 3))).variables] == [(1, 3)]
+        assert [v.shape for v in variable(strategy, np.zeros((1, 3))).variables] == [(1, 3)]
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -281,12 +281,12 @@ def test_a_worker_in_a_long_step_holds_nobody_back_where_there_is_no_bound(way) 
             return
         workers = workers_of(strategy)
         slow = workers.size - 1
-        one = variable(strategy, np.zeros(2000))
+        v = variable(strategy, np.zeros(2000))
         workers.Barrier()
 
         def step() -> None:
-            one.read_value()
-            one.assign_add(np.ones(2000))
+            v.read_value()
+            v.assign_add(np.ones(2000))
 
         def long_step() -> None:
             step()
@@ -299,7 +299,7 @@ def test_a_worker_in_a_long_step_holds_nobody_back_where_there_is_no_bound(way) 
 
         if workers.rank == slow:
             strategy.run(long_step)
-            assert (one.numpy() == 20 * slow + 1).all()
+            assert (v.numpy() == 20 * slow + 1).all()
         else:
             for _ in range(20):
                 strategy.run(step)
@@ -336,11 +336,11 @@ def test_arrays_that_are_written_all_the_time_are_read_by_the_server(monkeypatch
         variables = [variable(strategy, value) for value in values]
         outs = [np.empty_like(value) for value in values]
         strategy.extended.job.client.pull_into(
-            [(one.address, out) for one, out in zip(variables, outs, strict=True)]
+            [(v.address, out) for v, out in zip(variables, outs, strict=True)]
         )
-        for one, out, value in zip(variables, outs, values, strict=True):
+        for v, out, value in zip(variables, outs, values, strict=True):
             assert np.array_equal(out, value)
-            assert np.array_equal(one.numpy(), value)
+            assert np.array_equal(v.numpy(), value)
 
 
 def test_a_program_can_ask_who_it_is() -> None:
@@ -372,16 +372,16 @@ def test_workers_that_make_other_variables(way, what) -> None:
         )
         name = "b" if odd and what == "name" else "a"
         if not odd:
-            one = variable(strategy, first, name=name)
+            v = variable(strategy, first, name=name)
         else:
             with pytest.raises(
                 CollectiveMismatchError, match=r"makes variable .* was made"
-            ) as told:
+            ) as caught:
                 variable(strategy, first, name=name)
-            assert f"worker {workers.rank} (rank {RANK})" in str(told.value)
+            assert f"worker {workers.rank} (rank {RANK})" in str(caught.value)
         workers.Barrier()
         if not odd:
-            one.assign_add(first + 1)
+            v.assign_add(first + 1)
 
 
 @pytest.mark.mpi(min_size=3)
@@ -422,10 +422,10 @@ def test_a_variable_that_one_worker_cannot_make_is_made_by_none(way, when, monke
             with pytest.raises(FileNotFoundError, match=who + "no weights"):
                 variable(strategy, part if when == "second part" else whole, name="w", **how)
         when = "the next"
-        one = variable(strategy, whole, name="w")
+        v = variable(strategy, whole, name="w")
         rpc.stall_seconds = limit
-        one.assign_add(np.ones((4, 3), "f4"))  # no barrier: where this test fails, it ends
-        assert (one.numpy() >= 1).all()
+        v.assign_add(np.ones((4, 3), "f4"))  # no barrier: where this test fails, it ends
+        assert (v.numpy() >= 1).all()
 
 
 @pytest.mark.mpi(min_size=3)
@@ -433,13 +433,13 @@ def test_a_variable_that_a_worker_that_has_left_did_not_make(way) -> None:
     with made() as strategy:
         if strategy is None:
             return
-        one = variable(strategy, 1.0)
+        v = variable(strategy, 1.0)
         if strategy.extended.makes_variables:
             strategy.shutdown()
             return
         with pytest.raises(ms.errors.UnavailableError, match=r"worker 0 .* has left before"):
             variable(strategy, 2.0)
-        assert one.assign_add(1.0) > 1
+        assert v.assign_add(1.0) > 1
 
 
 def test_what_does_not_fit_is_the_error_of_who_asked(way) -> None:
@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_the_error_of_who_asked(way) -> None:
         sharded = variable(strategy, np.zeros((5, 2)), name="sharded")
         number = variable(strategy, 1.0, name="number")
         rows = np.ones((1, 2))
-        for one in (sharded, number):
+        for v in (sharded, number):
             for operand in (
                 np.zeros((5, 3)),
                 np.zeros((6, 2)),
@@ -458,8 +458,8 @@ def test_what_does_not_fit_is_the_error_of_who_asked(way) -> None:
                 object(),
                 np.zeros((5, 2), "c8"),
             ):
-                with pytest.raises((TypeError, ValueError), match=one.name):
-                    one.assign(operand)
+                with pytest.raises((TypeError, ValueError), match=v.name):
+                    v.assign(operand)
         for index in (5, -1):
             with pytest.raises(IndexError, match="'sharded' is out of bounds: it has rows 0 to 4"):
                 sharded.scatter_add(ms.IndexedSlices(rows, [index]))
@@ -484,19 +484,19 @@ def test_an_error_of_a_server_comes_to_who_asked_and_it_serves_on(way) -> None:
     with made() as strategy:
         if strategy is None:
             return
-        one = variable(strategy, np.zeros(3))
+        v = variable(strategy, np.zeros(3))
         client = strategy.extended.job.client
-        client.rpc.call(one.address.server, "rows", None)  # nobody waits for this one's error
+        client.rpc.call(v.address.server, "rows", None)  # nobody waits for this one's error
         for kind, body, error in (
             ("pull", (77, None), ms.errors.NotFoundError),
-            ("rows", (one.address.key, inline(np.array([9]))), IndexError),
+            ("rows", (v.address.key, inline(np.array([9]))), IndexError),
             ("pull", "nonsense", ValueError),
             ("pull", None, TypeError),
         ):
-            reply = client.rpc.call(one.address.server, kind, body)
+            reply = client.rpc.call(v.address.server, kind, body)
             with pytest.raises(error):
                 reply.wait()
-        assert not one.numpy().any()
+        assert not v.numpy().any()
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -559,18 +559,18 @@ def test_alone_nobody_else_changes_anything(way) -> None:
         if strategy is None:
             return
         workers = workers_of(strategy)
-        one = variable(strategy, np.zeros((2, 3000)))
+        v = variable(strategy, np.zeros((2, 3000)))
         for _ in range(20):
             if workers.rank == 0:
                 with strategy.extended.checkpoints.unchanging():
-                    value = one.numpy()
+                    value = v.numpy()
                     assert value.min() == value.max()  # each push on both servers, or on none
-                    one.assign_add(np.ones((2, 3000)))
-                    assert np.array_equal(one.numpy(), value + 1)
+                    v.assign_add(np.ones((2, 3000)))
+                    assert np.array_equal(v.numpy(), value + 1)
             else:
-                one.assign_add(np.ones((2, 3000)))
+                v.assign_add(np.ones((2, 3000)))
         workers.Barrier()
-        assert (one.numpy() == 20 * workers.size).all()
+        assert (v.numpy() == 20 * workers.size).all()
 
 
 def test_memory_and_files_are_given_back(way) -> None:
@@ -578,11 +578,11 @@ def test_memory_and_files_are_given_back(way) -> None:
         with made() as strategy:
             if strategy is None:
                 return
-            one = variable(strategy, np.zeros(100_000))
+            v = variable(strategy, np.zeros(100_000))
             for _ in range(pushes):
-                one.assign_add(np.ones(100_000))
-                one.read_value()
-            one.scatter_add(ms.IndexedSlices(np.ones(5), np.arange(5)))
+                v.assign_add(np.ones(100_000))
+                v.read_value()
+            v.scatter_add(ms.IndexedSlices(np.ones(5), np.arange(5)))
 
     def in_use() -> tuple[int, int]:
         gc.collect()
@@ -627,25 +627,25 @@ def test_servers_that_are_told_to_join(chief) -> None:
         ms.cluster_resolver.ClusterSpec(jobs), task_type=job, task_id=index
     )
     cls = ms.ParameterServerStrategy if chief else ParameterServerStrategy
-    with served(lambda: cls(resolver)) as strategy:
-        one = variable(strategy, 0)
+    with strategy_on_servers(lambda: cls(resolver)) as strategy:
+        v = variable(strategy, 0)
         if chief:
             coordinator = ms.coordinator.ClusterCoordinator(strategy)
             for _ in range(10):
-                coordinator.schedule(lambda: one.assign_add(1) and None)
+                coordinator.schedule(lambda: v.assign_add(1) and None)
             coordinator.join()
-            assert one.numpy() == 10
+            assert v.numpy() == 10
         else:
-            one.assign_add(1)
+            v.assign_add(1)
             workers = workers_of(strategy)
             workers.Barrier()
-            assert one.numpy() == workers.size
+            assert v.numpy() == workers.size
 
 
 def test_the_strategy_of_a_coordinator(way) -> None:
     if SIZE < 3:
         return
-    with served(lambda: ms.ParameterServerStrategy(num_ps=1)) as strategy:
+    with strategy_on_servers(lambda: ms.ParameterServerStrategy(num_ps=1)) as strategy:
         if strategy is None:
             return
         assert RANK == 0

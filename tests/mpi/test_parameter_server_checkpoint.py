@@ -102,13 +102,13 @@ def test_a_coordinator_saves_between_functions() -> None:
             rows.assign_add(np.ones((ROWS, 2), "float32"))
 
         results = [coordinator.schedule(add) for _ in range(100)]
-        looks = 0
+        reads = 0
         while not coordinator.done():
             with strategy.extended.checkpoints.unchanging():
                 assert count.numpy() == rows.numpy().min() == rows.numpy().max()
-            looks += 1
+            reads += 1
         coordinator.join()
-        assert looks
+        assert reads
         assert count.numpy() == len(results)
 
     job(True, 1, body)

@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 import mpistrat as ms
-from support.parameter_servers.served_jobs import served, workers_of
+from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of
 
 COMM = MPI.COMM_WORLD
 STEPS = 3
@@ -35,7 +35,7 @@ class Progress:
         self.seen.assign(state.pop("seen"))
 
 
-class Noted(torch.nn.Linear):
+class RecordedLinear(torch.nn.Linear):
     note = "new"
 
     def get_extra_state(self) -> str:
@@ -51,7 +51,7 @@ class Training:
     def __init__(self, strategy: Any, folder: Path) -> None:
         self.strategy = strategy
         with strategy.scope():
-            self.model = Noted(2, 1)
+            self.model = RecordedLinear(2, 1)
             self.late = torch.optim.Adam([self.model.bias], lr=0.5)
             self.early = torch.optim.SGD([self.model.weight], lr=0.25, momentum=0.9)
             self.progress = Progress(ms.Variable(0.0, name="seen"))
@@ -81,7 +81,9 @@ class Training:
 
     def on_servers(self) -> tuple[Any, Any, Any]:
         """A weight, its momentum, and the number of Adam's steps; what is not there is None."""
-        early, late = (one.state_dict()["state"].get(0, {}) for one in (self.early, self.late))
+        early, late = (
+            optimizer.state_dict()["state"].get(0, {}) for optimizer in (self.early, self.late)
+        )
         weight = self.model.state_dict()["weight"].clone()
         return weight, early.get("momentum_buffer"), late.get("step")
 
@@ -103,7 +105,7 @@ def draw() -> tuple[float, ...]:
 
 def made(k: int | None) -> Any:
     make = ms.compat.v1.ParameterServerStrategy
-    return served(lambda: make(num_ps=1, max_staleness=k, gradients="sum"))
+    return strategy_on_servers(lambda: make(num_ps=1, max_staleness=k, gradients="sum"))
 
 
 @pytest.mark.parametrize("k", [None, 0])
@@ -175,11 +177,11 @@ def test_no_handler_of_preemption(folder: Path, coordinated: bool) -> None:
     if coordinated and COMM.size < 3:
         return
     cls = ms.ParameterServerStrategy if coordinated else ms.compat.v1.ParameterServerStrategy
-    with served(lambda: cls(num_ps=1)) as strategy:
+    with strategy_on_servers(lambda: cls(num_ps=1)) as strategy:
         if strategy is None:
             return
         with strategy.scope():
-            checkpoint = ms.checkpoint.Checkpoint(one=ms.Variable(0.0))
+            checkpoint = ms.checkpoint.Checkpoint(v=ms.Variable(0.0))
         with pytest.raises(NotImplementedError, match=r"servers.* Call CheckpointManager\.save"):
             ms.experimental.PreemptionCheckpointHandler(None, checkpoint, folder)
         assert not folder.exists()

@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.compat.v1 import ParameterServerStrategy
 from mpistrat.experimental.partitioners import FixedShardsPartitioner
-from support.parameter_servers.served_jobs import served, workers_of
+from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 
 def made(num_ps=1, **keywords):
-    return served(lambda: ParameterServerStrategy(num_ps=num_ps, **keywords))
+    return strategy_on_servers(lambda: ParameterServerStrategy(num_ps=num_ps, **keywords))
 
 
 def variable(strategy, value, **keywords):
@@ -27,15 +27,15 @@ def variable(strategy, value, **keywords):
 
 @pytest.mark.mpi(min_size=3)
 def test_run_and_reduce_on_the_chief_warn() -> None:
-    with served(lambda: ms.ParameterServerStrategy(num_ps=1)) as strategy:
+    with strategy_on_servers(lambda: ms.ParameterServerStrategy(num_ps=1)) as strategy:
         if strategy is None:
             return
-        with pytest.warns(RuntimeWarning, match="run works on the chief here") as told:
+        with pytest.warns(RuntimeWarning, match="run works on the chief here") as warned:
             assert strategy.run(lambda: 3) == 3
-        assert told[0].filename == __file__
-        with pytest.warns(RuntimeWarning, match="reduce works on the chief here") as told:
+        assert warned[0].filename == __file__
+        with pytest.warns(RuntimeWarning, match="reduce works on the chief here") as warned:
             assert strategy.reduce("SUM", 3.0, axis=None) == 3
-        assert told[0].filename == __file__
+        assert warned[0].filename == __file__
 
         def in_a_function() -> int:
             with warnings.catch_warnings():
@@ -60,8 +60,8 @@ def test_functions_of_shard_info() -> None:
     with made(variable_partitioner=FixedShardsPartitioner(3)) as strategy:
         if strategy is None:
             return
-        one = variable(strategy, first, shape=(7, 4), dtype="float32")
-        assert one.numpy()[:, 0].tolist() == [0, 0, 0, 3, 3, 5, 5]
+        v = variable(strategy, first, shape=(7, 4), dtype="float32")
+        assert v.numpy()[:, 0].tolist() == [0, 0, 0, 3, 3, 5, 5]
         if strategy.extended.makes_variables:
             assert asked == [((3, 4), (0, 0)), ((2, 4), (3, 0)), ((2, 4), (5, 0))]
         other = variable(strategy, keyword_only, shape=(7,), dtype="float32")
@@ -92,9 +92,9 @@ def test_update_needs_a_variable() -> None:
         with strategy.scope():
             for wrong in (3, np.zeros(2), "v", None):
                 with pytest.raises(ValueError, match="update needs a variable, got"):
-                    strategy.extended.update(wrong, lambda one: one)
-            one = ms.Variable(2.0)
-            assert strategy.extended.update(one, lambda given: given is one)
+                    strategy.extended.update(wrong, lambda v: v)
+            v = ms.Variable(2.0)
+            assert strategy.extended.update(v, lambda variable_of_update: variable_of_update is v)
 
 
 def test_reduce_to_the_device_of_another_worker() -> None:
@@ -123,22 +123,22 @@ def test_variables_beside_another_use_no_turn() -> None:
             return
         first, second = variable(strategy, 1.0), variable(strategy, 2.0)
         assert first.device != second.device
-        beside = []
+        colocated = []
         with strategy.scope():
             with strategy.extended.colocate_vars_with(second):
-                beside += [ms.Variable(3.0), ms.Variable(4.0)]
+                colocated += [ms.Variable(3.0), ms.Variable(4.0)]
                 with strategy.extended.colocate_vars_with(first):
-                    beside += [ms.Variable(5.0)]
-                beside += [ms.Variable(6.0)]
+                    colocated += [ms.Variable(5.0)]
+                colocated += [ms.Variable(6.0)]
             third = ms.Variable(7.0)
-        assert [one.device for one in beside] == [
+        assert [v.device for v in colocated] == [
             second.device,
             second.device,
             first.device,
             second.device,
         ]
         assert third.device == first.device
-        assert [float(one.numpy()) for one in (*beside, third)] == [3, 4, 5, 6, 7]
+        assert [float(v.numpy()) for v in (*colocated, third)] == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.mpi(min_size=3)

@@ -193,9 +193,9 @@ def test_some_steps_reduce_and_some_do_not(folder: str) -> None:
 
 
 def test_save_checkpoint_if_preempted(folder: str) -> None:
-    given: list[Any] = []
+    calls: list[Any] = []
     training = Training(
-        STRATEGIES["plain"](), folder, save_fn=lambda *args, **kwargs: given.append((args, kwargs))
+        STRATEGIES["plain"](), folder, save_fn=lambda *args, **kwargs: calls.append((args, kwargs))
     )
     with contextlib.suppress(Left):
         for step in range(10):
@@ -203,7 +203,7 @@ def test_save_checkpoint_if_preempted(folder: str) -> None:
                 signal.raise_signal(signal.SIGTERM)
             training.step()
             training.handler.save_checkpoint_if_preempted(step, why="test")
-    assert given == [((3,), {"why": "test"})]
+    assert calls == [((3,), {"why": "test"})]
     assert training.handler.total_run_calls == 4
 
 

@@ -100,17 +100,17 @@ def test_memory_layout_does_not_matter(strategy, make):
 
 
 def test_operands_are_not_written_to(strategy):
-    given = np.arange(3.0)
-    given.flags.writeable = False
-    total = strategy.reduce("sum", per_replica(strategy, lambda i: given[:]), axis=None)
-    again = strategy.reduce("sum", per_replica(strategy, lambda i: given + 0), axis=None)
-    assert given.tolist() == [0, 1, 2]
+    operand = np.arange(3.0)
+    operand.flags.writeable = False
+    total = strategy.reduce("sum", per_replica(strategy, lambda i: operand[:]), axis=None)
+    again = strategy.reduce("sum", per_replica(strategy, lambda i: operand + 0), axis=None)
+    assert operand.tolist() == [0, 1, 2]
     assert again.tolist() == [
         0.0,
         strategy.num_replicas_in_sync,
         2.0 * strategy.num_replicas_in_sync,
     ]
-    assert total is not given or strategy.num_replicas_in_sync == 1
+    assert total is not operand or strategy.num_replicas_in_sync == 1
 
 
 def test_results_are_the_caller_s_own(strategy):

@@ -60,9 +60,9 @@ def test_all_reduce_of_a_structure(strategy):
 
     def replica(context, i):
         # Filled in another order by every other replica
-        given = {"x": [np.ones(2) * i, i], "y": torch.tensor(1.5), "z": ()}
-        given = dict(reversed(given.items())) if i % 2 else given
-        return context.all_reduce("sum", given)
+        value = {"x": [np.ones(2) * i, i], "y": torch.tensor(1.5), "z": ()}
+        value = dict(reversed(value.items())) if i % 2 else value
+        return context.all_reduce("sum", value)
 
     for total in on_each_replica(strategy, replica):
         assert total["x"][0].tolist() == [triangle(n)] * 2

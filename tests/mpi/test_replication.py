@@ -17,7 +17,7 @@ from mpistrat.parameter_server import protocol
 from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.tensors import unpack
-from support.parameter_servers.served_jobs import served, workers_of
+from support.parameter_servers.remote_jobs import strategy_on_servers, workers_of
 from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
@@ -36,7 +36,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def made(**keywords):
-    return served(lambda: ParameterServerStrategy(num_ps=SERVERS, replication=2, **keywords))
+    return strategy_on_servers(
+        lambda: ParameterServerStrategy(num_ps=SERVERS, replication=2, **keywords)
+    )
 
 
 def copies(strategy, address):
@@ -152,8 +154,10 @@ def test_what_is_loaded_is_on_both(way) -> None:
         workers_of(strategy).Barrier()
         if strategy.extended.job.roles.task_id == 0:
             state = optimizer.state_dict()
-            for one in state["state"].values():
-                one["momentum_buffer"] = torch.full_like(one["momentum_buffer"], 100.0)
+            for state_of_parameter in state["state"].values():
+                state_of_parameter["momentum_buffer"] = torch.full_like(
+                    state_of_parameter["momentum_buffer"], 100.0
+                )
             optimizer.load_state_dict(state)
             strategy.run(step)  # brings it there
         workers_of(strategy).Barrier()
@@ -170,16 +174,16 @@ def test_no_number_of_copies(wrong) -> None:
 
 def test_one_server_is_too_few() -> None:
     errors = errors_of_ranks(lambda: ParameterServerStrategy(num_ps=1, replication=2))
-    assert all("replication=2 needs as many parameter servers" in told for _, told, _ in errors), (
-        errors
-    )
+    assert all(
+        "replication=2 needs as many parameter servers" in message for _, message, _ in errors
+    ), errors
 
 
 def test_all_ranks_need_the_same() -> None:
     errors = errors_of_ranks(
         lambda: ParameterServerStrategy(num_ps=SERVERS, replication=1 + (WORLD.rank == 0))
     )
-    assert all("the ranks make different strategies" in told for _, told, _ in errors), errors
+    assert all("the ranks make different strategies" in message for _, message, _ in errors), errors
 
 
 @pytest.mark.filterwarnings("always:replication=2 is of no use here")
@@ -189,7 +193,11 @@ def test_where_a_death_ends_the_job_one_rank_warns() -> None:
         with made() as strategy:
             if strategy is not None:
                 workers_of(strategy).Barrier()
-    told = [str(one.message) for one in caught if "replication=2 is of no use" in str(one.message)]
-    everybody = WORLD.allgather(told)
+    messages = [
+        str(warning.message)
+        for warning in caught
+        if "replication=2 is of no use" in str(warning.message)
+    ]
+    everybody = WORLD.allgather(messages)
     assert sum(map(len, everybody)) == 1
     assert len(everybody[0]) == 1

@@ -66,9 +66,9 @@ def test_everybody_asks_everybody(talk) -> None:
 )
 def test_errors_come_back_with_their_class(talk, kind) -> None:
     for to in range(SIZE):
-        with pytest.raises(kind, match=f"of rank {to}") as told:
+        with pytest.raises(kind, match=f"of rank {to}") as caught:
             talk.rpc.call(to, "fail", kind).wait()
-        assert type(told.value) is kind
+        assert type(caught.value) is kind
     assert talk.rpc.call(OTHERS[0], "echo", 1).wait() == 1
     talk.finish()
 
@@ -145,15 +145,15 @@ def test_a_wait_for_a_third_is_told_of_and_goes_on(talk, monkeypatch) -> None:
     talk.rpc.handle("later", lambda request: requests.update({request.source: request}))
     talk.rpc.handle("now", lambda source, _: requests[source].reply(5))
     monkeypatch.setattr(talk.rpc, "stall_seconds", 0.1)
-    told = []
+    notices = []
 
     def notify(text: str) -> None:
-        told.append(text)
+        notices.append(text)
         talk.rpc.notify(OTHERS[0], "now")
 
     monkeypatch.setattr("mpistrat.parameter_server.rpc.endpoint.tell", notify)
     assert talk.rpc.call(OTHERS[0], "later").wait(limited=False) == 5
-    assert f"rank {OTHERS[0]} to answer 'later'" in told[0]
+    assert f"rank {OTHERS[0]} to answer 'later'" in notices[0]
     talk.finish()
 
 
@@ -179,12 +179,12 @@ def test_buffers_that_mpi_writes_to_outlive_the_sender(monkeypatch) -> None:
     buffers: list[weakref.ref] = []
     empty = np.empty
 
-    def noted(*arguments):
+    def recorded(*arguments):
         array = empty(*arguments)
         buffers.append(weakref.ref(array))
         return array
 
-    monkeypatch.setattr(np, "empty", noted)
+    monkeypatch.setattr(np, "empty", recorded)
     comm = WORLD.Dup()
     messages = MpiMessages(comm)
     sent = np.zeros(100_000, np.uint8)

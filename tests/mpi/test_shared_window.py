@@ -73,7 +73,7 @@ def equal(array, expected):
 
 def added(operands):
     if isinstance(operands[0], torch.Tensor) and operands[0].dtype == torch.float8_e4m3fn:
-        return sum(one.float() for one in operands)  # which torch does not add
+        return sum(operand.float() for operand in operands)  # which torch does not add
     return sum(operands[1:], start=operands[0])
 
 
@@ -170,7 +170,7 @@ def test_memory_is_used_again_once_nothing_refers_to_it(window):
     where = address(first)
     del first
     others = [window.memory.window_buffer(1 << 20) for _ in range(3)]
-    assert all(one is None or address(one) != where for one in others)
+    assert all(block is None or address(block) != where for block in others)
     del tensor
     assert address(window.memory.window_buffer(1 << 20)) == where
     assert mappings() == mapped
@@ -192,8 +192,8 @@ def test_a_smaller_window_is_given_back(window):
 @pytest.mark.parametrize("in_the_window", [False, True])
 def test_the_programs_floating_point_settings_are_its_own(window, in_the_window):
     """They would let the rank raise whose slice overflows, while the others wait."""
-    given = np.full(200_000, np.finfo(np.float32).max, np.float32)
-    buffer = in_window(window, given) if in_the_window else given
+    operand = np.full(200_000, np.finfo(np.float32).max, np.float32)
+    buffer = in_window(window, operand) if in_the_window else operand
     with np.errstate(all="raise"):
         window.all_reduce(buffer)
         window.all_reduce(buffer, reducing(scale=2.0))
@@ -307,8 +307,10 @@ def test_without_shared_memory_everything_goes_through_mpi(monkeypatch, what):
     assert buffer[0] == SIZE * (SIZE + 1) / 2
     assert f"rank {SIZE - 1} could not" in shared.why_not
     assert "No space left" in shared.why_not
-    told = [str(one.message) for one in caught if "no shared memory" in str(one.message)]
-    assert len(told) == (RANK == 0)
+    messages = [
+        str(warning.message) for warning in caught if "no shared memory" in str(warning.message)
+    ]
+    assert len(messages) == (RANK == 0)
     shared.mpi.comm.Free()
 
 
@@ -330,9 +332,9 @@ def test_memory_can_be_bounded():
     buffer = communicator.memory.window_buffer(1 << 20)
     assert buffer is not None
     assert communicator.memory.window_buffer(4 << 20) is None
-    told = communicator.explain()
-    assert "3.1 MB for blocks in flight" in told
-    assert "window: up to 3.1 MB" in told
+    explained = communicator.explain()
+    assert "3.1 MB for blocks in flight" in explained
+    assert "window: up to 3.1 MB" in explained
     another, second = of_its_own(limit)  # of what is left
     assert another.memory.window_buffer(1 << 20) is None
     none, third = of_its_own(0)
@@ -341,8 +343,8 @@ def test_memory_can_be_bounded():
     assert buffer[0] == sum(range(SIZE))
     assert "MPISTRAT_SHARED_MB allows no 3.1 MB more" in none.explain()
     assert "through MPI" in none.explain()
-    for one in (shared, second, third):
-        one.mpi.comm.Free()
+    for window_communicator in (shared, second, third):
+        window_communicator.mpi.comm.Free()
 
 
 @pytest.fixture
@@ -420,14 +422,14 @@ def test_more_communicators_than_a_record_has_room_for(monkeypatch):
 @pytest.mark.parametrize("elements", [10, 100_000])
 def test_short_floats_are_rounded_once(window, elements):
     """After they are scaled: the sum alone would be infinite."""
-    for given in (np.full(elements, 60000, np.float16), torch.full((elements,), 60000.0).half()):
-        window.all_reduce(given, reducing(scale=1 / SIZE))
-        assert equal(given, np.float16(60000) if isinstance(given, np.ndarray) else 60000)
+    for buffer in (np.full(elements, 60000, np.float16), torch.full((elements,), 60000.0).half()):
+        window.all_reduce(buffer, reducing(scale=1 / SIZE))
+        assert equal(buffer, np.float16(60000) if isinstance(buffer, np.ndarray) else 60000)
 
 
 def test_what_a_strategy_tells(window):
-    told = ms.MultiWorkerMirroredStrategy().extended.explain()
-    assert f"{SIZE} ranks of a node, through shared memory" in told
+    explained = ms.MultiWorkerMirroredStrategy().extended.explain()
+    assert f"{SIZE} ranks of a node, through shared memory" in explained
 
 
 def trained(strategy, steps, accumulate, clip):
@@ -469,7 +471,7 @@ def test_gradients_lie_in_the_window(monkeypatch, accumulate, clip):
     monkeypatch.setattr(strategy.extended.communicator.ways.transports[0], "smallest", 1 << 40)
     through_mpi, lay_there = trained(strategy, 6, accumulate, clip)
     assert not lay_there
-    for one, other in zip(through_window, through_mpi, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    for in_window_gradient, other in zip(through_window, through_mpi, strict=True):
+        torch.testing.assert_close(in_window_gradient, other, rtol=1e-5, atol=1e-7)
     for parameter in through_window:  # the same bits on all ranks
         assert len(set(WORLD.allgather(parameter.numpy().tobytes()))) == 1

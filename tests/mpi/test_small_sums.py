@@ -35,15 +35,15 @@ def communicator():
 @pytest.fixture
 def through_mpi(monkeypatch):
     """The buffers that MPI was given."""
-    given = []
+    buffers = []
     original = MpiTransport.all_reduce
 
     def all_reduce(self, buffer, *args):
-        given.append(buffer)
+        buffers.append(buffer)
         return original(self, buffer, *args)
 
     monkeypatch.setattr(MpiTransport, "all_reduce", all_reduce)
-    return given
+    return buffers
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8, LARGEST - 1, LARGEST])
@@ -117,9 +117,9 @@ def test_lazy_tensors(communicator):
     assert conjugated.is_conj()
     assert negated.is_neg()
     total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", [conjugated, negated]))
-    one = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", negated))
+    single = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", negated))
     assert total[0].tolist() == [SIZE * (1 - 2j), SIZE * -3j]
-    assert total[1].tolist() == one.tolist() == [-3.0 * SIZE]
+    assert total[1].tolist() == single.tolist() == [-3.0 * SIZE]
 
     def as_they_are():
         communicator.all_reduce(
@@ -241,9 +241,9 @@ def test_wrong_operands_are_errors_on_all_ranks(communicator):
         (lambda: communicator.all_reduce(np.ones(2, int), Reduction(scale=0.5)), "scale is for"),
         (lambda: communicator.all_reduce(np.ones(2), out=np.ones(3)), "out must be"),
     ):
-        for name, told, _ in errors_of_ranks(wrong):
+        for name, message, _ in errors_of_ranks(wrong):
             assert name == ValueError.__name__
-            assert text in told
+            assert text in message
 
 
 def test_it_is_recorded_as_any_other_call(communicator):

@@ -58,12 +58,12 @@ class Traced:
 
 def errors_told(folder: Path) -> float:
     """By how much the clocks of all ranks may be wrong, in us: after the parts were gathered."""
-    told = 0
+    largest = 0
     for rank in range(SIZE):
         with open(part_of(str(folder), rank), encoding="utf-8") as file:
             lines = [json.loads(line) for line in file if line.startswith('{"reference"')]
-        told = max([told, *(line["error"] for line in lines)])
-    return told / 1000
+        largest = max([largest, *(line["error"] for line in lines)])
+    return largest / 1000
 
 
 def test_shifted_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ def test_transports_have_one_signature(movers):
     for kind in movers:
         for call in CALLS:
             expected = list(inspect.signature(getattr(Mover, call)).parameters)
-            given = list(inspect.signature(getattr(kind, call)).parameters)
-            assert given[: len(expected)] == expected, (kind, call)
+            parameters = list(inspect.signature(getattr(kind, call)).parameters)
+            assert parameters[: len(expected)] == expected, (kind, call)
 
 
 def test_a_transport_refuses_what_it_does_not_take(movers):

@@ -115,11 +115,11 @@ def test_what_is_not_finite_stays_so_once(flat, wire_format) -> None:
 def test_short_buffers_travel_as_they_are(flat, dtype, op, length) -> None:
     """They are combined in float32 and rounded once, also where a rank's slice is empty or uneven."""
     everyone = [values_of(rank)[:length].to(dtype) for rank in range(SIZE)]
-    wide = torch.stack([one.float() for one in everyone])
+    wide = torch.stack([operand.float() for operand in everyone])
     expected = torch.zeros(1)
     if op == "sum":
-        for one in wide:
-            expected = expected + one
+        for operand in wide:
+            expected = expected + operand
     else:
         expected = wide.amax(0)
     buffer = everyone[RANK].clone()
@@ -234,7 +234,7 @@ def test_a_state_in_memory_has_what_was_held_back() -> None:
     undisturbed.train(5)
     again = Training(2)
     state = states.back_to(5)
-    assert not any("residuals" in told for told in state["ranks"].values())
+    assert not any("residuals" in state_of_rank for state_of_rank in state["ranks"].values())
     again.checkpoint.load_state_dict(state)
     again.train(5)
     assert torch.equal(again.model.weight, undisturbed.model.weight)

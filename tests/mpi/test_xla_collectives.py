@@ -39,7 +39,7 @@ def honest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def told(runtime: StandIn) -> str:
+def answer(runtime: StandIn) -> str:
     """What is wrong, equal on all ranks."""
     communicator = communicator_for(MPI.COMM_WORLD, "always", "test")
     wrong = wrong_sum(communicator, runtime)  # type: ignore[arg-type]
@@ -49,13 +49,13 @@ def told(runtime: StandIn) -> str:
 
 @pytest.mark.mpi
 def test_a_right_sum_is_believed() -> None:
-    assert told(StandIn(honest)) == ""
+    assert answer(StandIn(honest)) == ""
 
 
 @pytest.mark.mpi
 def test_an_operand_that_comes_back_is_not() -> None:
     """As of XLA's CPU device. Of one rank it is the sum."""
-    assert ("XLA's sum over the ranks was" in told(StandIn(lambda tensor: tensor))) == (SIZE > 1)
+    assert ("XLA's sum over the ranks was" in answer(StandIn(lambda tensor: tensor))) == (SIZE > 1)
 
 
 @pytest.mark.mpi
@@ -65,7 +65,7 @@ def test_no_rank_believes_what_is_wrong_on_one() -> None:
     def nan_on_the_last(tensor: torch.Tensor) -> torch.Tensor:
         return honest(tensor) * (float("nan") if last == RANK else 1.0)
 
-    assert told(StandIn(nan_on_the_last)).startswith(
+    assert answer(StandIn(nan_on_the_last)).startswith(
         f"XLA's sum over the ranks was [nan, nan] on rank {last}"
     )
 
@@ -76,7 +76,7 @@ def test_an_error_is_an_answer(kind: type[Exception]) -> None:
     def fails(tensor: torch.Tensor) -> torch.Tensor:
         raise kind("no collectives\nand more")
 
-    assert "was no value (no collectives) on rank 0" in told(StandIn(fails))
+    assert "was no value (no collectives) on rank 0" in answer(StandIn(fails))
 
 
 @pytest.mark.mpi
@@ -86,5 +86,5 @@ def test_nothing_is_summed_where_devices_are_not_known() -> None:
     def never(tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError
 
-    wrong = told(StandIn(never, known=2 * SIZE - 1, own=2))
+    wrong = answer(StandIn(never, known=2 * SIZE - 1, own=2))
     assert wrong == f"XLA on rank 0 knows of {2 * SIZE - 1} of the ranks' {2 * SIZE} devices"

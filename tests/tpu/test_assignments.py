@@ -96,7 +96,7 @@ print(json.dumps([
 
 
 def test_replicas_of_one_core_and_assignments_that_cannot_run() -> None:
-    all_cores, one, wrong, types = child(
+    all_cores, first, wrong, types = child(
         """
 every = strategy_of([1, 1, 1, 1], 4)
 x = every.experimental_distribute_values_from_function(lambda c: torch.tensor(float(c.replica_id_in_sync_group)))
@@ -126,7 +126,7 @@ print(json.dumps([[every.num_replicas_in_sync, float(total)], one.num_replicas_i
         4,
     )
     assert all_cores == [4, 12.0]
-    assert one == 1
+    assert first == 1
     parts = [
         "the mesh [1, 4, 1, 1] has room for 4",
         "start 2 ranks per host",

@@ -57,8 +57,8 @@ def trained(
 
 def assert_close(left: Any, right: Any) -> None:
     (parameters, count), (expected, expected_count) = left, right
-    for one, other in zip(parameters, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for parameter, other in zip(parameters, expected, strict=True):
+        assert parameter == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert count == expected_count == 4
 
 

@@ -35,7 +35,7 @@ for line in sys.stdin:
     print("RESULT" + json.dumps(dict(os.environ)))
 """
 # What a slice is called by, and not what it makes of a rank.
-GIVEN = (
+FROM_PLATFORM = (
     "TPU_SKIP_MDS_QUERY",
     "TPU_ACCELERATOR_TYPE",
     "TPU_HOST_BOUNDS",
@@ -108,4 +108,4 @@ def test_one_rank_per_chip_has_the_environment_of_torch_xla() -> None:
     assert len(lines) == len(asked) > 100, result.stderr
     for question, line, ours in zip(asked, lines, derived, strict=True):
         theirs = json.loads(line.removeprefix("RESULT"))
-        assert ours == {k: v for k, v in theirs.items() if k not in GIVEN}, question
+        assert ours == {k: v for k, v in theirs.items() if k not in FROM_PLATFORM}, question

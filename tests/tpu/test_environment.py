@@ -79,10 +79,10 @@ def test_four_virtual_devices_in_one_process() -> None:
 
 def test_sharded_over_virtual_devices_a_product_is_right() -> None:
     """SPMD reduces inside XLA over one process's devices, its CPU devices too."""
-    told = answer(SHARDED, CPU_NUM_DEVICES="4")
-    assert told["devices"] == 4
-    assert told["shards"] == [[[4, 2], first] for first in (0.0, 2.0, 16.0, 18.0)]
-    assert told["sum"] == told["expected"]
+    answers = answer(SHARDED, CPU_NUM_DEVICES="4")
+    assert answers["devices"] == 4
+    assert answers["shards"] == [[[4, 2], first] for first in (0.0, 2.0, 16.0, 18.0)]
+    assert answers["sum"] == answers["expected"]
 
 
 def test_a_process_group_of_cpu_devices_reduces_nothing(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_ranks_are_strangers_to_torch_xla() -> None:
     from mpi4py import MPI
 
     operand = 1.0 + MPI.COMM_WORLD.rank
-    told = answer(ACROSS_RANKS.format(operand=operand))
-    assert told == {"world": 1, "ordinal": 0, "sum": [operand] * 3}
+    answers = answer(ACROSS_RANKS.format(operand=operand))
+    assert answers == {"world": 1, "ordinal": 0, "sum": [operand] * 3}

@@ -218,12 +218,12 @@ class NoRuntime:
 def test_one_logical_device_checks_arguments_and_uses_no_runtime(shape: tuple[int, ...]) -> None:
     import torch
 
-    one = LogicalDevices(NoRuntime(), 1)  # type: ignore[arg-type]
+    devices = LogicalDevices(NoRuntime(), 1)  # type: ignore[arg-type]
     tensor = torch.zeros(shape)
-    assert one.assign(tensor, 0) is tensor
-    assert one.split(tensor, [1] * len(shape)) is tensor
-    assert one.replicate(tensor) is tensor
+    assert devices.assign(tensor, 0) is tensor
+    assert devices.split(tensor, [1] * len(shape)) is tensor
+    assert devices.replicate(tensor) is tensor
     with pytest.raises(ValueError, match="no logical device 1"):
-        one.assign(tensor, 1)
+        devices.assign(tensor, 1)
     with pytest.raises(ValueError, match="partition_dimensions"):
-        one.split(tensor, [2] * (len(shape) or 1))
+        devices.split(tensor, [2] * (len(shape) or 1))

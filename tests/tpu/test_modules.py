@@ -96,8 +96,8 @@ def test_recurrent_modules_train_where_the_scope_brings_them(kind: type[torch.nn
     for _ in range(2):
         descend(on_host, host_optimizer, inputs)
         strategy.run(descend, args=(module, optimizer, there))
-    for one, other in zip(module.parameters(), on_host.parameters(), strict=True):
-        assert torch.allclose(one.detach().cpu(), other.detach(), rtol=1e-4, atol=1e-5)
+    for parameter, other in zip(module.parameters(), on_host.parameters(), strict=True):
+        assert torch.allclose(parameter.detach().cpu(), other.detach(), rtol=1e-4, atol=1e-5)
 
 
 class Watched(torch.nn.Sequential):

@@ -15,28 +15,28 @@ def answers(ranks: int, devices: int, *arguments: str | Path) -> list[dict[str, 
     mpich = Launcher.named("MPICH")
     job = mpich.run_python(ranks, PROGRAM, *arguments, env=environment, seconds=120, forked=True)
     assert job.returncode == 0, job.output
-    told = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
-    assert len(told) == ranks
-    return told
+    found = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == ranks
+    return found
 
 
 def test_environment() -> None:
-    assert [told["mesh"] for told in answers(2, 2, "environment")] == ["[2 2 1 1]"] * 2
+    assert [answer["mesh"] for answer in answers(2, 2, "environment")] == ["[2 2 1 1]"] * 2
 
 
 def test_logical_devices() -> None:
-    (told,) = answers(1, 4, "logical_devices")
-    assert told["cores"] == 4
-    assert told["difference"] == pytest.approx(0, abs=1e-5)
+    (answer,) = answers(1, 4, "logical_devices")
+    assert answer["cores"] == 4
+    assert answer["difference"] == pytest.approx(0, abs=1e-5)
 
 
 def test_bfloat16() -> None:
     """Added up in 16 bits, 256 and ones stay 256."""
-    assert {told["sum"] for told in answers(2, 2, "bfloat16")} <= {258.0, 260.0}
+    assert {answer["sum"] for answer in answers(2, 2, "bfloat16")} <= {258.0, 260.0}
 
 
 def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
     first = answers(2, 1, "checkpoint", tmp_path)
     then = answers(1, 2, "checkpoint", tmp_path)
-    assert {told["digest"] for told in then} == {told["digest"] for told in first}
-    assert [told["restored"] for told in (*first, *then)] == [False, False, True]
+    assert {answer["digest"] for answer in then} == {answer["digest"] for answer in first}
+    assert [answer["restored"] for answer in (*first, *then)] == [False, False, True]

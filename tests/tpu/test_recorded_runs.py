@@ -27,8 +27,8 @@ def test_a_plain_function_is_compiled() -> None:
     def plain(value: torch.Tensor) -> torch.Tensor:
         return value * 3 + 1
 
-    given = torch.arange(7.0, device=strategy.extended.worker_devices[0])
-    assert strategy.run(plain, args=(given,)).tolist() == [3.0 * i + 1 for i in range(7)]
+    operand = torch.arange(7.0, device=strategy.extended.worker_devices[0])
+    assert strategy.run(plain, args=(operand,)).tolist() == [3.0 * i + 1 for i in range(7)]
     (compiled,) = strategy.extended.compilations.all
     assert (compiled.shapes, compiled.graphs) == (("float32[7]",), 1)
 

@@ -46,7 +46,7 @@ def child(program: str, cores: int) -> Any:
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_structures_numbers_and_keywords(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 def step(x, number, *, scale):
     return {"twice": x * 2, "nothing": None, "numbers": (3, number * scale), "numpy": np.float32(4)}
@@ -62,7 +62,7 @@ print(json.dumps([
         cores,
     )
     each = range(cores)
-    assert told == [
+    assert answers == [
         [[2.0 * r, 2.0 * r + 2] for r in each],
         None,
         [[3] * cores, [10 * (r + 1) for r in each]],
@@ -76,7 +76,7 @@ print(json.dumps([
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_value_that_is_asked_for_too_early(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 def branch(x):
     return x if (x * 2).sum() > 1 else -x
@@ -86,19 +86,19 @@ print(json.dumps([refusal(fn, inputs) for fn in (
 """,
         cores,
     )
-    for kind, text in told:
+    for kind, text in answers:
         assert kind == "RuntimeError"
         assert text.startswith("rank 0: ")
         assert "asks inside run for a value" in text
         assert ", at <string>:" in text
-    assert told[1][1].startswith("rank 0: branch asks")
-    assert " in branch: item()" in told[1][1]
-    assert ["aten::nonzero" in text for _, text in told] == [False, False, True, False, False]
+    assert answers[1][1].startswith("rank 0: branch asks")
+    assert " in branch: item()" in answers[1][1]
+    assert ["aten::nonzero" in text for _, text in answers] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_arrays_of_the_host_are_named(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 def product(x, y):
     return x @ y
@@ -110,7 +110,7 @@ print(json.dumps([
         cores,
     )
     expected = ["argument array 1 (float32[2,3])", "argument array 0 (float32[2])", "none of its"]
-    for (kind, text), found in zip(told, expected, strict=True):
+    for (kind, text), found in zip(answers, expected, strict=True):
         assert kind == "RuntimeError"
         assert ", at <string>:" in text
         assert " in product" in text
@@ -120,7 +120,7 @@ print(json.dumps([
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_errors_of_a_step_are_its_own(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 def fail(x):
     y = x * 3
@@ -129,13 +129,13 @@ print(json.dumps([refusal(fail, inputs), refusal(lambda x: strategy.run(fail, ar
 """,
         cores,
     )
-    assert told[0] == ["KeyError", "'mine'"]
-    assert told[1][0] == "RuntimeError"
-    assert "run was called inside run" in told[1][1]
+    assert answers[0] == ["KeyError", "'mine'"]
+    assert answers[1][0] == "RuntimeError"
+    assert "run was called inside run" in answers[1][1]
 
 
 def test_replicas_of_one_program_get_arrays_numbers_or_the_same() -> None:
-    told = child(
+    answers = child(
         """
 same = object()
 print(json.dumps([
@@ -145,15 +145,15 @@ print(json.dumps([
 """,
         2,
     )
-    assert told[0][0] == told[1][0] == "ValueError"
-    assert "start one rank per core" in told[0][1]
-    assert "drop_last=True" in told[1][1]
-    assert told[2] == [True, True]
+    assert answers[0][0] == answers[1][0] == "ValueError"
+    assert "start one rank per core" in answers[0][1]
+    assert "drop_last=True" in answers[1][1]
+    assert answers[2] == [True, True]
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
 def test_replicas_combine_what_they_have(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 def step(x):
     context = ms.get_replica_context()
@@ -174,7 +174,7 @@ print(json.dumps([lists(value) for value in strategy.run(step, args=(inputs,))])
     total = [sum(each) + 0.0, sum(r + 1.0 for r in each)]
     mean = [pytest.approx(t / cores) for t in total]
     rows = [float(v) for r in each for v in (r, r + 1)]
-    assert told == [
+    assert answers == [
         [mean] * cores,
         [total] * cores,
         [3] * cores,
@@ -323,12 +323,12 @@ print(json.dumps([[model.running_mean.tolist(), model.running_var.tolist()], exp
 
 
 def test_what_cores_cannot_draw_is_refused() -> None:
-    (told,) = child(
+    (answers,) = child(
         "print(json.dumps([refusal(lambda x: torch.multinomial(x, 3, True), inputs)]))",
         2,
     )
-    assert told[0] == "NotImplementedError"
-    assert "one rank per core" in told[1]
+    assert answers[0] == "NotImplementedError"
+    assert "one rank per core" in answers[1]
 
 
 def test_views_of_what_a_step_makes_write_into_it() -> None:
@@ -412,7 +412,7 @@ print(json.dumps([losses, graphs, parameter, kept == [id(p) for p in model.param
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_batches_are_tensors_on_the_device(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 rows = np.arange(2 * replicas * 3, dtype=np.float32).reshape(2 * replicas, 3)
 batch = (rows, np.arange(2 * replicas), torch.from_numpy(rows))
@@ -437,7 +437,7 @@ print(json.dumps(answers))
         ["Tensor", "xla:0", "torch.int64"],
         ["Tensor", "xla:0", "torch.float32"],
     ]
-    (shared, doubled), (own, own_doubled), (left, left_doubled) = told
+    (shared, doubled), (own, own_doubled), (left, left_doubled) = answers
     assert [seen[:3] for seen in shared] == [seen[:3] for seen in own] == there
     assert shared[0][3:] == [2, 3]
     assert own[0][3:] == [2 * cores, 3]
@@ -451,7 +451,7 @@ print(json.dumps(answers))
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_unsigned_numbers_that_would_become_negative_are_refused(cores: int) -> None:
-    told = child(
+    answers = child(
         """
 refused = []
 for kind in ("uint16", "uint32", "uint64", "uint8"):
@@ -465,16 +465,16 @@ print(json.dumps(refused))
 """,
         cores,
     )
-    assert told.pop() == [[200, 200]] * cores
-    for line, kinds in zip(told, ("16 int32", "32 int64", "64 int64"), strict=True):
-        given, wanted = kinds.split()
-        assert f"torch_xla takes torch.uint{given} for the signed type" in line
+    assert answers.pop() == [[200, 200]] * cores
+    for line, kinds in zip(answers, ("16 int32", "32 int64", "64 int64"), strict=True):
+        bits, wanted = kinds.split()
+        assert f"torch_xla takes torch.uint{bits} for the signed type" in line
         assert f"convert the array to torch.{wanted}" in line
 
 
 @pytest.mark.parametrize("cores", [1, 4])
 def test_a_smaller_last_batch_is_told_of_or_refused_with_the_advice(cores: int) -> None:
-    answers, told = child(
+    answers, output = child(
         """
 data = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(10, 2))
 loader = torch.utils.data.DataLoader(data, batch_size=4)
@@ -493,8 +493,8 @@ print(json.dumps([answers, told.getvalue()]))
     assert answers[:2] == [28.0, 92.0]
     if cores == 1:
         assert answers[2] == 70.0
-        assert "argument array 0 is float32[2,2], and was float32[4,2]" in told
-        assert "DataLoader(drop_last=True)" in told
+        assert "argument array 0 is float32[2,2], and was float32[4,2]" in output
+        assert "DataLoader(drop_last=True)" in output
     else:  # ten examples: two of four replicas have none
         assert "replica 2 of this rank torch.float32 of [0, 2]" in answers[2]
         assert "DataLoader(drop_last=True)" in answers[2]

@@ -24,9 +24,9 @@ def started(mpi: str, ranks: int, **changed: str) -> list[tuple[str, dict[str, A
     """By rank: what the strategy raised, and the variables then."""
     job = Launcher.named(mpi).run_python(ranks, PROGRAM, seconds=120, env={**HOST, **changed})
     assert job.returncode == 0, job.output
-    told = sorted(json.loads(line) for line in job.stdout.splitlines())
-    assert [rank for rank, _, _ in told] == [*range(ranks)]
-    return [(error, variables) for _, error, variables in told]
+    lines = sorted(json.loads(line) for line in job.stdout.splitlines())
+    assert [rank for rank, _, _ in lines] == [*range(ranks)]
+    return [(error, variables) for _, error, variables in lines]
 
 
 @pytest.mark.parametrize("mpi", MPI_NAMES)

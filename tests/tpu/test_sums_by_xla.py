@@ -77,9 +77,9 @@ def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy, comm: MPI.Int
             context.all_gather(x, 0),
         ]
 
-    given = torch.tensor([comm.rank + 1.0, 2.0], device="xla:0")
+    operand = torch.tensor([comm.rank + 1.0, 2.0], device="xla:0")
     total, mean, half, whole, gathered = (
-        value.tolist() for value in connected.run(step, args=(given,))
+        value.tolist() for value in connected.run(step, args=(operand,))
     )
     expected = [sum(rank + 1.0 for rank in ranks), 2.0 * comm.size]
     assert total == half == whole == expected

@@ -53,8 +53,8 @@ def alone() -> Any:
 
 
 def assert_close(left: list[list[float]], right: list[list[float]]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for value, other in zip(left, right, strict=True):
+        assert value == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_plain_descent_is_one_graph_of_a_rank_alone() -> None:
     training = Training(strategy, "sgd")
     device = strategy.extended.worker_devices[0]
     # Of a size that no other test here has: what was compiled is not compiled again.
-    given = [tuple(tensor.to(device) for tensor in batch) for batch in batches(3, examples=11)]
+    on_device = [tuple(tensor.to(device) for tensor in batch) for batch in batches(3, examples=11)]
     before = xla.start().graphs.num_compilations()
-    for batch in given:
+    for batch in on_device:
         strategy.run(training.step, args=batch)
     assert xla.start().graphs.num_compilations() - before == 1
     assert strategy.extended.explain().splitlines()[-1] == (
@@ -121,9 +121,9 @@ def test_a_new_shape_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     device = strategy.extended.worker_devices[0]
     for length in (3, 3, 5, 5, 3):
         strategy.run(double, args=(torch.ones(length, device=device),))
-    told = [line for line in capfd.readouterr().err.splitlines() if "compiled" in line]
-    assert len(told) == 1
-    assert "argument array 0 is float32[5], and was float32[3]" in told[0]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "compiled" in line]
+    assert len(lines) == 1
+    assert "argument array 0 is float32[5], and was float32[3]" in lines[0]
 
 
 @pytest.mark.mpi
@@ -142,16 +142,16 @@ def test_steps_that_another_strategy_had_compiled_are_told(
     def add(number: float, value: torch.Tensor) -> torch.Tensor:
         return value + number
 
-    told = []
+    explained = []
     for _ in range(2):
         strategy = ms.TPUStrategy()
         device = strategy.extended.worker_devices[0]
         for length in (7, 9, 7):
             step = functools.partial(add, 2.75)  # another object, the same step
             strategy.run(step, args=(torch.ones(length, device=device),))
-        told.append(strategy.extended.compilations.explain().splitlines())
+        explained.append(strategy.extended.compilations.explain().splitlines())
     name = add.__qualname__
-    assert told == [
+    assert explained == [
         [f"{name}: 1 graph for float32[7]", f"{name}: 1 graph for float32[9]"],
         [f"{name}: no graph that was not compiled before for float32[{n}]" for n in (7, 9)],
     ]
@@ -193,11 +193,11 @@ def test_the_next_batch_is_on_its_way_when_a_step_begins(monkeypatch: pytest.Mon
     runtime, copied = xla.start(), []
     put = runtime.put
 
-    def noted(tensors: Any, device: Any) -> list[Any]:
+    def recorded(tensors: Any, device: Any) -> list[Any]:
         copied.extend(float(tensor[0]) for tensor in tensors)
         return put(tensors, device)
 
-    monkeypatch.setattr(runtime, "put", noted)
+    monkeypatch.setattr(runtime, "put", recorded)
     data = [torch.full((strategy.num_replicas_in_sync,), float(k)) for k in range(4)]
     copied_by_step = []
     for _ in strategy.experimental_distribute_dataset(data):

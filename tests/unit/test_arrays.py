@@ -22,8 +22,8 @@ def test_what_counts_as_an_array():
 
 
 def test_as_array():
-    given = torch.ones(1)
-    assert arrays.as_array(given) is given
+    tensor = torch.ones(1)
+    assert arrays.as_array(tensor) is tensor
     assert arrays.as_array([1, 2]).tolist() == [1, 2]
     assert arrays.as_array(2.5).shape == ()
     for bad in (None, "a", object(), ["a"], {1: 2}):
@@ -50,18 +50,18 @@ def test_kinds_of_dtypes(make):
 
 @every_library
 def test_a_copy_is_contiguous_and_its_own(make):
-    given = make([[1.0, 2.0], [3.0, 4.0]]).T
-    copied = arrays.copy(given)
+    array = make([[1.0, 2.0], [3.0, 4.0]]).T
+    copied = arrays.copy(array)
     copied[0] = 0
-    assert given.tolist() == [[1, 3], [2, 4]]
+    assert array.tolist() == [[1, 3], [2, 4]]
     assert copied.tolist() == [[0, 0], [2, 4]]
 
 
 def test_copies_of_tensors_are_cut_off_from_autograd():
-    given = torch.ones(2, requires_grad=True) * 2
-    assert not arrays.copy(given).requires_grad
-    assert not arrays.detach(given).requires_grad
-    assert arrays.detach(given).data_ptr() == given.data_ptr()
+    array = torch.ones(2, requires_grad=True) * 2
+    assert not arrays.copy(array).requires_grad
+    assert not arrays.detach(array).requires_grad
+    assert arrays.detach(array).data_ptr() == array.data_ptr()
 
 
 @every_library
@@ -91,11 +91,11 @@ SCATTERED = {
 @every_library
 @pytest.mark.parametrize("combine", SCATTERED)
 def test_scatter_counts_repeated_indices(make, combine):
-    given = make([1.0, 2.0, 3.0])
+    array = make([1.0, 2.0, 3.0])
     rows = make([9.0, 9.0] if combine == "update" else [5.0, 9.0])
-    result = arrays.scatter(given, make([1, 1]), rows, combine)
+    result = arrays.scatter(array, make([1, 1]), rows, combine)
     assert result.tolist() == pytest.approx(SCATTERED[combine])
-    assert given.tolist() == [1, 2, 3]
+    assert array.tolist() == [1, 2, 3]
 
 
 @every_library

@@ -17,7 +17,7 @@ from mpistrat.replicas.group import ReplicaGroup
 
 SUM = ms.ReduceOp.SUM
 PAIR = ms.MirroredStrategy(["cpu:0", "cpu:1"])
-ONE = ms.OneDeviceStrategy("cpu:0")
+ONE_DEVICE = ms.OneDeviceStrategy("cpu:0")
 CENTRAL = ms.CentralStorageStrategy(["cpu:0", "cpu:1"])
 OPS = ms.ReductionToOneDevice()
 UNSUPPORTED = object()
@@ -175,13 +175,13 @@ RUN: dict[str, Case] = {
     ),
     "inside run": (in_run(lambda c: PAIR.run(abs, (1,))), RuntimeError, "inside run; merge_call"),
     "in another scope": (
-        in_scope(lambda: ONE.run(abs, (1,))),
+        in_scope(lambda: ONE_DEVICE.run(abs, (1,))),
         RuntimeError,
         "OneDeviceStrategy; MirroredStrategy; mixed",
     ),
     "scope inside run": (in_run(lambda c: PAIR.scope().__enter__()), RuntimeError, "merge_call"),
     "scope in another": (
-        in_scope(lambda: ONE.scope().__enter__()),
+        in_scope(lambda: ONE_DEVICE.scope().__enter__()),
         RuntimeError,
         "mixed; leave the other scope",
     ),
@@ -275,7 +275,7 @@ REDUCE: dict[str, Case] = {
         "inside run (replica 0); merge_call",
     ),
     "another strategy's": (
-        in_scope(lambda: ONE.reduce("sum", 1, None)),
+        in_scope(lambda: ONE_DEVICE.reduce("sum", 1, None)),
         RuntimeError,
         "mixed; leave the other strategy's scope",
     ),
@@ -513,7 +513,7 @@ VARIABLES: dict[str, Case] = {
         "'w'; one value for all replicas; reduce it first",
     ),
     "assign: other strategy": (
-        in_scope(lambda: W.assign(np.ones(2)), ONE),
+        in_scope(lambda: W.assign(np.ones(2)), ONE_DEVICE),
         RuntimeError,
         "'w' belongs to MirroredStrategy; OneDeviceStrategy; mixed",
     ),

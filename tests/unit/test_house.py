@@ -36,7 +36,7 @@ def test_lines_of_code(sources: dict[str, str]) -> None:
         room = name.split("/")[0] if "/" in name else "."
         rooms[room] = rooms.get(room, 0) + len(code_lines(source))
     total = sum(rooms.values())
-    print(f"\n{total} lines of code:", sorted(rooms.items(), key=lambda one: -one[1]))
+    print(f"\n{total} lines of code:", sorted(rooms.items(), key=lambda entry: -entry[1]))
     assert total <= CODE_LINES
 
 
@@ -62,7 +62,7 @@ def test_few_classes_are_large(sources: dict[str, str]) -> None:
         for name, source in sources.items()
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ClassDef)
-        and (methods := sum(isinstance(one, ast.FunctionDef) for one in node.body)) > LARGE
+        and (methods := sum(isinstance(part, ast.FunctionDef) for part in node.body)) > LARGE
     }
     print(f"\nclasses with more than {LARGE} methods:", found)
     assert len(found) <= LARGE_CLASSES

@@ -53,8 +53,8 @@ def test_import_is_fast(compiled: dict[str, str]) -> None:
     tries = []
     for _ in range(TRIES):
         tries.append(import_in_new_process(compiled))
-        best = min(one["seconds"] for one in tries)
-        allowed = max(SECONDS, 2 * min(one["numpy"] for one in tries))
+        best = min(measured["seconds"] for measured in tries)
+        allowed = max(SECONDS, 2 * min(measured["numpy"] for measured in tries))
         if best < allowed:
             break
     assert best < allowed

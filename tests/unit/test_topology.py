@@ -9,9 +9,9 @@ from mpistrat.topology import Topology
 
 
 def test_a_single_rank():
-    one = Topology.single()
-    assert (one.rank, one.size, one.node, one.num_nodes) == (0, 1, 0, 1)
-    assert (one.local_rank, one.local_size, one.host) == (0, 1, "")
+    single = Topology.single()
+    assert (single.rank, single.size, single.node, single.num_nodes) == (0, 1, 0, 1)
+    assert (single.local_rank, single.local_size, single.host) == (0, 1, "")
 
 
 def test_nodes_are_numbered_by_lowest_rank_not_by_name():

@@ -47,17 +47,32 @@ OTHERS = {
 
 
 def names_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The names, but for uses of what is imported: a name is checked where it is defined."""
+    imported = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            yield node.id, node.lineno
+            if not (node.id in imported and isinstance(node.ctx, ast.Load)):
+                yield node.id, node.lineno
         elif isinstance(node, ast.Attribute):
-            yield node.attr, node.lineno
+            if not (isinstance(node.value, ast.Name) and node.value.id in imported):
+                yield node.attr, node.lineno
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node.lineno
         elif isinstance(node, ast.keyword) and node.arg:
             yield node.arg, node.value.lineno
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname, node.lineno
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    return {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
 
 
 def wrong_words(name: str) -> set[str]:

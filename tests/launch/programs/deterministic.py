@@ -90,7 +90,7 @@ def way(strategy: ms.Strategy) -> str:
     if isinstance(communicator.ways.transports[0], HierarchicalTransport):
         first, *_ = communicator.explain().split("\n")
         return "by-node" if "an all-reduce takes" in first else "flat"
-    if any(isinstance(one, PipelinedTransport) for one in communicator.ways.transports):
+    if any(isinstance(transport, PipelinedTransport) for transport in communicator.ways.transports):
         # There is one rank per node.
         return "flat"
     return "flat" if "without shared memory" in strategy.extended.explain() else "window"

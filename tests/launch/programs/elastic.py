@@ -179,8 +179,8 @@ def main() -> None:
                 [(Survivors, "go_on", 1), (Survivors, "meet", 2), (Survivors, "all_done", 1)]
             )
         )
-    told = {"place": place, "deterministic": deterministic, "at": at, "victim": victim}
-    (folder / "plan").write_text(json.dumps(told), encoding="utf-8")
+    facts = {"place": place, "deterministic": deterministic, "at": at, "victim": victim}
+    (folder / "plan").write_text(json.dumps(facts), encoding="utf-8")
     ms.fault_tolerance.run_elastic(train, min_replicas=2)
 
 

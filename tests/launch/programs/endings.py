@@ -84,7 +84,7 @@ def serialized() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = start()
-    print(f"rank {rank}: {[str(one.message) for one in caught]}\n", end="", flush=True)
+    print(f"rank {rank}: {[str(warning.message) for warning in caught]}\n", end="", flush=True)
     ours.barrier()
     if rank == 1:
         event()

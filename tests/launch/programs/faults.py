@@ -82,7 +82,7 @@ def shared_files() -> list[str]:
 
 def event(step: int, place: int, line: int) -> None:
     """The victim's `line`: where it is or was last, or where the fault itself is."""
-    told = {
+    facts = {
         "victim": rank,
         "step": step,
         "line": line,
@@ -90,7 +90,7 @@ def event(step: int, place: int, line: int) -> None:
         "shared_files": shared_files(),
         "time": time.time(),
     }
-    (folder / "event").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    (folder / "event").write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def calls_otherwise(step: int, place: int) -> None:
@@ -146,7 +146,7 @@ def goes_wrong() -> None:
     fatal_place = chosen.randrange(len(COLLECTIVES))
     if fault == "skip_last":
         fatal_step, fatal_place = STEPS - 1, len(COLLECTIVES) - 1
-    happens = next((one for one in STAYS_AWAY if one.__name__ == fault), None)
+    happens = next((function for function in STAYS_AWAY if function.__name__ == fault), None)
     for step in range(STEPS):
         after_swap = False
         for place in range(len(COLLECTIVES)):
@@ -213,6 +213,7 @@ def all_exit_at_once() -> None:
 
 
 others = {
-    one.__name__: one for one in (catches_a_stall, two_orders, in_own_mpi_call, all_exit_at_once)
+    function.__name__: function
+    for function in (catches_a_stall, two_orders, in_own_mpi_call, all_exit_at_once)
 }
 others.get(fault, goes_wrong)()

@@ -21,7 +21,7 @@ line: dict[str, object] = {
     "node": os.environ["SLURMD_NODENAME"],
     "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
 }
-jobs = {name: int(tasks) for name, tasks in (given.split("=") for given in sys.argv[1:])}
+jobs = {name: int(tasks) for name, tasks in (argument.split("=") for argument in sys.argv[1:])}
 mpi = MPIClusterResolver()
 for moment in ("before MPI", "after MPI"):
     try:

@@ -129,8 +129,8 @@ def ends_before_the_other_receives() -> None:
 
 
 scenarios = {
-    one.__name__: one
-    for one in (
+    scenario.__name__: scenario
+    for scenario in (
         own_mapping,
         waits_for_all_children,
         halves_first,

@@ -150,7 +150,9 @@ def closures(replication: int = 1) -> None:
             results[-MOST_WAITING].get()
     coordinator.join()
     assert coordinator.done()
-    assert [int(one.mean()) for one in coordinator.fetch(results)] == list(range(len(results)))
+    assert [int(result.mean()) for result in coordinator.fetch(results)] == list(
+        range(len(results))
+    )
     counts = {int(counter.numpy()) / 2, *np.unique(large.numpy()), *np.unique(small.numpy())}
     assert counts == {len(results)}, (counts, len(results))
     print(f"{len(results)} closures, {kills} workers killed: all is exact", flush=True)
@@ -241,11 +243,11 @@ def steps(replication: int = 1) -> None:
     with strategy.scope():
         done = ms.Variable(np.zeros(len(workers)), name="done")
         large = ms.Variable(np.zeros((len(workers), LARGE)), name="large")
-    one = np.eye(len(workers))[mine]
+    own_row = np.eye(len(workers))[mine]
 
     def step() -> None:
         time.sleep(own_plan.random() * 4e-3)
-        done.assign_add(one)
+        done.assign_add(own_row)
         large.scatter_add(ms.IndexedSlices(np.ones((1, LARGE)), np.array([mine])))
 
     survivor = plan.randrange(len(workers))
@@ -309,7 +311,7 @@ def training() -> None:
     print(f"weights {hashlib.sha256(bits).hexdigest()}", flush=True)
 
 
-def looks() -> None:
+def reads_snapshots() -> None:
     """What is pushed to all servers at once is in what one rank reads of them at one time, or is not."""
     strategy = ms.compat.v1.ParameterServerStrategy(
         num_ps=3,
@@ -396,7 +398,7 @@ def main() -> None:
     elif what == "training closures":
         training_closures()
     elif what in ("training", "looks"):
-        (training if what == "training" else looks)()
+        (training if what == "training" else reads_snapshots)()
     elif what == "both copies":
         both_copies_die()
     elif what == "chief":

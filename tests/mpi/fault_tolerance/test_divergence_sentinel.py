@@ -97,7 +97,7 @@ def assert_told(
     if ranks(strategy) == 1 and not (k_may_differ and strategy.num_replicas_in_sync > 1):
         assert errors == [("", "", "")]
         return
-    assert {one for one, _, _ in errors} == {"DivergenceError"}, errors
+    assert {kind for kind, _, _ in errors} == {"DivergenceError"}, errors
     (text,) = {text for _, text, _ in errors}
     assert text.startswith(f"{name} is not the same any more on all ranks"), text
     for part in parts:
@@ -314,7 +314,7 @@ def test_every_counts_backwards(strategy: ms.Strategy) -> None:
     training.step(2)
     errors = errors_of_ranks(training.step)
     several = strategy.num_replicas_in_sync > 1 and ranks(strategy) > 1
-    assert {one for one, _, _ in errors} == {"DivergenceError" if several else ""}
+    assert {kind for kind, _, _ in errors} == {"DivergenceError" if several else ""}
     if several:
         assert all("in call 3 of backward(); this is the first comparison" in e[1] for e in errors)
     strategy.mirror(training.net)
@@ -351,7 +351,7 @@ def test_ranks_that_do_not_give_the_same_number(strategy: ms.Strategy) -> None:
     for every in (5 + rank_of(strategy), 0, "3", True, 2.0):
         differ = ranks(strategy) > 1 or every != 5
         errors = errors_of_ranks(lambda every=every: DivergenceSentinel(strategy, every))
-        assert {one for one, _, _ in errors} == {"ValueError" if differ else ""}, every
+        assert {kind for kind, _, _ in errors} == {"ValueError" if differ else ""}, every
     assert_usable(strategy)
 
 
@@ -366,7 +366,7 @@ def test_a_sentinel_on_one_rank_only(strategy: ms.Strategy) -> None:
             training.step()
 
     errors = errors_of_ranks(make_or_step)
-    assert {one for one, _, _ in errors} == {
+    assert {kind for kind, _, _ in errors} == {
         "CollectiveMismatchError" if ranks(strategy) > 1 else ""
     }
 
@@ -391,6 +391,6 @@ def test_a_rank_that_cannot_read_its_state(
     if strategy.num_replicas_in_sync == 1:
         return
     assert errors[last(strategy)][0] in ("MemoryError", "CollectiveMismatchError"), errors
-    assert {one for one, _, _ in errors[:-1]} <= {"CollectiveMismatchError"}, errors
+    assert {kind for kind, _, _ in errors[:-1]} <= {"CollectiveMismatchError"}, errors
     training.step(4)
     assert_usable(strategy)

@@ -317,9 +317,9 @@ def test_two_forwards_may_wait_for_two_backwards(strategy: ms.Strategy) -> None:
 
     def step() -> None:
         x = mine(strategy)
-        one, other = loss_of(model(x), x[:, :2]), loss_of(model(x * 2), x[:, :2])
-        one.backward()
-        other.backward()
+        first, second = loss_of(model(x), x[:, :2]), loss_of(model(x * 2), x[:, :2])
+        first.backward()
+        second.backward()
 
     strategy.run(step)
     assert model.state_dict()["0.num_batches_tracked"] == 2

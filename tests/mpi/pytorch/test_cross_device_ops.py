@@ -63,12 +63,12 @@ class Trained:
 @pytest.mark.parametrize("replicas", DEVICES)
 def test_it_is_called_once_in_each_backward(replicas, rule):
     ops = Counting()
-    given = Trained(replicas, ops, rule).train()
+    with_ops = Trained(replicas, ops, rule).train()
     expected = [[replicas] * 6] * 3 if replicas * SIZE > 1 else []
     # Two replicas of a rank call backward() together.
     assert ops.calls == expected
     for own, other in zip(
-        given.values(), Trained(replicas, None, rule).train().values(), strict=True
+        with_ops.values(), Trained(replicas, None, rule).train().values(), strict=True
     ):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 

@@ -83,12 +83,12 @@ def test_order_of_constructors_does_not_matter_for_values(strategy: ms.Strategy)
 def test_several_models_and_nested_scopes(strategy: ms.Strategy) -> None:
     torch.manual_seed(rank(strategy))
     with strategy.scope():
-        one = small_net().double()
+        model = small_net().double()
         with strategy.scope():
             other = torch.nn.Linear(2, 2).double()
-    check_equal(strategy, one)
+    check_equal(strategy, model)
     check_equal(strategy, other)
-    check_trains(strategy, torch.nn.Sequential(one, other))
+    check_trains(strategy, torch.nn.Sequential(model, other))
 
 
 def test_transformer_encoder_deepcopies_its_layers(strategy: ms.Strategy) -> None:

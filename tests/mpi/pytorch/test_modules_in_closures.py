@@ -202,9 +202,9 @@ def test_the_chief_writes_between_functions() -> None:
             step_alone(batch(number))
         model.load_state_dict(alone.state_dict())
         optimizer.load_state_dict(its_optimizer.state_dict())
-        for one in (model, alone):
+        for module in (model, alone):
             with torch.no_grad():
-                one[0].bias.fill_(0.5)  # type: ignore[index, operator, union-attr]
+                module[0].bias.fill_(0.5)  # type: ignore[index, operator, union-attr]
         for number in range(3, 6):
             coordinator.schedule(step, args=(number,))
             step_alone(batch(number))
@@ -213,8 +213,8 @@ def test_the_chief_writes_between_functions() -> None:
         assert_same(optimizer.state_dict()["state"], its_optimizer.state_dict()["state"])
 
         with torch.no_grad():  # of what was read at the join
-            for one in (model, alone):
-                one[0].weight.mul_(2)  # type: ignore[index, operator, union-attr]
+            for module in (model, alone):
+                module[0].weight.mul_(2)  # type: ignore[index, operator, union-attr]
         coordinator.schedule(step, args=(6,))
         coordinator.join()
         step_alone(batch(6))
@@ -313,15 +313,15 @@ def test_what_does_not_work_is_told() -> None:
         def makes_optimizer() -> None:
             stepping(model, torch.optim.SGD(model.parameters(), lr=0.1))(batch(0))
 
-        for told, fn in (
+        for message, fn in (
             ("parameter Sequential.0.weight was written in a scheduled function", writes),
             ("a scheduled function has made this optimizer", makes_optimizer),
             ("step of a learning-rate scheduler", lambda: scheduler.step()),
             ("not on the servers", lambda: strategy.run(step_outside, args=(batch(0),))),
         ):
-            with pytest.raises(RuntimeError, match=told):
+            with pytest.raises(RuntimeError, match=message):
                 coordinator.schedule(fn).get()
-            with pytest.raises(RuntimeError, match=told):
+            with pytest.raises(RuntimeError, match=message):
                 coordinator.join()
         before = model.state_dict()["0.weight"].clone()
         assert coordinator.schedule(lambda: model[0].weight.abs().sum() > 0).get()

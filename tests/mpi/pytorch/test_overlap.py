@@ -38,14 +38,14 @@ Submitted = list[tuple[CommunicationThread, "Future[None]"]]
 def submitted(monkeypatch: pytest.MonkeyPatch) -> Submitted:
     """What leaves, while `backward()` runs or when it has ended, and the thread that sends it."""
     submit = CommunicationThread.submit
-    noted: Submitted = []
+    sent: Submitted = []
 
     def note(thread: CommunicationThread, *arguments: Any) -> "Future[None]":
-        noted.append((thread, submit(thread, *arguments)))
-        return noted[-1][1]
+        sent.append((thread, submit(thread, *arguments)))
+        return sent[-1][1]
 
     monkeypatch.setattr(CommunicationThread, "submit", note)
-    return noted
+    return sent
 
 
 class Until(torch.autograd.Function):

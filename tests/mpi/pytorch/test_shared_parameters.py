@@ -441,7 +441,7 @@ def test_other_memory_layouts() -> None:
             x = torch.randn(2, 5, 9, 9, generator=training.generator)
             loss = torch.nn.Sequential(*training.model.children())(x).square().mean()
             loss = loss + (training.model.turned * torch.arange(40.0)).square().mean()
-            (loss + training.model.one.sum() + training.model.beside.square().sum()).backward()
+            (loss + training.model.first.sum() + training.model.second.square().sum()).backward()
             training.optimizer.step()
 
         training.run(3, step)
@@ -509,7 +509,7 @@ def test_a_parameter_made_of_one_that_a_rank_has_freed() -> None:
             training.optimizer = torch.optim.Adam(training.model.parameters())
         gc.collect()
         training.run(3)
-        assert all(one.data_ptr() == first.weight.data_ptr() for one in kept)
+        assert all(parameter.data_ptr() == first.weight.data_ptr() for parameter in kept)
 
     twice(play)
 
@@ -615,8 +615,8 @@ def test_steps_that_need_whole_parameters(make: Callable[[Any], torch.optim.Opti
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             training.run(4, step)
-        told = [w for w in caught if "every rank computes whole steps" in str(w.message)]
-        assert len(told) == (training.shared and RANK == 0)
+        messages = [w for w in caught if "every rank computes whole steps" in str(w.message)]
+        assert len(messages) == (training.shared and RANK == 0)
         training.run(1, step)
 
     twice(play, make=make)
@@ -656,8 +656,8 @@ def test_an_elementwise_optimizer_of_the_user_s() -> None:
     assert play(own) == (6, 6, {"calls": 6})
     own.strategy.extended.communicator.barrier()
     shared.run(3)
-    for one, other in zip(own.model.parameters(), shared.model.parameters(), strict=True):
-        assert_same(own.optimizer.state[one], shared.optimizer.state[other])
+    for own_parameter, other in zip(own.model.parameters(), shared.model.parameters(), strict=True):
+        assert_same(own.optimizer.state[own_parameter], shared.optimizer.state[other])
 
 
 def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:

@@ -32,10 +32,10 @@ def local_http(answer: Callable[[Request], Answer]) -> Iterator[str]:
             url = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(url.query).items()}
             length = int(self.headers.get("Content-Length") or 0)
-            given = answer(Request(url.path, query, dict(self.headers), self.rfile.read(length)))
-            body = given.body.encode()
-            self.send_response(given.status)
-            for name, value in {**given.headers, "Content-Length": str(len(body))}.items():
+            response = answer(Request(url.path, query, dict(self.headers), self.rfile.read(length)))
+            body = response.body.encode()
+            self.send_response(response.status)
+            for name, value in {**response.headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)

@@ -107,7 +107,9 @@ def batch_script(step: Step) -> Environment:
 def hostlist(hosts: Sequence[str]) -> str:
     """Slurm's short form: neighbours of one prefix and width become n[9-11,13]; the order stays."""
     parts: list[str] = []
-    for (prefix, width), group in itertools.groupby(map(_split, hosts), key=lambda one: one[:2]):
+    for (prefix, width), group in itertools.groupby(
+        map(_split, hosts), key=lambda split: split[:2]
+    ):
         numbers = [number for _, _, number in group]
         if width is None:
             parts += [prefix] * len(numbers)

@@ -111,14 +111,14 @@ class MPIOutcomes:
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        told = None
+        others = None
         mine = Outcome(_CODES[report.outcome])
         if report.failed:
             mine = Outcome(mine.code, _short_message(report), _full_text(report))
-            told = self._watch.tell_failure(mine.text)
+            others = self._watch.tell_failure(mine.text)
         outcomes = self._agreement.exchange(mine)
-        if told is not None:
-            told.unlink(missing_ok=True)
+        if others is not None:
+            others.unlink(missing_ok=True)
         if outcomes is not None:
             self._share(report, outcomes)
         return report

@@ -24,10 +24,10 @@ def gpus() -> list[str]:
     """What nvidia-smi says of them; none where there is none."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        process = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return []
-    return told.stdout.splitlines() if told.returncode == 0 else []
+    return process.stdout.splitlines() if process.returncode == 0 else []
 
 
 def machine(launcher: Launcher) -> dict[str, Any]:
@@ -86,9 +86,9 @@ def target_is_met(benchmarks: list[dict[str, Any]]) -> bool | None:
     """Whether one rank's steps take at most TARGET of plain PyTorch's; None where they were not measured."""
     ratios = [
         row["mpistrat / this"]
-        for one in benchmarks
-        if one["benchmark"] == "gpu_training" and one["ranks"] == 1
-        for row in one["rows"]
+        for benchmark in benchmarks
+        if benchmark["benchmark"] == "gpu_training" and benchmark["ranks"] == 1
+        for row in benchmark["rows"]
         if row["training step"].startswith("plain")
     ]
     return max(ratios) <= TARGET if ratios else None
@@ -110,13 +110,20 @@ def markdown(facts: dict[str, Any]) -> str:
     if not facts["machine"]["gpus"]:
         lines += ["", "No NVIDIA GPU: the tests were skipped, and nothing was measured."]
     lines += ["", "## Tests", "", *table(facts["tests"]), "", *facts["skips"]]
-    for one in facts["benchmarks"]:
-        lines += ["", f"## {one['benchmark']}, {one['ranks']} ranks", "", *table(one["rows"])]
+    for benchmark in facts["benchmarks"]:
+        lines += [
+            "",
+            f"## {benchmark['benchmark']}, {benchmark['ranks']} ranks",
+            "",
+            *table(benchmark["rows"]),
+        ]
     if facts["benchmarks"]:
         words = {True: "met", False: "missed", None: "not measured"}[facts["target_is_met"]]
         lines += ["", f"Target: one rank's step within {TARGET} of plain PyTorch's: {words}."]
-    failed = [one for one in facts["benchmarks"] if one["code"]]
-    failures = facts["failures"] | {one["benchmark"]: one["output"] for one in failed}
+    failed = [benchmark for benchmark in facts["benchmarks"] if benchmark["code"]]
+    failures = facts["failures"] | {
+        benchmark["benchmark"]: benchmark["output"] for benchmark in failed
+    }
     for title, output in failures.items():
         lines += ["", f"## Failed: {title}", "", "```", output[-8000:].strip(), "```"]
     return "\n".join(lines) + "\n"
@@ -160,7 +167,7 @@ def main() -> int:
     (folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "report.md").write_text(markdown(facts))
     print(f"written: {folder / 'report.md'}")
-    failed = any(stage.failed for stage in done) or any(one["code"] for one in benchmarks)
+    failed = any(stage.failed for stage in done) or any(result["code"] for result in benchmarks)
     return int(failed)
 
 

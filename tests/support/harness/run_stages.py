@@ -89,24 +89,24 @@ def main() -> int:
     modes = [*matrix.MODES, "manifest"]
     parser.add_argument("mode", choices=modes, nargs="?", default="usual")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep stages and tests there")
-    given = parser.parse_args()
-    if given.mode == "manifest":
+    arguments = parser.parse_args()
+    if arguments.mode == "manifest":
         return update_manifest()
 
     began = time.monotonic()
-    stages = list(matrix.stages(given.mode))
+    stages = list(matrix.stages(arguments.mode))
     run_all(stages)
     seconds = time.monotonic() - began
     report.show_stages(stages, seconds)
     report.show_slowest(stages)
-    if given.json:
-        report.save(given.json, given.mode, stages, seconds)
-    if given.mode != "quick" and matrix.XLA_PREFIX not in os.environ:
+    if arguments.json:
+        report.save(arguments.json, arguments.mode, stages, seconds)
+    if arguments.mode != "quick" and matrix.XLA_PREFIX not in os.environ:
         here = f"Python {platform.python_version()} on {platform.machine()}"
         print(f"left out: tests/tpu: torch_xla has no release for {here}")
     for test in (test for stage in stages for test in stage.unsteady):
         print(f"unsteady: {test} failed, and passed when it was run again")
-    wrong = list(complaints(given.mode, stages))
+    wrong = list(complaints(arguments.mode, stages))
     for complaint in wrong:
         print(f"FAILED  {complaint}")
     passed, failed, skipped = (

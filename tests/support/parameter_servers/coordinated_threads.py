@@ -30,7 +30,7 @@ class ThreadsRpc:
         self.handlers: dict[str, Callable[[int, Any], None]] = {}
         self.when_lost: list[Callable[[int], None]] = []
         self.dead = False
-        self.told: list[str] = []  # kinds of notices
+        self.notices: list[str] = []  # kinds of notices
         job[rank] = self
 
     def name_of(self, rank: int) -> str:
@@ -44,7 +44,7 @@ class ThreadsRpc:
 
     def notify(self, to: int, kind: str, body: Any = None) -> None:
         if not self.dead:
-            self.told.append(kind)
+            self.notices.append(kind)
             self.job[to].inbox.put((self.rank, kind, pickle.dumps(body)))
 
     def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
@@ -75,7 +75,7 @@ class Things:
         self.by_name: dict[str, Any] = {}
 
     def reference_of(self, value: Any) -> str | None:
-        return next((name for name, one in self.by_name.items() if one is value), None)
+        return next((name for name, known in self.by_name.items() if known is value), None)
 
     def resolve(self, key: str) -> Any:
         return self.by_name[key]

@@ -29,8 +29,8 @@ VARIABLES = (
 def environment(_: str) -> dict[str, Any]:
     """PJRT's variables of each rank, and how XLA finds the devices."""
     topology = ms.tpu.initialize_tpu_system()
-    told = {name: os.environ.get(name) for name in VARIABLES}
-    return {**told, "mesh": topology.mesh_shape, "per rank": topology.num_tpus_per_task}
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    return {**variables, "mesh": topology.mesh_shape, "per rank": topology.num_tpus_per_task}
 
 
 def logical_devices(_: str) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("question", choices=QUESTIONS)
     parser.add_argument("folder", nargs="?", default="pod-checkpoint")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.manual_seed(0)
-    answer = QUESTIONS[given.question](given.folder)
+    answer = QUESTIONS[arguments.question](arguments.folder)
     sys.stdout.write(json.dumps(answer, default=str) + "\n")
     sys.stdout.flush()
 

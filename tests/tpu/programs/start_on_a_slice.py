@@ -14,12 +14,12 @@ import mpistrat as ms
 try:
     ms.TPUStrategy()
 except Exception as error:
-    told = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
 else:
-    told = "no error"
+    message = "no error"
 ours = {
     name: value
     for name, value in os.environ.items()
     if name.startswith(("TPU_", "PJRT_", "CLOUD_TPU"))
 }
-sys.stdout.write(json.dumps([MPI.COMM_WORLD.rank, told, ours]) + "\n")
+sys.stdout.write(json.dumps([MPI.COMM_WORLD.rank, message, ours]) + "\n")

@@ -236,13 +236,13 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
-    both = Checkpoint(one=Counter(1), two=Counter(2))
+    both = Checkpoint(first=Counter(1), second=Counter(2))
     path = CheckpointManager(both, tmp_path).save(1)
     only = Counter()
-    CheckpointManager(Checkpoint(two=only), tmp_path).restore(path)
+    CheckpointManager(Checkpoint(second=only), tmp_path).restore(path)
     assert only.count == 2
     manager = CheckpointManager(Checkpoint(three=Counter()), tmp_path)
-    with pytest.raises(KeyError, match="no state of 'three', only of strategy, one, two"):
+    with pytest.raises(KeyError, match="no state of 'three', only of strategy, first, second"):
         manager.restore_or_initialize()
 
 
@@ -260,15 +260,15 @@ class CounterOfRank(Counter):
 
 @pytest.mark.parametrize("kind", [Counter, CounterOfRank])
 def test_what_may_be_absent(tmp_path: Path, kind: type[Counter]) -> None:
-    old = CheckpointManager(Checkpoint(one=Counter(1)), tmp_path).save(1)
-    one, new = Counter(), kind(5)
-    manager = CheckpointManager(Checkpoint(one=one, new=new), tmp_path)
+    old = CheckpointManager(Checkpoint(first=Counter(1)), tmp_path).save(1)
+    first, new = Counter(), kind(5)
+    manager = CheckpointManager(Checkpoint(first=first, new=new), tmp_path)
     with pytest.raises(KeyError, match="no state of 'new', only of"):
         manager.restore(old)
-    assert one.count == 0
+    assert first.count == 0
     new.may_be_absent = True  # type: ignore[attr-defined]
     manager.restore(old)
-    assert (one.count, new.count) == (1, 5)
+    assert (first.count, new.count) == (1, 5)
     path = manager.save(2)
     new.count = 6
     manager.restore(path)
@@ -318,14 +318,14 @@ def test_a_relative_path_is_told_to_other_ranks_in_full(
     counter = Counter(1)
     manager = CheckpointManager(Checkpoint(counter=counter), tmp_path / "saved")
     path = manager.save(1)
-    told = []
+    broadcasts = []
     communicator = manager.checkpoint.strategy.extended.communicator
     monkeypatch.setattr(
-        communicator, "broadcast_object", lambda value, **_: told.append(value) or value
+        communicator, "broadcast_object", lambda value, **_: broadcasts.append(value) or value
     )
     monkeypatch.chdir(tmp_path)
     manager.restore(Path("saved") / "step-00000001")
-    assert told == [path]
+    assert broadcasts == [path]
     with pytest.raises(TypeError, match="NoneType"):
         manager.restore(None)  # type: ignore[arg-type]
 

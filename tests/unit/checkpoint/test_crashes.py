@@ -47,9 +47,9 @@ class Disk:
         elif name == "rename":
             self.unsynced_renames.append((path, new))
             for names in (self.unsynced_files, self.unsynced_names):
-                for one in [one for one in names if one.startswith(path + "/")]:
-                    names.remove(one)
-                    names.add(new + one.removeprefix(path))
+                for inner in [inner for inner in names if inner.startswith(path + "/")]:
+                    names.remove(inner)
+                    names.add(new + inner.removeprefix(path))
 
     def lose(self) -> None:
         vars(os).update(REAL)

@@ -36,9 +36,9 @@ def bits(value):
     if isinstance(value, (np.ndarray, np.generic)):
         return (type(value), value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, dict):
-        return (type(value), [(bits(key), bits(one)) for key, one in value.items()])
+        return (type(value), [(bits(key), bits(item)) for key, item in value.items()])
     if isinstance(value, (list, tuple)):
-        return (type(value), [bits(one) for one in value])
+        return (type(value), [bits(item) for item in value])
     if isinstance(value, float):
         return (float, value.hex())
     if isinstance(value, complex):
@@ -122,8 +122,13 @@ def test_numpy_arrays(array, tmp_path: Path) -> None:
 
 
 def test_names_that_look_alike(tmp_path: Path) -> None:
-    one, two, three = torch.tensor(1), torch.tensor(2), torch.tensor(3)
-    state = {"a.b": one, "a": {"b": two, 0: one, "0": three}, "__metadata__": three, "": one}
+    first, second, third = torch.tensor(1), torch.tensor(2), torch.tensor(3)
+    state = {
+        "a.b": first,
+        "a": {"b": second, 0: first, "0": third},
+        "__metadata__": third,
+        "": first,
+    }
     assert bits(round_trip(state, tmp_path)) == bits(state)
 
 
@@ -133,13 +138,13 @@ def test_an_optimizer_and_a_module_go_on(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.5, 0.9))
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    for one in (model, optimizer):
-        state = one.state_dict()
+    for part in (model, optimizer):
+        state = part.state_dict()
         back = round_trip(state, tmp_path)
         (tmp_path / "arrays.safetensors").unlink()
-        assert bits(back) == bits(dict(state) if one is optimizer else state)
+        assert bits(back) == bits(dict(state) if part is optimizer else state)
         assert getattr(back, "_metadata", None) == getattr(state, "_metadata", None)
-        one.load_state_dict(back)
+        part.load_state_dict(back)
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,13 @@ def test_union_joins_jobs_in_the_order_of_its_resolvers():
 
 
 def test_union_refusals():
-    one = SimpleClusterResolver(SPEC)
+    simple = SimpleClusterResolver(SPEC)
     with pytest.raises(ValueError, match="at least one"):
         UnionResolver()
     with pytest.raises(TypeError, match="only ClusterResolvers, got 3"):
-        UnionResolver(one, 3)
+        UnionResolver(simple, 3)
     with pytest.raises(ValueError, match="colour"):
-        UnionResolver(one, colour="red")
+        UnionResolver(simple, colour="red")
     sparse = SimpleClusterResolver(ClusterSpec({"worker": {1: "x:1", 5: "y:1"}}))
     with pytest.raises(KeyError, match=r"tasks \[1\] of job 'worker'"):
-        UnionResolver(one, sparse).cluster_spec()
+        UnionResolver(simple, sparse).cluster_spec()

@@ -17,5 +17,5 @@ def test_open_mpi_that_was_not(environ: dict[str, str]) -> None:
 
 
 def test_another_mpi() -> None:
-    told = why_not_fault_tolerant(MPICH, {FT_ENABLE: "1"})
-    assert told.startswith("MPICH 5.0.2 does not")
+    reason = why_not_fault_tolerant(MPICH, {FT_ENABLE: "1"})
+    assert reason.startswith("MPICH 5.0.2 does not")

@@ -355,9 +355,9 @@ def damaged_tf_configs(data: Any) -> None:
     task = value.get("task") if text == json.dumps(value) and isinstance(value, dict) else None
     if isinstance(task, dict) and task.get("type") == "worker":
         chiefs = len(value.get("cluster", {}).get("chief", []))
-        told = task.get("index")
-        assert told is None or (
-            not isinstance(told, (bool, float)) and int(told) + chiefs == topology.rank
+        index = task.get("index")
+        assert index is None or (
+            not isinstance(index, (bool, float)) and int(index) + chiefs == topology.rank
         )
 
 
@@ -410,7 +410,7 @@ PROPERTIES = (
     "examples",
     [60, pytest.param(4600, marks=[pytest.mark.slow, pytest.mark.time_limit(1200)])],
 )
-@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda function: function.__name__)
 def test_environments(holds: Callable[[Any], None], examples: int) -> None:
     chosen = settings(
         max_examples=examples,

@@ -26,13 +26,13 @@ def of_ranks(nodes, resolvers=None, num_ps=None, *, chief=True, environs=None):
     """What `job_roles` gives, or raises, on every rank; a list is of what each rank is given."""
     size = len(nodes)
     barrier = threading.Barrier(size, timeout=60)
-    told = [None] * size
+    values = [None] * size
 
     def rank_of_job(rank):
         def all_gather_object(value):
-            told[rank] = value
+            values[rank] = value
             barrier.wait()
-            return list(told)
+            return list(values)
 
         try:
             return job_roles(
@@ -359,10 +359,10 @@ def test_components_after_the_second_have_workers_and_tf_config_counts_more():
         "worker": (2, 3),
         "ps": (1,),
     }
-    told = [
+    environments = [
         environ | tf_config(CLUSTER, *task) for environ, task in zip(environs, TASKS, strict=True)
     ]
-    assert agreed([0, 1, 2, 3], environs=told)["chief"] == (2,)
+    assert agreed([0, 1, 2, 3], environs=environments)["chief"] == (2,)
 
 
 @pytest.mark.parametrize(

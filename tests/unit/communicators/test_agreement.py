@@ -106,8 +106,8 @@ def wrong_sums(seed: int, missing: int | None = None) -> int:
         for call in range(1, CALLS):
             processor.store((rank, "slot", call & 1), 100 * call + rank)
             assert agreement.agree(call, SAME)
-            given = [processor.load((r, "slot", call & 1)) for r in range(RANKS)]
-            wrong[rank] += given != [100 * call + r for r in range(RANKS)]
+            values = [processor.load((r, "slot", call & 1)) for r in range(RANKS)]
+            wrong[rank] += values != [100 * call + r for r in range(RANKS)]
         processor.fence()
 
     threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(RANKS)]
@@ -137,7 +137,7 @@ def test_the_processor_would_show_a_missing_fence(
 def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
     crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, yields = itertools.count(1), itertools.count(1)
+    numbers, yields = itertools.count(1), itertools.count(1)
     looked = yielded = 0
 
     class Late:
@@ -146,7 +146,7 @@ def test_where_ranks_outnumber_cores_one_look_and_the_core_is_given_away(
         def __getitem__(self, index: int) -> int:
             nonlocal looked
             if yielded == 0:
-                looked = next(looks)
+                looked = next(numbers)
             return SAME << 8 | 1 if yielded >= 3 else 0
 
     def give_away() -> None:

@@ -88,11 +88,11 @@ def test_many_jobs_at_once(tmp_path: Path) -> None:
     costs = [{"memory": Cost(i * 1e-6, i * 1e-10, 0.1)} for i in range(1, 5)]
     stop = threading.Event()
 
-    def write(one: dict[str, Cost]) -> None:
+    def write(entry: dict[str, Cost]) -> None:
         while not stop.is_set():
-            cost_cache.write(str(tmp_path), KEY, one)
+            cost_cache.write(str(tmp_path), KEY, entry)
 
-    writers = [threading.Thread(target=write, args=(one,)) for one in costs]
+    writers = [threading.Thread(target=write, args=(entry,)) for entry in costs]
     for writer in writers:
         writer.start()
     try:
@@ -103,5 +103,5 @@ def test_many_jobs_at_once(tmp_path: Path) -> None:
         stop.set()
         for writer in writers:
             writer.join()
-    assert all(one is not None and one[0] in costs for one in found)
+    assert all(read is not None and read[0] in costs for read in found)
     assert len(os.listdir(tmp_path)) == 1

@@ -62,5 +62,5 @@ def test_only_so_many_are_kept():
     buffers = RecycledBuffers(kept=2)
     sizes = [LARGE, LARGE + 1, LARGE + 2]
     memory = [weakref.ref(buffers.like(np.zeros(size)).base) for size in sizes]
-    kept = [one().nbytes for one in memory if one() is not None]
+    kept = [reference().nbytes for reference in memory if reference() is not None]
     assert kept == [8 * size for size in sizes[1:]]

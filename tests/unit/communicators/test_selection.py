@@ -100,9 +100,9 @@ def test_no_home_is_named(clock: Clock, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("MPISTRAT_CACHE", str(tmp_path / "cache"))
     costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1])
     selection.costs_of_this_job.clear()
-    told = costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1]).explain()
-    assert "read from ~/cache/costs-" in told
-    assert str(tmp_path) not in told
+    explained = costs_of({"one": clock.spinning(1e-4, 0.0)}, ALONE, "", [1]).explain()
+    assert "read from ~/cache/costs-" in explained
+    assert str(tmp_path) not in explained
 
 
 def test_rounds_are_whole(clock: Clock) -> None:
@@ -117,8 +117,8 @@ def test_rounds_are_whole(clock: Clock) -> None:
     assert cut.seconds.shape == (1, 2, 1)
 
 
-def costs(one: Cost, other: Cost, disturbed: bool = False) -> Costs:
-    return Costs({"one": one, "other": other}, disturbed=disturbed)
+def costs(first: Cost, second: Cost, disturbed: bool = False) -> Costs:
+    return Costs({"one": first, "other": second}, disturbed=disturbed)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def test_the_last_two_are_kept(back: int) -> None:
 
 def test_what_is_kept_is_nobody_elses() -> None:
     states = CommittedStates()
-    given = state_of(1)
-    states.keep(1, given)
-    given["model"]["weight"].zero_()
+    state = state_of(1)
+    states.keep(1, state)
+    state["model"]["weight"].zero_()
     restored = states.back_to(1)
     restored["optimizer"][0][:] = 7
     assert_is(states.back_to(1), 1)

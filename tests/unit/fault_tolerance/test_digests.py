@@ -118,5 +118,5 @@ def test_the_largest_difference_is_told() -> None:
     single = torch.tensor(3.0, dtype=torch.bfloat16)
     assert differ(single, single + 1) == "1 of 1 elements, most: 3 instead of 4"
     imaginary = torch.tensor([1 + 2j, 1 + 2j])
-    told = differ(imaginary + torch.tensor([0, 1j]), imaginary)
-    assert told == "1 of 4 elements, most at [1, 1]: 3 instead of 2"
+    text = differ(imaginary + torch.tensor([0, 1j]), imaginary)
+    assert text == "1 of 4 elements, most at [1, 1]: 3 instead of 2"

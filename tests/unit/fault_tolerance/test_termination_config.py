@@ -12,8 +12,8 @@ from mpistrat.fault_tolerance.termination_config import completed
 
 def test_nothing_is_decided_by_default() -> None:
     config = TerminationConfig()
-    given = (config.termination_watcher_fn, config.exit_fn, config.grace_period, config.save_fn)
-    assert given == (None, None, None, None)
+    values = (config.termination_watcher_fn, config.exit_fn, config.grace_period, config.save_fn)
+    assert values == (None, None, None, None)
 
 
 def test_what_is_given_stays() -> None:

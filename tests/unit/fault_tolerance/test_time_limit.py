@@ -160,16 +160,16 @@ def test_what_is_missing_is_told_once(
     monkeypatch.setattr(time_limit, "LONGEST_PAUSE", 0.01)
     command("squeue", "echo down >&2; exit 1")
     limit = TimeLimit(SlurmJob("17"))
-    told = ""
+    output = ""
 
     def is_told() -> bool:
-        nonlocal told
-        told += capsys.readouterr().err
-        return "the time limit of job 17 is not known" in told
+        nonlocal output
+        output += capsys.readouterr().err
+        return "the time limit of job 17 is not known" in output
 
     until(is_told)
     time.sleep(0.3)
-    assert (told + capsys.readouterr().err).count("not known") == 1
+    assert (output + capsys.readouterr().err).count("not known") == 1
     assert limit.seconds_left() == math.inf
 
 

@@ -161,5 +161,5 @@ def test_the_copy_runs_beside_the_computation():
         return begin.elapsed_time(end)
 
     seconds(1)
-    one_after_the_other, beside = seconds(1, fetch=False), seconds(1)
-    assert beside < 0.9 * one_after_the_other
+    one_after_the_other, overlapped = seconds(1, fetch=False), seconds(1)
+    assert overlapped < 0.9 * one_after_the_other

@@ -130,12 +130,12 @@ class Batches(list):
 @given(
     jobs(), st.integers(0, 60), batch_sizes, st.sampled_from(AutoShardPolicy), switches, switches
 )
-def test_iterables_of_batches(job, examples, batch_size, policy, drop_last, told):
+def test_iterables_of_batches(job, examples, batch_size, policy, drop_last, knows_size):
     order = whole_batches(range(examples), batch_size, drop_last)
     batches = [
         np.asarray(order[first : first + batch_size]) for first in range(0, len(order), batch_size)
     ]
-    dataset = Batches(batches, batch_size, drop_last) if told else batches
+    dataset = Batches(batches, batch_size, drop_last) if knows_size else batches
     if policy is FILE and workers_of(job) > 1:
         with pytest.raises(NotFoundError, match="FileDataset"):
             BatchReader(dataset, job[0], policy)

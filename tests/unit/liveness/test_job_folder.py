@@ -64,8 +64,8 @@ def test_noted_mappings_go_with_the_folder(folders: Path, tmp_path: Path) -> Non
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.touch()
     theirs.touch()
-    noted = Path(folder.path, "mappings-0")
-    noted.write_text(f"{ours.stat().st_ino} {ours}\n{theirs.stat().st_ino + 1} {theirs}\n")
+    mappings = Path(folder.path, "mappings-0")
+    mappings.write_text(f"{ours.stat().st_ino} {ours}\n{theirs.stat().st_ino + 1} {theirs}\n")
     assert folder.remove_if_last()
     assert not ours.exists()
     assert theirs.exists()
@@ -83,8 +83,8 @@ def test_only_mappings_of_mpi_are_noted(folders: Path, name: str, of_mpi: bool) 
     try:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
             folder.remember_mappings(0)
-            noted = Path(folder.path, "mappings-0").read_text().splitlines()
-            assert (f"{path.stat().st_ino} {path}" in noted) == of_mpi
+            mappings = Path(folder.path, "mappings-0").read_text().splitlines()
+            assert (f"{path.stat().st_ino} {path}" in mappings) == of_mpi
     finally:
         path.unlink()
 

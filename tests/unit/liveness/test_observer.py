@@ -80,10 +80,10 @@ def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "told"), [(4, "the others go on without it"), (2, "Ending the job")]
+    ("size", "message"), [(4, "the others go on without it"), (2, "Ending the job")]
 )
 def test_a_node_that_loses_all_its_ranks(
-    folders: Path, tmp_path: Path, size: int, told: str
+    folders: Path, tmp_path: Path, size: int, message: str
 ) -> None:
     """In an elastic job it is let go, if there are ranks on other nodes."""
     other, path, _ = other_process(folders, "job-1234")
@@ -118,6 +118,6 @@ def test_a_node_that_loses_all_its_ranks(
     _, said = observer.communicate(timeout=50)
     for rank in ranks:
         rank.communicate()
-    assert told in said
+    assert message in said
     assert said.count("; the others go on without it") == (2 if size == 4 else 0)
     assert ("Ending the job" in said) == (size == 2)

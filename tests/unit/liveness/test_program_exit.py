@@ -45,5 +45,5 @@ def test_how_a_program_ended(tmp_path: Path, program: str, expected: str) -> Non
     path = tmp_path / "program.py"
     path.write_text(HEADER + program)
     command = [sys.executable, "-W", "error", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.stdout.startswith(expected.format(path=path)), told.stdout + told.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.stdout.startswith(expected.format(path=path)), process.stdout + process.stderr

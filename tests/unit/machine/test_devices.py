@@ -12,7 +12,7 @@ from mpistrat.machine.devices import check_device, check_devices, num_gpus, seen
 
 
 @pytest.mark.parametrize(
-    ("given", "spelt"),
+    ("spelling", "spelt"),
     [
         ("cpu", "cpu:0"),
         ("CPU:1", "cpu:1"),
@@ -21,8 +21,8 @@ from mpistrat.machine.devices import check_device, check_devices, num_gpus, seen
         ("/job:worker/replica:0/task:0/device:CPU:3", "cpu:3"),
     ],
 )
-def test_spellings(given, spelt):
-    assert check_device(given) == spelt
+def test_spellings(spelling, spelt):
+    assert check_device(spelling) == spelt
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_no_gpu_has_two_ranks_while_another_could_take_one(seen):
     assert len(users) == max(map(len, most))
 
 
-@pytest.mark.parametrize("beside", ["nothing", "torch without CUDA"])
-def test_cupy_counts_too(monkeypatch, beside):
+@pytest.mark.parametrize("other_library", ["nothing", "torch without CUDA"])
+def test_cupy_counts_too(monkeypatch, other_library):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    if beside != "nothing":
+    if other_library != "nothing":
         cuda = types.SimpleNamespace(device_count=lambda: 0)
         monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     runtime = types.SimpleNamespace(getDeviceCount=lambda: 3)

@@ -61,16 +61,16 @@ def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
         called = node.func
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         owner = getattr(called.value, "id", "") if isinstance(called, ast.Attribute) else ""
-        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
         text = ast.unparse(node)
         unpickles = (owner in PICKLES and name in {*UNPICKLES, "open"}) or name == "Unpickler"
-        of_torch = owner == "torch" and name == "load" and given.get("weights_only") != "True"
-        of_numpy = owner in ("np", "numpy") and name == "load" and "allow_pickle" in given
+        of_torch = owner == "torch" and name == "load" and keywords.get("weights_only") != "True"
+        of_numpy = owner in ("np", "numpy") and name == "load" and "allow_pickle" in keywords
         runs = not owner and name in ("eval", "exec") and isinstance(called, ast.Name)
         opens_port = name in PORTS and (isinstance(called, ast.Attribute) or name != "bind")
-        mode = given.get("mode") or (ast.unparse(node.args[1]) if len(node.args) > 1 else "'r'")
+        mode = keywords.get("mode") or (ast.unparse(node.args[1]) if len(node.args) > 1 else "'r'")
         writes = isinstance(called, ast.Name) and name == "open" and set(mode) & set("wax+")
-        by_umask = writes and given.get("opener") != "private"
+        by_umask = writes and keywords.get("opener") != "private"
         makes = owner == "os" and name == "open" and "O_CREAT" in text and str(0o600) not in text
         folders = name in ("makedirs", "mkdir") and str(0o700) not in text
         writes_text = name in ("write_text", "write_bytes", "touch", "mktemp")
@@ -135,8 +135,8 @@ def test_the_package() -> None:
         for path in FOLDER.rglob("*.py")
         for name, line in dangers(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert {one for one in found if one[:2] not in ALLOWED} == set()
-    assert {one[:2] for one in found} == set(ALLOWED), (
+    assert {danger for danger in found if danger[:2] not in ALLOWED} == set()
+    assert {danger[:2] for danger in found} == set(ALLOWED), (
         "what is not there any more need not be allowed"
     )
 

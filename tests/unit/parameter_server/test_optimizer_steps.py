@@ -17,7 +17,7 @@ from mpistrat.parameter_server.tensors import TensorSpec
 KEY, OPTIMIZER = 5, 1
 
 
-def served(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, OptimizerSteps]:
+def table_and_steps(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, OptimizerSteps]:
     table = Table("w", TensorSpec.of(array), Segments())
     table.update("assign", array)
     steps = OptimizerSteps()
@@ -38,7 +38,7 @@ def push(steps, table, gradient, worker, number, mean=False, lr=1.0) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_a_round_is_one_step_of_the_sum_or_the_mean(dtype: str, mean: bool) -> None:
     kind = getattr(torch, dtype)
-    table, steps = served(torch.zeros(4, dtype=kind))
+    table, steps = table_and_steps(torch.zeros(4, dtype=kind))
     for worker in range(4):
         push(steps, table, torch.full((4,), worker + 1.0, dtype=kind), worker, 0, mean)
     assert not table.array.any()
@@ -59,7 +59,7 @@ def test_the_bits_do_not_depend_on_who_came_first() -> None:
     ]
     expected = None
     for order in itertools.permutations(range(4)):
-        table, steps = served(np.zeros(1000, np.float32))
+        table, steps = table_and_steps(np.zeros(1000, np.float32))
         for worker in order:
             push(steps, table, gradients[worker].copy(), worker, 0)
         end(steps, 1)
@@ -70,7 +70,7 @@ def test_the_bits_do_not_depend_on_who_came_first() -> None:
 
 
 def test_a_worker_ahead_does_not_mix_rounds() -> None:
-    table, steps = served(np.zeros(2, np.float32), momentum=0.5)
+    table, steps = table_and_steps(np.zeros(2, np.float32), momentum=0.5)
     for number in range(3):
         push(steps, table, np.full(2, number + 1, np.float32), 0, number)
     push(steps, table, np.full(2, 10, np.float32), 1, 0)
@@ -82,7 +82,7 @@ def test_a_worker_ahead_does_not_mix_rounds() -> None:
 
 
 def test_two_steps_within_a_round_are_two_steps() -> None:
-    table, steps = served(np.zeros(1, np.float32))
+    table, steps = table_and_steps(np.zeros(1, np.float32))
     for worker, value in ((0, 1), (0, 10), (1, 2), (1, 20)):
         push(steps, table, np.full(1, value, np.float32), worker, 0)
     end(steps, 1)
@@ -93,7 +93,7 @@ def test_two_steps_within_a_round_are_two_steps() -> None:
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
 def test_rows_of_all_workers(make, mean: bool) -> None:
-    table, steps = served(make(np.zeros((5, 2), np.float32)))
+    table, steps = table_and_steps(make(np.zeros((5, 2), np.float32)))
     for worker, rows in enumerate(([0, 4, 4], [4], [])):
         values = make(np.full((len(rows), 2), worker + 1, np.float32))
         push(steps, table, IndexedSlices(values, make(np.array(rows, np.int64))), worker, 0, mean)
@@ -104,7 +104,7 @@ def test_rows_of_all_workers(make, mean: bool) -> None:
 
 
 def test_a_gradient_may_change_once_it_was_pushed() -> None:
-    table, steps = served(np.zeros(3, np.float32))
+    table, steps = table_and_steps(np.zeros(3, np.float32))
     gradient = np.ones(3, np.float32)
     push(steps, table, gradient, 0, 0)
     gradient[:] = 100
@@ -114,7 +114,7 @@ def test_a_gradient_may_change_once_it_was_pushed() -> None:
 
 @pytest.mark.parametrize("number", [None, 0], ids=["at once", "in a round"])
 def test_gradients_that_do_not_fit_are_refused_when_they_come(number) -> None:
-    table, steps = served(np.zeros((3, 2), np.float32))
+    table, steps = table_and_steps(np.zeros((3, 2), np.float32))
     ones, rows = np.ones((1, 2), np.float32), np.array([0])
     for error, gradient in (
         (ValueError, np.ones((2, 3), np.float32)),
@@ -133,7 +133,7 @@ def test_gradients_that_do_not_fit_are_refused_when_they_come(number) -> None:
 
 
 def test_rows_and_the_whole_in_one_round() -> None:
-    table, steps = served(np.zeros((3, 2), np.float32))
+    table, steps = table_and_steps(np.zeros((3, 2), np.float32))
     push(steps, table, np.ones((3, 2), np.float32), 1, 0)
     with pytest.raises(TypeError, match=r"'w' is one of some rows .* \(rank 1\)"):
         push(steps, table, IndexedSlices(np.ones((1, 2), np.float32), np.array([0])), 2, 0)
@@ -143,7 +143,7 @@ def test_rows_and_the_whole_in_one_round() -> None:
 
 @pytest.mark.parametrize("cls", [torch.optim.SparseAdam, torch.optim.ASGD])
 def test_optimizers_that_take_one_kind_only(cls) -> None:
-    table, steps = served(np.zeros((3, 2), np.float32), cls)
+    table, steps = table_and_steps(np.zeros((3, 2), np.float32), cls)
     whole = np.ones((3, 2), np.float32)
     rows = IndexedSlices(whole[:1], np.array([0]))
     bad, good = (whole, rows) if cls is torch.optim.SparseAdam else (rows, whole)
@@ -155,7 +155,7 @@ def test_optimizers_that_take_one_kind_only(cls) -> None:
 
 
 def test_a_step_that_a_dead_worker_did_not_end_is_made_without_it() -> None:
-    table, steps = served(np.zeros(3, np.float32))
+    table, steps = table_and_steps(np.zeros(3, np.float32))
     for worker in range(2):
         push(steps, table, np.ones(3, np.float32), worker, 0, mean=True)
     push(steps, table, np.full(3, 100, np.float32), 1, 1, mean=True)
@@ -169,7 +169,7 @@ def test_a_step_that_a_dead_worker_did_not_end_is_made_without_it() -> None:
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_who_sends_no_gradient_counts_in_the_mean(rows: bool) -> None:
-    table, steps = served(np.zeros((1, 2), np.float32))
+    table, steps = table_and_steps(np.zeros((1, 2), np.float32))
     gradient = np.full((1, 2), 8, np.float32)
     for worker in range(2):
         sent = IndexedSlices(gradient, np.array([0])) if rows else gradient
@@ -179,7 +179,7 @@ def test_who_sends_no_gradient_counts_in_the_mean(rows: bool) -> None:
 
 
 def test_what_the_optimizer_raises_is_told_and_the_next_round_is_made() -> None:
-    table, steps = served(np.zeros(3, np.float32))
+    table, steps = table_and_steps(np.zeros(3, np.float32))
     push(steps, table, np.ones(3, np.float32), 0, 0, lr=None)
     push(steps, table, np.full(3, 10, np.float32), 0, 1)
     ((name, error),) = end(steps, 1)
@@ -191,7 +191,7 @@ def test_what_the_optimizer_raises_is_told_and_the_next_round_is_made() -> None:
 
 
 def test_a_step_that_is_tried_again_is_one_step() -> None:
-    table, steps = served(np.zeros(1, np.float32))
+    table, steps = table_and_steps(np.zeros(1, np.float32))
     push(steps, table, np.ones(1, np.float32), 0, 0)
     push(steps, table, np.ones(1, np.float32), 1, 0)
     steps.forget(1, ended=0)

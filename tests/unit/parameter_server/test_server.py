@@ -73,8 +73,8 @@ def test_numbered_updates_are_made_once(rpc) -> None:
     first = rpc.reply_to(update(rpc, 1, add(1, work=7, n=0)))
     second = rpc.reply_to(update(rpc, 1, add(10, work=7, n=1)))
     again = [rpc.reply_to(update(rpc, 2, add(1, work=7, n=n))) for n in (0, 1)]
-    for one, other in zip([first, second], again, strict=True):
-        assert np.array_equal(one[0].data, other[0].data)  # what came of it then
+    for first_answer, other in zip([first, second], again, strict=True):
+        assert np.array_equal(first_answer[0].data, other[0].data)  # what came of it then
     update(rpc, 2, add(100, work=8, n=0))
     assert value(rpc).tolist() == [111] * 3
     rpc.receive_notice(1, "forget", ([7], 6))
@@ -265,13 +265,13 @@ def test_workers_that_leave_end_no_round_while_one_is_alone(rpc) -> None:
 
 def test_errors_of_other_classes_come_as_those_that_all_ranks_have() -> None:
     class Odd(ValueError):
-        def __init__(self, one: str, two: str) -> None:
-            super().__init__(f"{one} and {two}")
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(f"{first} and {second}")
 
     for error in (Odd("this", "that"), KeyError("that")):
-        told = pickle.loads(pickle.dumps(portable_error(error)))
-        assert type(told) is (ValueError if isinstance(error, ValueError) else RuntimeError)
-        assert "that" in str(told)
+        arrived = pickle.loads(pickle.dumps(portable_error(error)))
+        assert type(arrived) is (ValueError if isinstance(error, ValueError) else RuntimeError)
+        assert "that" in str(arrived)
 
 
 OPTIMIZER = 1

@@ -65,7 +65,7 @@ class Worker:
             yield gradient, pickle.loads(pickle.dumps(hyperparameters(self.group)))
             self.optimizer.step()
 
-    def served(self, array: np.ndarray, **options: Any) -> ServerOptimizer:
+    def optimizer_of(self, array: np.ndarray, **options: Any) -> ServerOptimizer:
         return ServerOptimizer(array, self.recipe, **options)
 
     def expect(self, *pieces: np.ndarray) -> None:
@@ -80,10 +80,10 @@ def pieces_of(array: np.ndarray, *rows: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_dense_steps(name: str) -> None:
     worker, array = Worker(MAKERS[name]), values()
-    served = worker.served(array)
+    remote = worker.optimizer_of(array)
     for gradient, numbers in worker.steps(0, STEPS):
         before = gradient.copy()
-        served.step(gradient, numbers)
+        remote.step(gradient, numbers)
         np.testing.assert_array_equal(gradient, before)
     worker.expect(array)
 
@@ -93,21 +93,21 @@ def test_shards_and_another_number_of_them(name: str) -> None:
     """Two servers, from whose state three go on."""
     worker = Worker(MAKERS[name])
     two = pieces_of(values(), 4, 7)
-    served = [worker.served(piece, shard=True) for piece in two]
+    shards = [worker.optimizer_of(piece, shard=True) for piece in two]
     for gradient, numbers in worker.steps(0, 3):
-        for one, part in zip(served, pieces_of(gradient, 4, 7), strict=True):
-            one.step(part, numbers)
+        for shard, part in zip(shards, pieces_of(gradient, 4, 7), strict=True):
+            shard.step(part, numbers)
     worker.expect(*two)
-    whole = join_states([one.state_dict() for one in served])
+    whole = join_states([shard.state_dict() for shard in shards])
     kept = pickle.dumps(whole)
     rows = (3, 0, 8)
     three = pieces_of(np.concatenate(two), *rows)
-    moved = [worker.served(piece, shard=True) for piece in three]
-    for one, state in zip(moved, split_state(whole, rows), strict=True):
-        one.load_state_dict(state)
+    moved = [worker.optimizer_of(piece, shard=True) for piece in three]
+    for shard, state in zip(moved, split_state(whole, rows), strict=True):
+        shard.load_state_dict(state)
     for gradient, numbers in worker.steps(3, STEPS):
-        for one, part in zip(moved, pieces_of(gradient, *rows), strict=True):
-            one.step(part, numbers)
+        for shard, part in zip(moved, pieces_of(gradient, *rows), strict=True):
+            shard.step(part, numbers)
     worker.expect(*three)
     assert pickle.dumps(whole) == kept
 
@@ -159,15 +159,15 @@ PUSHES = [[3], [3, 7, 3], [0, 10, 7], [10, 3, 3, 3], [5, 4]]
 def test_steps_of_some_rows(name: str, rows: tuple[int, ...]) -> None:
     worker, oracle = Worker(MAKERS[name]), ByRow(MAKERS[name])
     arrays = pieces_of(values(), *rows)
-    served = [worker.served(array, shard=len(rows) > 1) for array in arrays]
+    shards = [worker.optimizer_of(array, shard=len(rows) > 1) for array in arrays]
     firsts = np.cumsum((0, *rows[:-1]))
     for number, indices in enumerate(PUSHES):
         gradient, at = values(seed=number + 1)[: len(indices)], np.array(indices)
         oracle.step(gradient, indices, lr=0.1 / (number + 1))
         numbers = {**hyperparameters(worker.group), "lr": 0.1 / (number + 1)}
-        for one, first, count in zip(served, firsts, rows, strict=True):
+        for shard, first, count in zip(shards, firsts, rows, strict=True):
             here = (first <= at) & (at < first + count)
-            one.step(IndexedSlices(gradient[here], at[here] - first), numbers)
+            shard.step(IndexedSlices(gradient[here], at[here] - first), numbers)
     expected = np.stack([row.detach().numpy() for row in oracle.rows])
     np.testing.assert_allclose(np.concatenate(arrays), expected, rtol=2e-5, atol=2e-6)
     untouched = sorted(set(range(ROWS)) - {index for push in PUSHES for index in push})
@@ -179,28 +179,28 @@ def test_sparse_adam() -> None:
     embedding = torch.nn.Embedding(ROWS, COLUMNS, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
     array = embedding.weight.detach().numpy().copy()
-    served = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
+    remote = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
     for indices in ([1, 4, 1], [4, 9], [9, 1, 2]):
         optimizer.zero_grad()
         (embedding(torch.tensor(indices)) ** 2).sum().backward()
         gradient = embedding.weight.grad
         assert gradient is not None
         slices = IndexedSlices(gradient._values().numpy(), gradient._indices()[0].numpy())
-        served.step(slices, hyperparameters(optimizer.param_groups[0]))
+        remote.step(slices, hyperparameters(optimizer.param_groups[0]))
         optimizer.step()
     np.testing.assert_allclose(array, embedding.weight.detach().numpy(), rtol=1e-5)
     with pytest.raises(TypeError, match="SparseAdam takes gradients of some rows"):
-        served.step(array, {})
+        remote.step(array, {})
 
 
 def test_dense_and_sparse_steps_share_state() -> None:
     worker, array = Worker(MAKERS["adam"]), values()
-    served = worker.served(array)
+    remote = worker.optimizer_of(array)
     for number, (gradient, numbers) in enumerate(worker.steps(0, 4)):
         if number % 2:
-            served.step(gradient, numbers)
+            remote.step(gradient, numbers)
         else:
-            served.step(IndexedSlices(gradient, np.arange(ROWS, dtype=np.int32)), numbers)
+            remote.step(IndexedSlices(gradient, np.arange(ROWS, dtype=np.int32)), numbers)
     worker.expect(array)
 
 
@@ -214,12 +214,12 @@ def test_dtypes(dtype: torch.dtype, name: str) -> None:
     numbers = hyperparameters(optimizer.param_groups[0])
     state: dict[str, Any] = {}
     for step in range(3):
-        served = ServerOptimizer(array, recipe)  # anew, as from a checkpoint
-        served.load_state_dict(state)
+        remote = ServerOptimizer(array, recipe)  # anew, as from a checkpoint
+        remote.load_state_dict(state)
         gradient = torch.from_numpy(values(seed=step)).to(dtype)
         rows = IndexedSlices(gradient, np.arange(ROWS))
-        served.step(rows if step == 1 else gradient, numbers)
-        state = served.state_dict()
+        remote.step(rows if step == 1 else gradient, numbers)
+        state = remote.state_dict()
         parameter.grad = gradient
         optimizer.step()
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 1e-2}[dtype]
@@ -230,10 +230,10 @@ def test_scalar() -> None:
     array = np.array(2.0, np.float32)
     parameter = torch.nn.Parameter(torch.tensor(2.0))
     optimizer = torch.optim.Adam([parameter], lr=0.1)
-    served = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
+    remote = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
     for _ in range(2):
         parameter.grad = torch.tensor(3.0)
-        served.step(np.array(3.0, np.float32), hyperparameters(optimizer.param_groups[0]))
+        remote.step(np.array(3.0, np.float32), hyperparameters(optimizer.param_groups[0]))
         optimizer.step()
     np.testing.assert_allclose(array, parameter.detach().numpy(), rtol=1e-6)
 
@@ -244,9 +244,9 @@ def test_how_a_worker_with_a_gpu_steps(name: str) -> None:
     worker, array = Worker(MAKERS[name]), values()
     had = worker.recipe.keywords
     asked = {**had, **{flag: value for flag, value in gpu.items() if flag in had}}
-    served = ServerOptimizer(array, OptimizerRecipe(type(worker.optimizer), asked))
+    remote = ServerOptimizer(array, OptimizerRecipe(type(worker.optimizer), asked))
     for gradient, numbers in worker.steps(0, 3):
-        served.step(gradient, {**numbers, **gpu})
+        remote.step(gradient, {**numbers, **gpu})
     worker.expect(array)
 
 
@@ -255,16 +255,16 @@ def test_memory_stays_the_server_s_and_the_caller_s() -> None:
     """Read-only gradients are left alone, and no gradient is kept; the array is updated where it is."""
     memory = np.zeros(2 * ROWS * COLUMNS, np.float32)
     array = memory[ROWS * COLUMNS :].reshape(ROWS, COLUMNS)
-    served = Worker(MAKERS["sgd"]).served(array)
+    remote = Worker(MAKERS["sgd"]).optimizer_of(array)
     gradient = values()
     gradient.flags.writeable = False
-    served.step(gradient, {"lr": 1.0})
-    served.step(np.asfortranarray(gradient), {"lr": 1.0})
+    remote.step(gradient, {"lr": 1.0})
+    remote.step(np.asfortranarray(gradient), {"lr": 1.0})
     np.testing.assert_allclose(memory[ROWS * COLUMNS :].reshape(ROWS, COLUMNS), -2 * gradient)
     assert not memory[: ROWS * COLUMNS].any()
     own = np.zeros_like(memory).reshape(-1, COLUMNS)[:ROWS]
     kept = weakref.ref(own)
-    served.step(own, {"lr": 1.0})
+    remote.step(own, {"lr": 1.0})
     del own
     assert kept() is None
 
@@ -287,12 +287,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 def test_bad_gradients_change_nothing(name: str) -> None:
     gradient, error, text = BAD[name]
     worker, array = Worker(MAKERS["adam"]), values()
-    served = worker.served(array)
+    remote = worker.optimizer_of(array)
     with pytest.raises(error, match=text):
-        served.step(gradient, {})
+        remote.step(gradient, {})
     np.testing.assert_array_equal(array, values())
     for good, numbers in worker.steps(0, STEPS):
-        served.step(good, numbers)
+        remote.step(good, numbers)
     worker.expect(array)
 
 
@@ -300,20 +300,20 @@ def test_optimizers_that_read_whole_parameters() -> None:
     parameter = torch.nn.Parameter(torch.from_numpy(values()))
     worker, array = Worker(lambda p: torch.optim.Adafactor(p, lr=0.1)), values()
     with pytest.raises(TypeError, match=r"shards.*Adafactor is not known to update el"):
-        worker.served(array, shard=True)
-    served = worker.served(array)
+        worker.optimizer_of(array, shard=True)
+    remote = worker.optimizer_of(array)
     for gradient, numbers in worker.steps(0, 2):
         with pytest.raises(TypeError, match=r"some rows.*Adafactor"):
-            served.step(IndexedSlices(gradient[:1], [0]), numbers)
-        served.step(gradient, numbers)
-        again = worker.served(array)
-        again.load_state_dict(served.state_dict())
-        served = again
+            remote.step(IndexedSlices(gradient[:1], [0]), numbers)
+        remote.step(gradient, numbers)
+        again = worker.optimizer_of(array)
+        again.load_state_dict(remote.state_dict())
+        remote = again
     worker.expect(array)
     lbfgs = torch.optim.LBFGS([parameter])
     with pytest.raises(TypeError, match=r"LBFGS\.step needs a closure"):
         OptimizerRecipe.of(lbfgs, lbfgs.param_groups[0])
-    asgd = Worker(MAKERS["asgd"]).served(array)
+    asgd = Worker(MAKERS["asgd"]).optimizer_of(array)
     with pytest.raises(TypeError, match="ASGD averages"):
         asgd.step(IndexedSlices(values()[:1], [0]), {})
 
@@ -340,21 +340,21 @@ def test_optimizer_of_the_user_s() -> None:
         OptimizerRecipe.of(incomplete, incomplete.param_groups[0])
     recipe = OptimizerRecipe(Halving, {"factor": 0.5})
     array = values()
-    served = ServerOptimizer(array, recipe, shard=True)
-    served.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.25})
-    served.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.5})
+    remote = ServerOptimizer(array, recipe, shard=True)
+    remote.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.25})
+    remote.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.5})
     np.testing.assert_allclose(array[2], values()[2] - 0.5, rtol=1e-6)
-    assert served.state_dict() == {"count": 2}
+    assert remote.state_dict() == {"count": 2}
 
 
 def test_bad_state() -> None:
     worker, array = Worker(MAKERS["adam"]), values()
-    served = worker.served(array)
+    remote = worker.optimizer_of(array)
     for gradient, numbers in worker.steps(0, 1):
-        served.step(gradient, numbers)
+        remote.step(gradient, numbers)
     with pytest.raises(ValueError, match=r"exp_avg has shape \[11, 5\], its array \[4, 5\]"):
-        worker.served(array[:4].copy()).load_state_dict(served.state_dict())
+        worker.optimizer_of(array[:4].copy()).load_state_dict(remote.state_dict())
     with pytest.raises(ValueError, match="different state"):
-        join_states([served.state_dict(), {}])
+        join_states([remote.state_dict(), {}])
     with pytest.raises(ValueError, match="C-contiguous"):
-        worker.served(array.T)
+        worker.optimizer_of(array.T)

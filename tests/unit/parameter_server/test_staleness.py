@@ -12,8 +12,8 @@ from support.parameter_servers.recorded_rpc import RecordedRpc
 
 def clock_of(workers):
     rpc = RecordedRpc()
-    told = []
-    return rpc, ServerClock(rpc, workers, told.append), told
+    announced = []
+    return rpc, ServerClock(rpc, workers, announced.append), announced
 
 
 def waits(rpc, ticket) -> bool:
@@ -45,16 +45,16 @@ def test_several_wait_for_one_and_are_let_go_together() -> None:
 
 
 def test_who_leaves_holds_nobody_back() -> None:
-    rpc, clock, told = clock_of([1, 2])
+    rpc, clock, announced = clock_of([1, 2])
     clock.ended(1, 5)
     ticket = rpc.receive_request(1, MAY_BEGIN, 5)
     assert waits(rpc, ticket)
     clock.leave(2)
     assert rpc.reply_to(ticket) >= 5
-    assert told[-1] == 5
+    assert announced[-1] == 5
     assert rpc.reply_to(rpc.receive_request(2, STEPS)) == {1: 5, 2: 0}
     clock.leave(1)
-    assert told[-1] > 1 << 60  # nobody waits for anything
+    assert announced[-1] > 1 << 60  # nobody waits for anything
 
 
 def test_rounds_are_told_before_anybody_may_begin() -> None:
@@ -109,7 +109,7 @@ def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
         try:
             clocks[rank].begin()
         except KeyError:  # it would wait
-            assert clocks[rank].steps - min(one.steps for one in clocks) == k + 1
+            assert clocks[rank].steps - min(other.steps for other in clocks) == k + 1
             continue
         steps = [clock.steps for clock in clocks]
         most = max(most, steps[rank] - min(steps))
@@ -123,12 +123,12 @@ def test_no_order_of_steps_exceeds_the_bound(k, num_servers) -> None:
 
 def test_a_step_that_sent_something_to_combine_ends_when_all_have_ended_it() -> None:
     servers = [clock_of([0, 1])[:2] for _ in range(2)]
-    one, other = (_Routes(rank, servers) for rank in range(2))
-    clock = WorkerClock(one, 0)
+    first, second = (_Routes(rank, servers) for rank in range(2))
+    clock = WorkerClock(first, 0)
     clock.end()  # nothing was sent
-    WorkerClock(other, 0).end()
+    WorkerClock(second, 0).end()
     clock.begin()
     assert clock.round_to_send_in() == 1
     with pytest.raises(KeyError):  # it would wait
         clock.end()
-    assert WorkerClock(one, 1).round_to_send_in() is None
+    assert WorkerClock(first, 1).round_to_send_in() is None

@@ -33,20 +33,20 @@ def array_of(library: str, dtype: str, shape: tuple[int, ...]):
 def sent(array, by_memory: bool):
     """What comes of `array` through a message."""
     packed, region = pack([array], Buffers() if by_memory else None)
-    (parcel,) = pickle.loads(pickle.dumps(packed, protocol=5))
-    assert isinstance(parcel, SharedTensor) == (region is not None)
-    return unpack(parcel, Mappings()), region
+    (tensor,) = pickle.loads(pickle.dumps(packed, protocol=5))
+    assert isinstance(tensor, SharedTensor) == (region is not None)
+    return unpack(tensor, Mappings()), region
 
 
-def assert_same(one, other) -> None:
-    assert type(one) is type(other) or isinstance(one, np.ndarray)
-    assert one.dtype == other.dtype
-    assert tuple(one.shape) == tuple(other.shape)
-    if isinstance(one, torch.Tensor) and one.numel():
-        one, other = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
-        assert torch.equal(one, other)
-    elif not isinstance(one, torch.Tensor):
-        assert np.array_equal(one, other)
+def assert_same(first, second) -> None:
+    assert type(first) is type(second) or isinstance(first, np.ndarray)
+    assert first.dtype == second.dtype
+    assert tuple(first.shape) == tuple(second.shape)
+    if isinstance(first, torch.Tensor) and first.numel():
+        first, second = (x.contiguous().view(-1).view(torch.uint8) for x in (first, second))
+        assert torch.equal(first, second)
+    elif not isinstance(first, torch.Tensor):
+        assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("by_memory", [False, True])
@@ -105,15 +105,15 @@ def test_small_ones_travel_in_the_message_and_large_ones_share_a_region() -> Non
     buffers = Buffers()
     packed, region = pack([np.zeros(10), np.zeros(20)], buffers)
     assert region is None
-    assert all(isinstance(one, InlineTensor) for one in packed)
-    given = [np.arange(2000.0), np.arange(3), np.ones((7, 500), np.float32)]
-    packed, region = pack(given, buffers)
+    assert all(isinstance(tensor, InlineTensor) for tensor in packed)
+    arrays = [np.arange(2000.0), np.arange(3), np.ones((7, 500), np.float32)]
+    packed, region = pack(arrays, buffers)
     assert region is not None
-    assert all(isinstance(one, SharedTensor) for one in packed)
+    assert all(isinstance(tensor, SharedTensor) for tensor in packed)
     mappings = Mappings()
-    for one, array in zip(packed, given, strict=True):
-        assert_same(unpack(one, mappings), array)
-        assert one.handle.first % 64 == 0
+    for tensor, array in zip(packed, arrays, strict=True):
+        assert_same(unpack(tensor, mappings), array)
+        assert tensor.handle.first % 64 == 0
 
 
 def test_what_is_in_memory_of_both_is_not_copied() -> None:

@@ -24,19 +24,21 @@ def timeline(folder: Path, rank: int, ahead: int = 0, ranks: int = 2, clock: str
 
 
 def collective(
-    one: Timeline, number: int, entered: int, together: int, left: int, ranks: int = 2
+    part: Timeline, number: int, entered: int, together: int, left: int, ranks: int = 2
 ) -> None:
-    kind = one.kind(
+    kind = part.kind(
         "all_reduce", "collective", call="all_reduce(sum)", communicator="c", ranks=ranks
     )
-    one.add_collective(kind, entered, together, left, number)
+    part.add_collective(kind, entered, together, left, number)
 
 
 def test_each_rank_is_a_process_and_each_thread_a_track(tmp_path: Path) -> None:
     for rank in range(2):
-        one = timeline(tmp_path, rank)
-        one.add(one.kind("strategy.run", "range", function='f"\\'), 101 * SECOND, 102 * SECOND + 7)
-        one.close()
+        part = timeline(tmp_path, rank)
+        part.add(
+            part.kind("strategy.run", "range", function='f"\\'), 101 * SECOND, 102 * SECOND + 7
+        )
+        part.close()
     merged = merge(str(tmp_path))
     assert (merged.ranks, merged.is_complete) == ((0, 1), True)
     events = valid_trace(tmp_path / "trace.json")
@@ -59,12 +61,12 @@ def test_who_entered_last_is_named(tmp_path: Path) -> None:
     second.close()
     merge(str(tmp_path))
     events = valid_trace(tmp_path / "trace.json")
-    told = [
+    late = [
         (e["pid"], e["args"]["number"], e["args"].get("last to enter"))
         for e in events
         if "number" in e.get("args", {})
     ]
-    assert told == [
+    assert late == [
         (0, 1, "rank 1"),
         (0, 2, "rank 0"),
         (1, 1, "rank 1"),
@@ -82,9 +84,9 @@ def test_clocks_are_aligned(tmp_path: Path) -> None:
     parts[1].add_comparison("clock 0", 204 * SECOND, -4 * SECOND, 1000)
     parts[2].add_comparison("clock 1", 50 * SECOND, 104 * SECOND, 1000)
     middle = (150 * SECOND, 154 * SECOND + SECOND // 2, 50 * SECOND + SECOND // 2)
-    for one, begin in zip(parts, middle, strict=True):
-        one.add(one.kind("work", "range"), begin, begin + SECOND)
-        one.close()
+    for part, begin in zip(parts, middle, strict=True):
+        part.add(part.kind("work", "range"), begin, begin + SECOND)
+        part.close()
     merged = merge(str(tmp_path))
     assert merged.unaligned == ()
     starts = [e["ts"] for e in slices_of(valid_trace(tmp_path / "trace.json"), "work")]
@@ -104,9 +106,9 @@ def test_what_a_killed_rank_leaves_is_shown(tmp_path: Path) -> None:
     merged = merge(str(tmp_path))
     assert (merged.missing, merged.unfinished, merged.unaligned) == ((1,), (2,), (2,))
     assert len(slices_of(valid_trace(tmp_path / "trace.json"), "work")) == 2
-    told = merged.describe()
-    assert "no part is there of rank 1" in told
-    assert "the part has no end of rank 2" in told
+    text = merged.describe()
+    assert "no part is there of rank 1" in text
+    assert "the part has no end of rank 2" in text
 
 
 def command(folder: Path) -> Any:

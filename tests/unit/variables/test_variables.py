@@ -104,9 +104,9 @@ def test_numbers_become_float32_unless_told(pair):
 
 
 def test_a_variable_has_its_own_memory(pair, make):
-    given = make([1.0, 2.0])
-    v = variable(pair, given)
-    given[0] = 9
+    value = make([1.0, 2.0])
+    v = variable(pair, value)
+    value[0] = 9
     read = v.read_value()
     v.assign_add(make([1.0, 1.0]))
     assert v.numpy().tolist() == [2, 3]
@@ -206,10 +206,10 @@ def test_central_storage_keeps_one_copy(make):
 
 
 def test_one_replica_has_plain_variables(make):
-    one = ms.OneDeviceStrategy("cpu:0")
-    for v in (variable(one, make(1.0), aggregation=SUM), ms.Variable(make(1.0))):
+    strategy = ms.OneDeviceStrategy("cpu:0")
+    for v in (variable(strategy, make(1.0), aggregation=SUM), ms.Variable(make(1.0))):
         assert not isinstance(v, ms.DistributedValues)
-        assert float(one.run(lambda v=v: v.assign_add(make(2.0)))) == 3
+        assert float(strategy.run(lambda v=v: v.assign_add(make(2.0)))) == 3
         assert float(v) == 3
 
 

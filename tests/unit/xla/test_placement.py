@@ -23,17 +23,17 @@ def test_without_an_assignment_each_core_is_a_replica(two_by_two):
 
 
 def test_one_replica_over_the_cores_of_a_rank(two_by_two):
-    given = assignment(two_by_two, [(0, 1), (0, 0)], [(1, 0), (1, 1)])
-    assert [replicas_of_rank(given, two_by_two, rank) for rank in (0, 1)] == [[(1, 0)], [(0, 1)]]
+    replicas = assignment(two_by_two, [(0, 1), (0, 0)], [(1, 0), (1, 1)])
+    assert [replicas_of_rank(replicas, two_by_two, rank) for rank in (0, 1)] == [[(1, 0)], [(0, 1)]]
 
 
 def test_one_core_of_each_rank(two_by_two):
-    given = assignment(two_by_two, [(0, 1)], [(1, 0)])
-    assert [replicas_of_rank(given, two_by_two, rank) for rank in (0, 1)] == [[(1,)], [(0,)]]
+    replicas = assignment(two_by_two, [(0, 1)], [(1, 0)])
+    assert [replicas_of_rank(replicas, two_by_two, rank) for rank in (0, 1)] == [[(1,)], [(0,)]]
 
 
 @pytest.mark.parametrize(
-    ("replicas", "told"),
+    ("replicas", "message"),
     [
         ([[(0, 0), (1, 0)]], r"replica 0 has cores of the ranks \[0, 1\]"),
         ([[(0, 0)], [(0, 0)], [(1, 0)], [(1, 1)]], "replicas 0 and 1 both have core 0 of rank 0"),
@@ -41,9 +41,9 @@ def test_one_core_of_each_rank(two_by_two):
         ([[(0, 0)]], r"gives the ranks \[1, 0\] replicas"),
     ],
 )
-def test_what_ranks_cannot_run(two_by_two, replicas, told):
+def test_what_ranks_cannot_run(two_by_two, replicas, message):
     for rank in (0, 1):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             replicas_of_rank(assignment(two_by_two, *replicas), two_by_two, rank)
 
 

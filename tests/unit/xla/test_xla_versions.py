@@ -28,8 +28,8 @@ def test_another_torch_is_an_error_that_names_both(
     monkeypatch: pytest.MonkeyPatch, torch: str
 ) -> None:
     installed(monkeypatch, torch_xla="2.9.0", torch=torch)
-    told = f"torch_xla 2.9.0 is built against torch 2.9, and this is torch {torch}: pip install 'torch==2.9.*'"
-    with pytest.raises(ImportError, match=re.escape(told)):
+    message = f"torch_xla 2.9.0 is built against torch 2.9, and this is torch {torch}: pip install 'torch==2.9.*'"
+    with pytest.raises(ImportError, match=re.escape(message)):
         check_versions()
 
 

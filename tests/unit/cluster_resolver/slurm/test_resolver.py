@@ -211,8 +211,8 @@ def test_components_of_a_heterogeneous_job_come_one_after_the_other(variables, h
 
 
 def test_a_step_in_one_component():
-    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_PROCID": "0"}
-    r = resolver({**COMPONENTS, **one, "SLURM_STEP_TASKS_PER_NODE": "1"})
+    step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_PROCID": "0"}
+    r = resolver({**COMPONENTS, **step, "SLURM_STEP_TASKS_PER_NODE": "1"})
     assert r.topology().hosts == ("n1",)
 
 

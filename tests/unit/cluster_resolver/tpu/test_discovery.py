@@ -225,12 +225,12 @@ def test_the_own_environment_is_read_before_pjrt_s_variables_are_set():
         "assert discover_slice() == found, discover_slice()\n"
         "import os; print(os.environ['TPU_PROCESS_BOUNDS'])\n"
     )
-    given = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_PROCESS_BOUNDS": "1,1,1"}
-    given |= {"TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1", "TPU_WORKER_ID": "0"}
+    environment = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_PROCESS_BOUNDS": "1,1,1"}
+    environment |= {"TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1", "TPU_WORKER_ID": "0"}
     result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=TOP,
-        env={**os.environ, **given},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=120,

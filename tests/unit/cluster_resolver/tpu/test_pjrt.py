@@ -110,17 +110,20 @@ def test_ranks_dealt_out_over_the_nodes_in_turn():
     """mpirun --map-by node: the ranks 0, 2, 4 and 6 are on one host, and it is worker 1."""
     slices = [a_slice(worker_id=1 - rank % 2) for rank in range(8)]
     found = environments(slices, [0, 1] * 4)
-    assert [one["CLOUD_TPU_TASK_ID"] for one in found] == list("40516273")
-    assert [one["TPU_VISIBLE_CHIPS"] for one in found] == list("00112233")
-    assert len({one["TPU_PROCESS_ADDRESSES"] for one in found}) == 1
+    assert [environment["CLOUD_TPU_TASK_ID"] for environment in found] == list("40516273")
+    assert [environment["TPU_VISIBLE_CHIPS"] for environment in found] == list("00112233")
+    assert len({environment["TPU_PROCESS_ADDRESSES"] for environment in found}) == 1
 
 
 def test_every_process_listens_where_the_others_look_for_it():
     slices = [a_slice(worker_id=worker) for worker in (1, 0) for _ in range(4)]
-    for one, described in zip(environments(slices, [0] * 4 + [1] * 4), slices, strict=True):
+    for environment, described in zip(environments(slices, [0] * 4 + [1] * 4), slices, strict=True):
         host = described.addresses[described.worker_id]
-        listed = one["TPU_PROCESS_ADDRESSES"].split(",")
-        assert listed[int(one["CLOUD_TPU_TASK_ID"])] == f"{host}:{one['TPU_PROCESS_PORT']}"
+        listed = environment["TPU_PROCESS_ADDRESSES"].split(",")
+        assert (
+            listed[int(environment["CLOUD_TPU_TASK_ID"])]
+            == f"{host}:{environment['TPU_PROCESS_PORT']}"
+        )
 
 
 def test_what_was_set_is_overwritten():

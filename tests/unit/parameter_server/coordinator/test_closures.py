@@ -54,7 +54,7 @@ def test_a_queue_of_many_bytes_waits() -> None:
     queue.put_back([larger])
     thread.join(0.1)
     assert thread.is_alive()
-    queue.end([(one, b"", None) for one in queue.take(1)])
+    queue.end([(closure, b"", None) for closure in queue.take(1)])
     thread.join(20)
     assert names(queue.take(5)) == ["c"]
 
@@ -63,7 +63,7 @@ def test_what_is_over() -> None:
     queue = ClosureQueue()
     put(queue, *"abcde")
     a, b, c, d, e = queue.take(5)
-    assert [one.id for one in (a, b, c, d, e)] == [1, 2, 3, 4, 5]
+    assert [closure.id for closure in (a, b, c, d, e)] == [1, 2, 3, 4, 5]
     queue.end([(b, b"", None), (c, b"", None)])
     assert queue.over(3) == ([], 1)
     assert queue.over() == ([2, 3], 1)

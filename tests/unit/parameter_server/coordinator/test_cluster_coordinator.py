@@ -48,8 +48,8 @@ def fail_after(waiting: Waiting) -> None:
 
 def test_results_and_structures(start: Start) -> None:
     coordinator = start().coordinator
-    one = np.int32(1)
-    value = coordinator.schedule(lambda x: {"a": x, "b": (x + 1, [x + 2])}, args=(one,))
+    number = np.int32(1)
+    value = coordinator.schedule(lambda x: {"a": x, "b": (x + 1, [x + 2])}, args=(number,))
     assert isinstance(value, RemoteValue)
     assert coordinator.fetch({"got": value, "as it is": 7}) == {
         "got": {"a": 1, "b": (2, [3])},
@@ -99,7 +99,9 @@ def test_closures_do_not_share_what_they_captured(start: Start) -> None:
 def test_references_are_the_same_objects(start: Start) -> None:
     threads = start()
     shared = threads.things.by_name["shared"] = object()
-    value = threads.coordinator.schedule(lambda one: (one is shared, [shared]), args=(shared,))
+    value = threads.coordinator.schedule(
+        lambda argument: (argument is shared, [shared]), args=(shared,)
+    )
     assert value.get() == (True, [shared])
 
 
@@ -121,13 +123,13 @@ def test_what_is_no_function(start: Start, fn: Any) -> None:
 def test_remote_values_are_no_arguments(start: Start, where: str) -> None:
     coordinator = start().coordinator
     value = coordinator.schedule(lambda: 1)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "args": {"args": (value,)},
         "nested": {"args": ([{"a": value}],)},
         "kwargs": {"kwargs": {"x": value}},
     }[where]
     with pytest.raises(ValueError, match="RemoteValue cannot be an argument"):
-        coordinator.schedule(lambda x: x, **given)
+        coordinator.schedule(lambda x: x, **arguments)
     with pytest.raises(TypeError, match=r"variable 'value', of type .*RemoteValue .*fetch\(\) it"):
         coordinator.schedule(lambda: value)
 
@@ -182,9 +184,9 @@ def test_who_raises_the_error(start: Start, call: str) -> None:
     failed = coordinator.schedule(fail)
     with pytest.raises(KeyError):
         failed.get()
-    given = [lambda: None] if call == "schedule" else []
+    arguments = [lambda: None] if call == "schedule" else []
     with pytest.raises(KeyError):
-        getattr(coordinator, call)(*given)
+        getattr(coordinator, call)(*arguments)
     assert coordinator.done()
 
 
@@ -302,8 +304,8 @@ def test_short_ones_go_several_at_a_time(start: Start) -> None:
     gate.gate.set()
     first.get()
     threads.coordinator.join()
-    assert threads.chief.told.count("closures") < 500
-    assert threads.job[1].told.count("outcomes of closures") < 500
+    assert threads.chief.notices.count("closures") < 500
+    assert threads.job[1].notices.count("outcomes of closures") < 500
 
 
 def test_servers_are_told_what_is_over(start: Start) -> None:
@@ -333,7 +335,7 @@ def test_a_closure_of_a_lost_worker_runs_elsewhere(start: Start) -> None:
     assert coordinator.fetch([coordinator.schedule(lambda: 1) for _ in range(50)]) == [1] * 50
     coordinator.join()
     # Never named alone: what the lost one has sent may come late.
-    assert closure not in [one for closures, _ in threads.over for one in closures]
+    assert closure not in [other for closures, _ in threads.over for other in closures]
 
 
 def test_without_workers_everything_fails(start: Start) -> None:

@@ -45,10 +45,10 @@ def test_errors_keep_their_class_and_tell_the_workers_stack(start: Start) -> Non
     with pytest.raises(Mine, match="text") as caught:
         value.get()
     assert isinstance(caught.value.__cause__, WorkerTraceback)
-    told = str(caught.value.__cause__)
-    assert told.startswith("on worker 0 (rank 1):\nTraceback")
-    assert "in broken\n" in told
-    assert "_execute" not in told
+    text = str(caught.value.__cause__)
+    assert text.startswith("on worker 0 (rank 1):\nTraceback")
+    assert "in broken\n" in text
+    assert "_execute" not in text
 
 
 def raised_by(coordinator: ClusterCoordinator, make: Callable[[], Exception]) -> Exception:
@@ -62,9 +62,9 @@ def raised_by(coordinator: ClusterCoordinator, make: Callable[[], Exception]) ->
         value.get()
     with pytest.raises(type(caught.value)):
         coordinator.join()  # which raises it once, too
-    told = str(caught.value.__cause__)
-    assert told.startswith("on worker 0 (rank 1):\nTraceback")
-    assert "in broken\n" in told
+    text = str(caught.value.__cause__)
+    assert text.startswith("on worker 0 (rank 1):\nTraceback")
+    assert "in broken\n" in text
     return caught.value
 
 

@@ -21,11 +21,11 @@ Start = Callable[..., Threads]
 ITERATORS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Noted:
+class TwoElements:
     """Two elements; ITERATORS are the iterators that somebody still has."""
 
     def __iter__(self) -> Iterator[int]:
-        made = (one for one in (1, 2))
+        made = (number for number in (1, 2))
         ITERATORS.add(made)
         return made
 
@@ -44,7 +44,7 @@ def test_each_worker_has_its_own_iterator(start: Start) -> None:
     for _ in range(40):
         value = threads.coordinator.schedule(next, args=(iterator, None))
         seen.append(value.get())
-    assert sorted(one for one in seen if one is not None) in (
+    assert sorted(number for number in seen if number is not None) in (
         [0, 1, 2],
         [0, 1, 2, 10, 11, 12],
         [10, 11, 12],
@@ -57,13 +57,16 @@ def test_the_end_is_an_out_of_range_error(start: Start) -> None:
     coordinator = start(1).coordinator
     iterator = iter(coordinator.create_per_worker_dataset([1]))
     assert coordinator.schedule(next, args=(iterator,)).get() == 1
-    for call in (next, lambda one: one.get_next()):
+    for call in (next, lambda own: own.get_next()):
         with pytest.raises(OutOfRangeError):
             coordinator.schedule(call, args=(iterator,)).get()
         with pytest.raises(OutOfRangeError):
             coordinator.join()
     assert (
-        coordinator.schedule(lambda one: one.get_next_as_optional().has_value(), (iterator,)).get()
+        coordinator.schedule(
+            lambda own: own.get_next_as_optional().has_value(),
+            (iterator,),
+        ).get()
         is False
     )
     assert coordinator.schedule(take_all, args=(iterator,)).get() == []
@@ -167,20 +170,20 @@ def test_values_per_worker(start: Start) -> None:
     with pytest.raises(AssertionError, match="takes a RemoteValue"):
         PerWorkerValues([1])  # type: ignore[list-item]
     values = [coordinator.schedule(lambda i=i: f"of worker {i}") for i in range(2)]
-    given = PerWorkerValues(values)
+    per_worker = PerWorkerValues(values)
     for _ in range(20):
         worker, got = coordinator.schedule(
-            lambda one: (experimental_get_current_worker_index(), one), args=(given,)
+            lambda value: (experimental_get_current_worker_index(), value), args=(per_worker,)
         ).get()
         assert got == f"of worker {worker}"
     with pytest.raises(ValueError, match="has 1 values, and there are 2 workers"):
-        coordinator.schedule(lambda one: one, args=(PerWorkerValues(values[:1]),))
+        coordinator.schedule(lambda value: value, args=(PerWorkerValues(values[:1]),))
 
 
 def test_workers_forget_what_nobody_has_any_more(start: Start) -> None:
     threads = start(1)
     coordinator = threads.coordinator
-    dataset = coordinator.create_per_worker_dataset(Noted())
+    dataset = coordinator.create_per_worker_dataset(TwoElements())
     for _ in range(5):
         assert coordinator.schedule(next, args=(iter(dataset),)).get() == 1
 

@@ -108,7 +108,7 @@ def test_no_message_is_lost_between_a_look_for_its_handler_and_its_keeping() -> 
     """Another thread registers the handler right after the reader has found none."""
     got: list[int] = []
     handled = threading.Event()
-    looks: list[int] = []
+    calls: list[int] = []
 
     def register() -> None:
         rpc.handle("late", lambda source, body: got.append(body))
@@ -118,8 +118,8 @@ def test_no_message_is_lost_between_a_look_for_its_handler_and_its_keeping() -> 
         """Hashed to look for its handler, and again to keep the message."""
 
         def __hash__(self) -> int:
-            looks.append(1)
-            if len(looks) == 2:
+            calls.append(1)
+            if len(calls) == 2:
                 registering.start()
                 handled.wait(0.5)  # with one lock around both, it comes after
             return super().__hash__()

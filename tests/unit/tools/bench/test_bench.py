@@ -63,9 +63,9 @@ def test_one_rank(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file = tmp_path / "rows.json"
     arguments = [name, "-b", "1K", "-e", "4K", "-f", "2", "-n", "3", "--json", str(file)]
     assert main(arguments) == 0
-    told = capsys.readouterr().out
-    assert "Out of bounds values: 0 OK" in told
-    assert "one rank: nothing moves" in told
+    output = capsys.readouterr().out
+    assert "Out of bounds values: 0 OK" in output
+    assert "one rank: nothing moves" in output
     content = json.loads(file.read_text())
     assert [row["bytes"] for row in content["rows"]] == [1024, 2048, 4096]
     assert all(len(row["samples"]) == row["calls"] == 3 for row in content["rows"])
@@ -122,8 +122,8 @@ def test_files_are_no_argument_of_a_measurement(
 ) -> None:
     """Results can be handed on: they tell no paths of the machine."""
     path = str(tmp_path / "rows.json")
-    given = ["all_reduce", "--json", path, "-n", "3", f"--plot={tmp_path}/a.png"]
-    monkeypatch.setattr("sys.argv", ["mpistrat-bench", *given])
+    arguments = ["all_reduce", "--json", path, "-n", "3", f"--plot={tmp_path}/a.png"]
+    monkeypatch.setattr("sys.argv", ["mpistrat-bench", *arguments])
     report("rows", [{"us": 1.0}], path)
     content = Path(path).read_text()
     assert json.loads(content)["arguments"] == ["all_reduce", "-n", "3"]

@@ -37,7 +37,7 @@ def test_a_peer_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.Mo
 
 
 def test_a_peer_that_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(given: np.ndarray) -> None:
+    def cannot(array: np.ndarray) -> None:
         raise peers.CannotTakePart("sees 1 of 2 ranks")
 
     there = types.SimpleNamespace(all_reduces=cannot)
@@ -103,10 +103,10 @@ def test_tables_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFix
     assert content["rows"] == rows
     assert content["left_out"] == {"Horovod": "not installed"}
     assert content["surroundings"]["ranks"] == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[1].startswith("a comparison · 1 ranks")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("a comparison · 1 ranks")
     assert (
-        told[2:5]
+        lines[2:5]
         == table(content["rows"])
         == [
             "     who    us  limit us",
@@ -114,4 +114,4 @@ def test_tables_and_files_say_the_same(tmp_path: Path, capsys: pytest.CaptureFix
             "    peer  2.50      3.00",
         ]
     )
-    assert told[5] == "Horovod: skipped, not installed"
+    assert lines[5] == "Horovod: skipped, not installed"

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.time_limit(180)  # a busy machine takes long to import 
 
 def train(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     file = tmp_path / "row.json"
-    given = ["train", "--batch-size", "4", "--steps", "7", *arguments, "--json", str(file)]
-    assert main(given) == 0
+    command = ["train", "--batch-size", "4", "--steps", "7", *arguments, "--json", str(file)]
+    assert main(command) == 0
     row: dict[str, Any] = json.loads(file.read_text())["rows"][0]
     return row
 
@@ -27,7 +27,7 @@ def test_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """The figures follow from the samples, and are those of the table."""
     picture = tmp_path / "picture.png"
     row = train(tmp_path, "--plot", str(picture), "--communication-options", "bytes_per_pack=4096")
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     samples = {part: np.array(times).max(axis=0) for part, times in row["samples"].items()}
     assert {part: times.shape for part, times in samples.items()} == {
         "step_ms": (7,),
@@ -41,8 +41,8 @@ def test_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert row["samples_per_s"] == pytest.approx(4 / row["step_ms"] * 1e3)
     assert row["gradient_bytes"] == 4 * row["parameters"]
     assert row["communication_options"] == "bytes_per_pack=4096"
-    assert f"{row['step_ms']:.2f} ms (p50)" in told
-    assert "losses finite: OK" in told
+    assert f"{row['step_ms']:.2f} ms (p50)" in output
+    assert "losses finite: OK" in output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -125,7 +125,7 @@ def test_who_speaks_and_what_is_returned(
 ) -> None:
     here = make_job().ranks[rank]
     monkeypatch.setattr(command, "look", lambda: here)
-    monkeypatch.setattr(command, "run_rank", lambda given: outcome_of(make_job, **kind))
+    monkeypatch.setattr(command, "run_rank", lambda arguments: outcome_of(make_job, **kind))
     assert main(["doctor"]) == code
     assert bool(capsys.readouterr().out) == speaks
 
@@ -138,11 +138,11 @@ def test_a_rank_that_failed_alone_tells_it_in_a_line(
     failure = {"kind": "ended", "text": "killed by SIGSEGV", "words": "no device"}
     monkeypatch.setattr(command, "SECONDS_FOR_RANK_0", 0)
     monkeypatch.setattr(command, "look", lambda: here)
-    monkeypatch.setattr(command, "run_rank", lambda given: outcome_of(make_job, **failure))
+    monkeypatch.setattr(command, "run_rank", lambda arguments: outcome_of(make_job, **failure))
     assert main(["doctor"]) == 1
-    told = capsys.readouterr()
-    assert not told.out
-    assert told.err == "mpistrat doctor: rank 1 on n1, MPI_Init: killed by SIGSEGV (no device)\n"
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err == "mpistrat doctor: rank 1 on n1, MPI_Init: killed by SIGSEGV (no device)\n"
 
 
 def test_a_node_without_an_mpi_library_is_named(
@@ -151,13 +151,13 @@ def test_a_node_without_an_mpi_library_is_named(
     """Once for all its ranks. Rank 0 has a library, waits in vain, and thinks of firewalls."""
     failure = {"kind": "library", "text": "cannot load MPI library"}
     monkeypatch.setattr(command, "SECONDS_FOR_RANK_0", 0)
-    monkeypatch.setattr(command, "run_rank", lambda given: outcome_of(make_job, **failure))
+    monkeypatch.setattr(command, "run_rank", lambda arguments: outcome_of(make_job, **failure))
     for here in make_job(nodes=2).ranks[2:]:
         monkeypatch.setattr(command, "look", lambda here=here: here)
         assert main(["doctor"]) == 0
-    told = capsys.readouterr()
-    assert not told.out
-    assert told.err == "mpistrat doctor: rank 2 on n2, MPI_Init: cannot load MPI library\n"
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err == "mpistrat doctor: rank 2 on n2, MPI_Init: cannot load MPI library\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["doctor", "--yaml"]])

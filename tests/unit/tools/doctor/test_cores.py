@@ -92,9 +92,9 @@ def test_a_container_of_a_few_cores_is_no_binding(make_job: MakeJob) -> None:
 
 
 def test_cores_that_the_launcher_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = min(os.sched_getaffinity(0))
+    core = min(os.sched_getaffinity(0))
     launcher = subprocess.Popen(["sleep", "60"])
-    os.sched_setaffinity(launcher.pid, [one])
+    os.sched_setaffinity(launcher.pid, [core])
     monkeypatch.setattr(cores, "launcher_of", lambda pid: launcher.pid)
     try:
         assert cores.look().of_launcher == 1

@@ -29,7 +29,7 @@ FOUR = {"installed": True, "gpus": ["a0", "b1", "c2", "d3"]}
 NO_DRIVER = {"error": "libcuda.so.1: cannot open shared object file"}
 
 
-def told(
+def findings_of(
     make_job: MakeJob, per_node: int = 2, driver: dict[str, object] = FOUR, **changes: object
 ) -> list[Finding]:
     return list(gpus.check(make_job(per_node=per_node, gpus={**WELL, **changes}, driver=driver)))
@@ -47,7 +47,7 @@ def test_none(make_job: MakeJob) -> None:
 
 
 def test_all_well(make_job: MakeJob) -> None:
-    findings = told(make_job)
+    findings = findings_of(make_job)
     assert [finding.level for finding in findings] == [OK, OK]
     assert findings[0].text == f"NCCL 2.29.7, one copy: {WHEELS}."
     assert "a child process has sent some" in findings[1].text
@@ -90,14 +90,14 @@ def test_all_well(make_job: MakeJob) -> None:
 def test_traps(
     make_job: MakeJob, changes: dict[str, object], level: str, words: str, fix: str
 ) -> None:
-    found = bad(told(make_job, **changes))
+    found = bad(findings_of(make_job, **changes))
     assert found.level == level
     assert words in found.text
     assert fix in found.fix
 
 
 def test_more_ranks_than_gpus(make_job: MakeJob) -> None:
-    found = bad(told(make_job, per_node=8))
+    found = bad(findings_of(make_job, per_node=8))
     assert "8 ranks share 4 GPUs" in found.text
     assert "--ntasks-per-node=4" in found.fix
 
@@ -139,7 +139,7 @@ def test_nodes_that_differ(make_job: MakeJob) -> None:
     "changes", [{"named": []}, {"named": [], "torch": "", "torch_cuda": "", "torch_gpus": 0}]
 )
 def test_a_container_without_nvidia_smi(make_job: MakeJob, changes: dict[str, object]) -> None:
-    assert {finding.level for finding in told(make_job, **changes)} == {OK}
+    assert {finding.level for finding in findings_of(make_job, **changes)} == {OK}
     job = make_job(nodes=2, gpus=WELL, driver=FOUR)
     without = dataclasses.replace(job.ranks[2].gpus or Gpus(), **changes)
     ranks = [job.ranks[0], dataclasses.replace(job.ranks[2], gpus=without)]
@@ -183,7 +183,7 @@ def test_gpus_that_are_named_and_cannot_be_used(
     make_job: MakeJob, driver: dict[str, object], named: list[str], level: str, words: str, fix: str
 ) -> None:
     """Nothing is said of torch, CuPy and NCCL then, which are right for this machine."""
-    (found,) = told(make_job, driver=driver, named=named, **CPU_TORCH)
+    (found,) = findings_of(make_job, driver=driver, named=named, **CPU_TORCH)
     assert (found.level, words in found.text, fix in found.fix) == (level, True, True), found
 
 

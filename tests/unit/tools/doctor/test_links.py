@@ -50,8 +50,8 @@ def measured(
         [a, b, slow.get((a, b), FAST + a + b)] for a, b in itertools.combinations(range(nodes), 2)
     ]
     job = make_job(nodes=nodes, per_node=1)
-    told = Links(rates, speeds or [["100000 Mb/s"]] * nodes, len(rates))
-    return list(links.check(dataclasses.replace(job, links=told)))
+    links_measured = Links(rates, speeds or [["100000 Mb/s"]] * nodes, len(rates))
+    return list(links.check(dataclasses.replace(job, links=links_measured)))
 
 
 def test_all_alike(make_job: MakeJob) -> None:

@@ -79,10 +79,10 @@ def test_little_memory(make_job: MakeJob) -> None:
 def test_limits(
     make_job: MakeJob, changes: dict[str, object], level: str, words: str, fix: str
 ) -> None:
-    told = only(make_job(memory=changes))
-    assert told[0] == level
-    assert words in told[1]
-    assert fix in told[2]
+    finding = only(make_job(memory=changes))
+    assert finding[0] == level
+    assert words in finding[1]
+    assert fix in finding[2]
 
 
 def test_locked_memory_matters_with_infiniband_only(make_job: MakeJob) -> None:

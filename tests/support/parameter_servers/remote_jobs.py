@@ -13,7 +13,7 @@ import mpistrat as ms
 
 
 @contextlib.contextmanager
-def served(make: Callable[[], ms.Strategy]) -> Iterator[Any]:
+def strategy_on_servers(make: Callable[[], ms.Strategy]) -> Iterator[Any]:
     """The strategy that `make` makes, where the program goes on; None on ranks whose work it was to serve, once it is
     over. After the block all ranks are together again, and the servers have left."""
     strategy: Any = None

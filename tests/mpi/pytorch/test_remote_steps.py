@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from support.parameter_servers.served_training import (
+from support.parameter_servers.remote_training import (
     COMM_OF_WORKERS,
     MAKERS,
     WORKERS,
@@ -174,7 +174,7 @@ def test_workers_with_different_numbers_of_steps() -> None:
             strategy.run(step)
         if worker == WORKERS - 1:
             strategy.run(lambda: None)
-            steps = sum(2 + one for one in range(WORKERS))
+            steps = sum(2 + index for index in range(WORKERS))
             assert model.state_dict()["weight"].item() == -steps
 
     train(body, max_staleness=0, gradients="sum")
@@ -233,9 +233,9 @@ def test_whether_workers_gradients_are_summed_or_averaged_must_be_said() -> None
     def body(strategy: Any, worker: int) -> None:
         model, optimizer, step = one_weight(strategy)
         if WORKERS > 1:
-            with pytest.raises(RuntimeError, match=r'.*"sum" or gradients="mean"') as told:
+            with pytest.raises(RuntimeError, match=r'.*"sum" or gradients="mean"') as caught:
                 strategy.run(step)
-            assert f"step() over {WORKERS} workers" in str(told.value)
+            assert f"step() over {WORKERS} workers" in str(caught.value)
 
         def averaged() -> None:
             optimizer.zero_grad()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpistrat as ms
-from support.parameter_servers.served_training import WORKERS, train
+from support.parameter_servers.remote_training import WORKERS, train
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -63,8 +63,8 @@ def test_embeddings_stay_on_servers(split: bool, sparse: bool) -> None:
             strategy.run(step, args=(look_ups(worker, number),))
             assert client.bytes_pushed - pushed < 2 * 6 * (4 * 4 + 8) + 10 * 4 + 1
             its.zero_grad()
-            for one in range(WORKERS):
-                for part in look_ups(one, number).chunk(2):
+            for index in range(WORKERS):
+                for part in look_ups(index, number).chunk(2):
                     (alone(part) ** 2).sum().backward()
             its.step()
         strategy.run(lambda: None)
@@ -95,9 +95,9 @@ def test_what_else_computes_with_an_embedding() -> None:
         assert weight.requires_grad
         assert torch.equal(weight.norm(), plain.weight.norm())
         assert torch.equal(weight.data, plain.weight)
-        for one in copy.deepcopy(table), pickle.loads(pickle.dumps(table)):
-            assert torch.equal(one.weight, plain.weight)
-            assert one.weight.untyped_storage().nbytes() == ROWS * 4 * 4
+        for copied in copy.deepcopy(table), pickle.loads(pickle.dumps(table)):
+            assert torch.equal(copied.weight, plain.weight)
+            assert copied.weight.untyped_storage().nbytes() == ROWS * 4 * 4
         with pytest.raises(RuntimeError, match="cannot be moved"):
             table.double()
         torch.nn.functional.linear(x, weight).sum().backward()

@@ -1,4 +1,4 @@
-"""Programs of jobs with parameter servers: one script for all ranks. Usage: served.py NAME FOLDER."""
+"""Programs of jobs with parameter servers: one script for all ranks. Usage: remote_variables.py NAME FOLDER."""
 
 import json
 import os
@@ -141,13 +141,13 @@ def idle_beside_a_long_step() -> None:
 def measure_idle_time() -> None:
     """Of this process, when it has begun."""
 
-    def told() -> None:
+    def measure() -> None:
         time.sleep(2)
         begin = time.process_time()
         time.sleep(2)
         say(f"idle {time.process_time() - begin:.3f}")
 
-    threading.Thread(target=told).start()
+    threading.Thread(target=measure).start()
 
 
 def works() -> None:
@@ -178,8 +178,8 @@ def wait(v) -> None:
 
 def tell_task(cluster: dict[str, list[str]], task: str, index: int) -> None:
     """As a launcher that knows the tasks would."""
-    told = {"cluster": cluster, "task": {"type": task, "index": index}}
-    os.environ["TF_CONFIG"] = json.dumps(told)
+    config = {"cluster": cluster, "task": {"type": task, "index": index}}
+    os.environ["TF_CONFIG"] = json.dumps(config)
 
 
 TASKS = (("ps", 0), ("worker", 1), ("chief", 0), ("worker", 0))  # by rank
