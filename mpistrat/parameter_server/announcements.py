@@ -1,4 +1,4 @@
-"""Arrays and values that one rank, the creator, makes known and that others wait for. Of a server."""
+"""On a server: arrays and values that one rank, the creator, announces, and that other ranks wait for."""
 
 from __future__ import annotations
 

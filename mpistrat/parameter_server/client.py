@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Address(NamedTuple):
-    """Of an array on a server; equal on all ranks.
+    """Names an array on a server; equal on all ranks.
 
     Attributes:
         server: the rank of the server that makes it.

@@ -25,7 +25,7 @@ ENDED, FAILED = "steps ended", "step failed"
 # Requests of a worker: may the next step begin; how many steps each worker has ended.
 MAY_BEGIN, STEPS = "may begin", "steps"
 
-# Of a server: calls its argument when all changes made so far outlive the server.
+# A server's function: calls its argument when all changes made so far outlive the server.
 WhenSafe = Callable[[Callable[[], None]], None]
 
 

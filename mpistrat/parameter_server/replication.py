@@ -123,8 +123,8 @@ class Backup:
             self._rpc.notify(self._rank, ABANDON)  # before an answer for what the backup lacks
             names = ", ".join(map(repr, self._names.values()))
             tell(
-                f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, for that "
-                f"came to differ: {why_not or 'it could do what failed here'}"
+                f"{self._rpc.name_of(self._rpc.rank)} has no replica any more of {names}, because "
+                f"the two came to differ: {why_not or 'it could do what failed here'}"
             )
             self._end()
             return
@@ -187,7 +187,7 @@ class BackupCopies:
             self._take_over()
 
     def _take_over(self) -> None:
-        """What the primary may still have sent does not count: clients ask again, here."""
+        """Adopt the copies. Changes that the primary may still have sent do not count: clients ask again, here."""
         self._is_over = True
         self._own.adopt(self.copies)
         self._taken_over()

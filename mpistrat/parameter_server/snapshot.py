@@ -26,7 +26,7 @@ _Which = tuple[int, "int | None"]  # client, part
 
 
 class Gate:
-    """Of a server: other clients' changes wait here while one client holds it.
+    """On a server: the changes of other clients wait here while one client holds it.
 
     Args: when_safe: for what has passed.
     """

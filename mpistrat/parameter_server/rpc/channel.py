@@ -151,10 +151,10 @@ class Channel:
         with self._sending:
             self._pipes[self.rank].put(b"")
 
-    def receive(self, seconds: float | None = None) -> list[tuple[int, Any]]:
+    def receive(self, seconds: float = math.inf) -> list[tuple[int, Any]]:
         """Wait for messages. Called by: one thread at a time.
 
-        Args: seconds: the longest wait; None waits on.
+        Args: seconds: the longest wait.
         Returns: (sender, message) pairs, those of one sender in the order of sending. LOST is a dead rank's last
             message, though it may have sent more. [] after a `wake`, when a full pipe has been emptied, when the time
             is over, and at times for no reason.
@@ -162,7 +162,7 @@ class Channel:
         begin = time.monotonic()
         while True:
             waited = time.monotonic() - begin
-            left = math.inf if seconds is None else max(0.0, seconds - waited)
+            left = max(0.0, seconds - waited)
             found, woken = self._look(0.0 if self._uses_mpi else left)
             if found or woken or not left:
                 return found

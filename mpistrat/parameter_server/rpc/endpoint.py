@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -131,17 +132,17 @@ class RpcEndpoint:
             self.channel.send(to, (_REQUEST, method, ticket, body))
         return reply
 
-    def run_until(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+    def run_until(self, until: Callable[[], bool], seconds: float = math.inf) -> bool:
         """Read messages and call handlers until `until()` is true.
 
         Called by: any thread. A thread checks `until` again as soon as another thread has handled messages.
         Returns: False when `seconds` are over before.
         Raises: the first error of a handler, once all messages that were read with its message have been handled.
         """
-        end = None if seconds is None else time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while not until():
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
+            left = end - time.monotonic()
+            if left <= 0:
                 return False
             if self._reading.acquire(blocking=False):
                 try:
@@ -156,13 +157,12 @@ class RpcEndpoint:
             else:
                 with self._news:
                     if not until():
-                        pause = SECONDS_BEHIND_ANOTHER
-                        self._news.wait(pause if left is None else min(left, pause))
+                        self._news.wait(min(left, SECONDS_BEHIND_ANOTHER))
         return True
 
     def wait_for(self, reply: PendingReply, limited: bool = True) -> None:
         """Run until the reply has come. A wait that is not limited only warns. Raises: StallError."""
-        if self.run_until(lambda: reply.come, self.stall_seconds or None):
+        if self.run_until(lambda: reply.come, self.stall_seconds or math.inf):
             return
         waited = (
             f"{self.name_of(self.rank)} has waited {self.stall_seconds:g} s (MPISTRAT_STALL_SECONDS) for "
