@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
@@ -16,12 +16,14 @@ from mpistrat.checkpoint.directory import Directory, OpenDirectory, Unfinished
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
-from mpistrat.communicators import RaisingOnAll
+from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import require_cross_replica
 from mpistrat.machine.notices import tell
 
 SECONDS_TO_BE_SEEN = 5.0
 _LONGEST_PAUSE = 0.05
+
+_Restored = tuple[str | None, dict[str, Any] | None]  # a checkpoint's path, and what followers load
 
 
 class CheckpointManager:
@@ -211,21 +213,7 @@ class CheckpointManager:
             object; what the objects raise.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
-        if not self._role.restores:
-            self._follow()
-            return
-        with self._role.telling_failure("restored"):
-            self.wait()
-            absolute = None
-            with RaisingOnAll(self._communicator, f"could not restore {path!r:.60}"):
-                if self._communicator.rank == 0:  # others may be in other working directories
-                    absolute = os.path.abspath(path)
-            chosen = self._communicator.broadcast_object(absolute, label="checkpoint to restore")
-            with RaisingOnAll(self._communicator, f"could not read {chosen}"):
-                stored = self._read(chosen)
-            states = self._load(stored)
-        self._role.tell_followers("restored", (chosen, states))
-        self._role.completed(chosen, restored=True)
+        self._restore(lambda: self._restore_from(path))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -234,27 +222,35 @@ class CheckpointManager:
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
         require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
+        return self._restore(self._restore_newest)
+
+    def _restore(self, load: Callable[[], _Restored]) -> str | None:
+        """`load` here, or go on from what another rank has restored. Returns: the path."""
         if not self._role.restores:
-            return self._follow()
+            path, states = self._role.follow("restored")
+            if states is not None:
+                load_as_follower(self.checkpoint, states)
+            return path
         with self._role.telling_failure("restored"):
             self.wait()
-            path, states = self._restore_newest()
+            path, states = load()
         self._role.tell_followers("restored", (path, states))
         if path is not None:
             self._role.completed(path, restored=True)
         return path
 
-    def _follow(self) -> str | None:
-        """Go on from what another rank has restored. Returns: its path."""
-        path: str | None
-        path, states = self._role.follow("restored")
-        if states is not None:
-            load_as_follower(self.checkpoint, states)
-        return path
+    def _restore_from(self, path: str | os.PathLike[str]) -> _Restored:
+        communicator, absolute = self._communicator, None
+        with RaisingOnAll(communicator, f"could not restore {path!r:.60}"):
+            if communicator.rank == 0:  # others may be in other working directories
+                absolute = os.path.abspath(path)
+        chosen = communicator.broadcast_object(absolute, label="checkpoint to restore")
+        with RaisingOnAll(communicator, f"could not read {chosen}"):
+            stored = _read(chosen, self.checkpoint.objects, communicator)
+        return chosen, self._load(stored)
 
-    def _restore_newest(self) -> tuple[str | None, dict[str, Any] | None]:
+    def _restore_newest(self) -> _Restored:
         communicator = self._communicator
-
         found: tuple[list[str], list[str]] = [], []
         with RaisingOnAll(communicator, "could not look for checkpoints"):
             if communicator.rank == 0:
@@ -264,7 +260,7 @@ class CheckpointManager:
         for path in paths:
             stored, error = None, None
             try:
-                stored = self._read(path)
+                stored = _read(path, self.checkpoint.objects, communicator)
             except (ValueError, OSError) as failed:
                 error = str(failed)
             errors = communicator.all_gather_object(error, label="whether a checkpoint is readable")
@@ -272,7 +268,7 @@ class CheckpointManager:
             if stored is not None and not any(errors):
                 if wrong and communicator.rank == 0:
                     warnings.warn(
-                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=3
+                        f"going on from {path}, for {'; '.join(wrong)}", UserWarning, stacklevel=4
                     )
                 return path, self._load(stored)
         if wrong:
@@ -281,11 +277,6 @@ class CheckpointManager:
                 "choose another directory"
             )
         return None, None
-
-    def _read(self, path: str) -> StoredCheckpoint:
-        stored = StoredCheckpoint(path, self.checkpoint.objects)
-        stored.verify_ranks(self._communicator.rank, self._communicator.size)
-        return stored
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
         """Returns: what followers load, where there are any."""
@@ -298,6 +289,12 @@ class CheckpointManager:
             have_loaded(self.checkpoint)
         self._communicator.raise_any(None, "could not restore")
         return states
+
+
+def _read(path: str, wanted: Container[str], communicator: Communicator) -> StoredCheckpoint:
+    stored = StoredCheckpoint(path, wanted)
+    stored.verify_ranks(communicator.rank, communicator.size)
+    return stored
 
 
 def _checked_step(step: Any) -> int:

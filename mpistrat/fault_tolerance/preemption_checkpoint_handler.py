@@ -16,13 +16,7 @@ from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.slurm.job import SlurmError, slurm_job
 from mpistrat.communicators import reducing
-from mpistrat.fault_tolerance.announced_end import (
-    NOTHING,
-    SAVE,
-    AnnouncedEnd,
-    level_of,
-    reason_of,
-)
+from mpistrat.fault_tolerance.announced_end import NOTHING, SAVE, AnnouncedEnd, level_of, reason_of
 from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.platform_device import detect_platform
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed

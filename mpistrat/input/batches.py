@@ -97,10 +97,7 @@ def _without_examples(leaf: Any) -> Any:
 def spec_of(batch: Any) -> Any:
     """The structure of `batch` with an ArraySpec for each leaf."""
     return nest.map_structure(
-        lambda leaf: (
-            ArraySpec.of(leaf) if arrays.is_array(leaf) else ArraySpec.of(np.asarray(leaf))
-        ),
-        batch,
+        lambda leaf: ArraySpec.of(leaf if arrays.is_array(leaf) else np.asarray(leaf)), batch
     )
 
 

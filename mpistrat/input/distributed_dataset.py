@@ -11,12 +11,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.input.datasets import BatchedDataset, FileDataset
 from mpistrat.input.distributed_iterator import DistributedIterator, element_spec_of
 from mpistrat.input.file_reader import FileReader
-from mpistrat.input.readers import (
-    BatchReader,
-    FunctionReader,
-    IndexReader,
-    Reader,
-)
+from mpistrat.input.readers import BatchReader, FunctionReader, IndexReader, Reader
 from mpistrat.input.step_source import Progress, StepSource
 from mpistrat.options import AutoShardPolicy, InputOptions
 from mpistrat.replicas.input_plan import Share

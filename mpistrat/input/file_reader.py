@@ -11,12 +11,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
-from mpistrat.input.splitting import (
-    Lists,
-    pieces_of_each,
-    pieces_of_examples,
-    steps_of_stream,
-)
+from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 

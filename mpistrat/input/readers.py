@@ -18,13 +18,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
-from mpistrat.input.splitting import (
-    Kind,
-    Lists,
-    pieces_of_each,
-    pieces_of_stream,
-    steps_of_stream,
-)
+from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
 

@@ -81,12 +81,7 @@ class StepSource:
             depth = self.options.experimental_per_replica_buffer_size
             steps = Prefetcher(steps, max(depth, _STEPS_READ_AHEAD))
         return AgreedSteps(
-            reader,
-            steps,
-            extended.communicator,
-            self.partial,
-            start,
-            extended.num_local_replicas,
+            reader, steps, extended.communicator, self.partial, start, extended.num_local_replicas
         )
 
     def read_ahead(self, copies: DeviceCopies) -> int:

@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.machine.private_files import create
@@ -67,8 +67,9 @@ def merge(folder: str) -> Merged:
     It takes memory for the times of all collectives, not for the events.
     Raises: FileNotFoundError when there is no part; OSError when it cannot be written.
     """
-    parts = [_Part(part_of(folder, rank), rank) for rank in _ranks_in(folder)]
-    parts = [part for part in parts if part.is_valid]
+    paths = {rank: part_of(folder, rank) for rank in _ranks_in(folder)}
+    headers = {rank: _valid_header(path, rank) for rank, path in paths.items()}
+    parts = [_Part(paths[rank], header) for rank, header in headers.items() if header]
     if not parts:
         raise FileNotFoundError(f"no part of a trace (rank-0.part, …) is in {folder}")
     aligned = _alignments(parts)
@@ -139,6 +140,15 @@ _WAIT = '"name":"wait for the others","cat":"waiting"'
 _MOVE = '"name":"move bytes","cat":"moving"'
 
 
+def _valid_header(path: str, rank: int) -> dict[str, Any] | None:
+    try:
+        header = json.loads(header_of(path))
+        is_valid = header["trace"] == HEADER_VERSION and header["rank"] == rank
+    except (ValueError, KeyError, TypeError):
+        return None
+    return header if is_valid else None
+
+
 class _Kind:
     """What its events have in common; `text` lacks the brace that ends their "args"."""
 
@@ -150,32 +160,23 @@ class _Kind:
         self.text = start + json.dumps(details)[:-1]
 
 
-@dataclass
 class _Part:
-    """A rank's part, and what its lines tell that stand for many events."""
+    """A rank's part, and what its lines say that stand for many events.
 
-    path: str
-    rank: int
-    is_valid: bool = False
-    has_end: bool = False
-    size: int = 0
-    clock: str = ""
-    begins: int = 0
-    kinds: dict[int, _Kind] = field(default_factory=dict)
-    tracks: dict[int, str] = field(default_factory=dict)
-    comparisons: list[tuple[str, Comparison]] = field(default_factory=list)
-    aligned: Callable[[int], int] = _unchanged
+    Args: header: its first line.
+    Attributes:
+        aligned: turns its times into those of the first part; set by `merge`.
+    """
 
-    def __post_init__(self) -> None:
-        try:
-            self.header = json.loads(header_of(self.path))
-            self.is_valid = (
-                self.header["trace"] == HEADER_VERSION and self.header["rank"] == self.rank
-            )
-            self.size, self.clock = self.header["ranks"], self.header["clock"]
-            self.begins = self.header["begins"]
-        except (ValueError, KeyError, TypeError):
-            return
+    def __init__(self, path: str, header: dict[str, Any]) -> None:
+        self.path, self.rank, self.size = path, header["rank"], header["ranks"]
+        self.clock, self.begins = header["clock"], header["begins"]
+        self.name = f"rank {self.rank} on {header['node']}, pid {header['pid']}"
+        self.aligned: Callable[[int], int] = _unchanged
+        self.has_end = False
+        self.kinds: dict[int, _Kind] = {}
+        self.tracks: dict[int, str] = {}
+        self.comparisons: list[tuple[str, Comparison]] = []
         for line in self._lines("{"):
             if "kind" in line:
                 self.kinds[line["kind"]] = _Kind(line["name"], line["category"], line["told"])
@@ -195,8 +196,7 @@ class _Part:
     ) -> Iterator[str]:
         """Each as JSON. Times count from `beginning`; `last` is as of `_last_to_enter`."""
         pid = self.rank
-        name = f"rank {pid} on {self.header['node']}, pid {self.header['pid']}"
-        yield _metadata("process_name", pid, 0, name=name)
+        yield _metadata("process_name", pid, 0, name=self.name)
         yield _metadata("process_sort_index", pid, 0, sort_index=pid)
         for track, name in self.tracks.items():
             yield _metadata("thread_name", pid, track, name=name)
