@@ -12,7 +12,7 @@ from mpistrat import (
     tpu,
     wire_formats,
 )
-from mpistrat.context import get_replica_context, has_strategy, in_cross_replica_context
+from mpistrat.context import has_strategy, in_cross_replica_context
 from mpistrat.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -38,7 +38,7 @@ from mpistrat.pytorch.conversion import convert_sync_batchnorm
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.replicas.losses import compute_average_loss, scale_regularization_loss
-from mpistrat.replicas.replica_context import ReplicaContext
+from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
 from mpistrat.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

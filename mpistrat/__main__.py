@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 where there is something to fix. Called by: every rank."""
     top = argparse.ArgumentParser(prog="mpistrat")
-    version = f"mpistrat {importlib.metadata.version('mpistrat')}"
+    version = f"mpistrat {sys.modules['mpistrat'].__version__}"  # an import would go up from here
     top.add_argument("--version", action="version", version=version)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,9 +14,14 @@ from typing import Any
 
 # What is public of a module is also in `mpistrat` itself, or in one of its public packages.
 MOVED = {
+    "mpistrat.batch_norm": "mpistrat.pytorch.conversion",
     "mpistrat.bench": "mpistrat.tools.bench",
+    "mpistrat.coordinator.cluster_coordinator": "mpistrat.parameter_server.coordinator.cluster_coordinator",
+    "mpistrat.coordinator.per_worker": "mpistrat.parameter_server.coordinator.per_worker",
+    "mpistrat.coordinator.remote_value": "mpistrat.parameter_server.coordinator.remote_value",
     "mpistrat.doctor": "mpistrat.tools.doctor",
     "mpistrat.losses": "mpistrat.replicas.losses",
+    "mpistrat.multi_step": "mpistrat.replicas.multi_step",
     "mpistrat.partitioners": "mpistrat.variables.partitioners",
     "mpistrat.replica_context": "mpistrat.replicas.replica_context",
     "mpistrat.sharded_variable": "mpistrat.variables.sharded",
@@ -35,8 +41,9 @@ class MovedModules(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         for old, new in MOVED.items():
             if fullname == old or fullname.startswith(f"{old}."):
-                moved = importlib.import_module(new + fullname.removeprefix(old))
-                return ModuleSpec(fullname, self, is_package=hasattr(moved, "__path__"))
+                moved = importlib.util.find_spec(new + fullname.removeprefix(old))
+                is_package = moved is not None and moved.submodule_search_locations is not None
+                return moved and ModuleSpec(fullname, self, is_package=is_package)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

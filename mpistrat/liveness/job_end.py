@@ -63,16 +63,16 @@ class JobEnd:
         self._groups: list[ExitGroup] = []
         self._streams: list[Any] = []
         self._last_actions: list[Callable[[], None]] = []
-        self._leaves_together = self._has_left = False
+        self._leaves_together = self._has_left = self._has_warned = False
         self._raises_since = 0  # ns: when the thread saw that a stall is to be raised
         self._previous_excepthook = sys.excepthook
         if not sys.flags.interactive and not hasattr(sys, "ps1"):
             sys.excepthook = self._excepthook
-        self._interrupts = Interrupts()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="mpistrat job end", daemon=True)
         self._watches = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if self._watches:
+            self._interrupts = Interrupts()  # of interest to the thread alone
             remember_exits()
             self._thread.start()
             # Handlers run last in, first out, and mpi4py finalizes MPI after all of them.
@@ -87,7 +87,8 @@ class JobEnd:
         Args: calls: of a communicator over the same ranks; those of its parts are watched with it.
         """
         if not self._watches:
-            if comm.rank == 0:
+            if comm.rank == 0 and not self._has_warned:
+                self._has_warned = True
                 warnings.warn(
                     "MPI was started without MPI_THREAD_MULTIPLE: a rank that ends while others wait for it leaves the "
                     'job hanging. Set mpi4py.rc.thread_level = "multiple" (its default) before mpi4py.MPI is imported.',

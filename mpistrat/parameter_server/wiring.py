@@ -17,7 +17,7 @@ from mpistrat.replicas.extended import Parts
 from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
-from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
 from mpistrat.strategies import wiring
 from mpistrat.variables.partitioners import Partitioner
@@ -96,7 +96,7 @@ def _with_servers(
     ops = wiring.ops_of(group, None, None)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 
-    replicas = ReplicasOfRank(strategy, group, ops)
+    replicas = Replicas(strategy, group, ops)
     modules = TorchModules(
         ModuleParts(strategy, group, replicas, ops, GradientRule(gradients)),
         lambda parts: make_modules(parts, variables, owns),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import arrays, nest
+from mpistrat import arrays, context, nest
 from mpistrat.context import AnyStrategy, check_call, require_replica
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
@@ -179,3 +179,8 @@ def _needs_gradient(leaves: Sequence[Any]) -> bool:
         if isinstance(leaf, tensor) and leaf.requires_grad:
             return True
     return False
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica that this thread runs; None in a cross-replica context."""
+    return context.get_replica_context()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,16 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.cross_replica_ops import AllReduceCall, CrossReplicaOps
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.local_replicas import LocalReplicas, MergeFunction, ReplicaState
+from mpistrat.replicas.local_replicas import LocalReplicas, MergeFunction
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.values import regroup, select_replica
 
 
-class Replicas(abc.ABC):
-    """Runs functions on this rank's replicas, and combines what they pass.
+class Replicas:
+    """Runs functions on this rank's replicas, one or several that take turns, and combines what they pass.
+
+    Args:
+        contexts: of each replica; None makes them.
 
     Attributes:
         count: how often a function is called on this rank for all of its replicas.
@@ -26,80 +28,8 @@ class Replicas(abc.ABC):
         records_steps: whether what `run` calls is recorded, and computed when it has returned.
     """
 
-    count: int
-    states: list[ReplicaState]
     device_of_modules: str | None = None
     records_steps = False
-
-    @abc.abstractmethod
-    def call(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> Any:
-        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
-
-    @abc.abstractmethod
-    def merge_call(
-        self,
-        context: ReplicaContext,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The work of `ReplicaContext.merge_call`."""
-
-    @abc.abstractmethod
-    def all_reduce(
-        self,
-        context: ReplicaContext,
-        op: ReduceOp,
-        leaves: Sequence[Any],
-        options: CommunicationOptions | None,
-        label: str,
-    ) -> list[Any]:
-        """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
-
-    @abc.abstractmethod
-    def all_gather(
-        self,
-        context: ReplicaContext,
-        value: Any,
-        axis: int,
-        options: CommunicationOptions | None,
-        label: str = "",
-    ) -> Any:
-        """The work of `ReplicaContext.all_gather` on one leaf of a structure that `label` describes."""
-
-    @abc.abstractmethod
-    def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
-        """`merge` of the operands of all `count` calls, once for all. Called by: replica `index`, inside `run`."""
-
-    def sum_of_rank(self, value: Any) -> Any:
-        """The sum of what this rank's replicas hold under one name, as cores that run one program do.
-
-        That of 16-bit floats is float32: it is rounded once, after it was summed over ranks.
-        """
-        return value
-
-    @property
-    @abc.abstractmethod
-    def device_random_state(self) -> int | None:
-        """Of a generator of this rank's device that is not torch's; None where there is none."""
-
-    @abc.abstractmethod
-    def set_device_random_state(self, state: int) -> None:
-        """Go on from a `device_random_state`. Called by: the code that has given torch's generators theirs."""
-
-    def explain(self) -> str:
-        """What is particular to how these replicas run, for people."""
-        return ""
-
-
-class ReplicasOfRank(Replicas):
-    """One replica, or several that take turns; each has its own context.
-
-    Args:
-        contexts: one for each replica; None makes them.
-    """
 
     def __init__(
         self,
@@ -121,6 +51,7 @@ class ReplicasOfRank(Replicas):
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
+        """Call `fn` on each replica of this rank and regroup the results. Communicates nothing."""
         if self.count == 1:
             with entered(self._strategy, self.contexts[0]):
                 if args:
@@ -150,6 +81,7 @@ class ReplicasOfRank(Replicas):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """The work of `ReplicaContext.merge_call`."""
         if self.count == 1:
             with entered(self._strategy, None):
                 return select_replica(0, merge_fn(self._strategy, *args, **kwargs))
@@ -170,6 +102,7 @@ class ReplicasOfRank(Replicas):
         options: CommunicationOptions | None,
         label: str,
     ) -> list[Any]:
+        """The work of `ReplicaContext.all_reduce` on the leaves of a structure that `label` describes."""
         if self._is_alone:
             return list(leaves)
         ops = self._ops
@@ -189,6 +122,7 @@ class ReplicasOfRank(Replicas):
         options: CommunicationOptions | None,
         label: str = "",
     ) -> Any:
+        """The work of `ReplicaContext.all_gather` on one leaf of a structure that `label` describes."""
         if self._is_alone:
             return value
         ops = self._ops
@@ -199,11 +133,24 @@ class ReplicasOfRank(Replicas):
         return self.merge_call(context, merge, (value,), {})
 
     def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
+        """`merge` of the operands of all `count` calls, once for all. Called by: replica `index`, inside `run`."""
         return self._turns.meet(index, merge, operands)
+
+    def sum_of_rank(self, value: Any) -> Any:
+        """The sum of what this rank's replicas hold under one name, as cores that run one program do.
+
+        That of 16-bit floats is float32: it is rounded once, after it was summed over ranks.
+        """
+        return value
 
     @property
     def device_random_state(self) -> int | None:
+        """Of a generator of this rank's device that is not torch's; None where there is none."""
         return None
 
     def set_device_random_state(self, state: int) -> None:
-        pass
+        """Go on from a `device_random_state`. Called by: the code that has given torch's generators theirs."""
+
+    def explain(self) -> str:
+        """What is particular to how these replicas run, for people."""
+        return ""

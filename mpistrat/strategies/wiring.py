@@ -18,7 +18,7 @@ from mpistrat.replicas.gradient_rule import GradientRule
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replica_context import ReplicaContext
-from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.replicated import ReplicatedExtended
@@ -117,7 +117,7 @@ def mirrored(
         ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
     """
     ops = ops_of(group, cross_device_ops, options)
-    replicas = ReplicasOfRank(strategy, group, ops)
+    replicas = Replicas(strategy, group, ops)
     used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
     parts = Parts(
         group,
@@ -142,7 +142,7 @@ def central_storage(
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
     ops = ops_of(group, None, options)
-    replicas = ReplicasOfRank(strategy, group, ops)
+    replicas = Replicas(strategy, group, ops)
     used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
     parts = Parts(
         group,
@@ -164,7 +164,7 @@ def one_replica(strategy: Any, device: str, context: ReplicaContext | None = Non
     """
     group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), (device,))
     ops = ops_of(group, None, None)
-    replicas = ReplicasOfRank(strategy, group, ops, None if context is None else [context])
+    replicas = Replicas(strategy, group, ops, None if context is None else [context])
     return Parts(
         group,
         replicas,

@@ -16,13 +16,13 @@ from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.replica_context import ReplicaContext
-from mpistrat.replicas.replicas import ReplicasOfRank
+from mpistrat.replicas.replicas import Replicas
 from mpistrat.values import DistributedValues, PassedWhole, PerReplica, select_replica
 from mpistrat.xla.recorded_steps import RecordedSteps
 from mpistrat.xla.replica_cores import ReplicaCores
 
 
-class RecordedReplicas(ReplicasOfRank):
+class RecordedReplicas(Replicas):
     """What runs on them is recorded; they are one as far as the program can see.
 
     Args:

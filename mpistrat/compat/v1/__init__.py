@@ -9,7 +9,8 @@ from mpistrat.compat.v1.strategy import (
     get_loss_reduction,
     get_strategy,
 )
-from mpistrat.context import get_replica_context, has_strategy, in_cross_replica_context
+from mpistrat.context import has_strategy, in_cross_replica_context
+from mpistrat.replicas.replica_context import get_replica_context
 from mpistrat.strategy import experimental_set_strategy
 
 Strategy = StrategyV1

@@ -431,8 +431,8 @@ def test_other_memory_layouts() -> None:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_parameter("turned", torch.nn.Parameter(torch.randn(40, 50).t()))
         base = torch.randn(2, 60)
-        model.register_parameter("one", torch.nn.Parameter(base[0]))
-        model.register_parameter("beside", torch.nn.Parameter(base[1]))  # in the same storage
+        model.register_parameter("first", torch.nn.Parameter(base[0]))
+        model.register_parameter("second", torch.nn.Parameter(base[1]))  # in the same storage
         return model
 
     def play(training: Training) -> None:
