@@ -60,13 +60,13 @@ def communicator_for(
                 )
             # Not all launchers hand on the environment: rank 0's setting holds for all.
             name, folder = duplicate.bcast((uuid.uuid4().hex, trace_folder()))
-            mpi = MpiTransport(duplicate)
-            ways, watch = ways_of(mpi, name)
             timeline = None
             if folder is not None:
                 from mpistrat.trace.of_job import begin
 
                 timeline = begin(duplicate, folder)
+            mpi = MpiTransport(duplicate)
+            ways, watch = ways_of(mpi, name)
             contract = Contract(mpi, name, watch, check, timeline)
             cached[check] = Router(ways, contract)
         job_end().watch(contract, duplicate)

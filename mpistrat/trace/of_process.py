@@ -28,7 +28,7 @@ def begin(folder: str, rank: int, size: int) -> Timeline:
         if rank == 0:
             merging.remove_older(folder, size)
         _timeline = Timeline(folder, rank, size, socket.gethostname(), host_clock())
-        # Handlers run last in, first out: this one after that of `job_end`, which is not registered yet.
+        # Handlers run last in, first out: this one after that of `JobEnd`, which `of_job.begin` makes later.
         atexit.register(_finish, os.getpid(), _timeline, size)
     return _timeline
 
