@@ -27,13 +27,13 @@ def keep_asking(
     weakref.finalize(owner, stop.set)
 
     def run() -> None:
-        has_told, done = explain is None, False
+        has_explained, done = explain is None, False
         while not done:
             try:
                 done = ask()
             except Exception as error:  # whatever it is, the next answer may be right
-                if explain is not None and not has_told:
-                    has_told = True
+                if explain is not None and not has_explained:
+                    has_explained = True
                     tell(explain(f"{type(error).__name__}: {error}"))
             if not done and stop.wait(pause()):
                 return

@@ -22,7 +22,7 @@ from mpistrat.parameter_server.tables import MappedTable
 from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec, inline, pack, unpack
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, State
+    from mpistrat.parameter_server.server_optimizers import OptimizerDefinition, State
 
 
 class Address(NamedTuple):
@@ -280,16 +280,19 @@ class OptimizerClient:
         self._routes = routes
 
     def make(
-        self, optimizer: int, recipe: OptimizerRecipe, arrays: Sequence[tuple[Address, bool]]
+        self,
+        optimizer: int,
+        definition: OptimizerDefinition,
+        arrays: Sequence[tuple[Address, bool]],
     ) -> None:
         """Let the servers keep an optimizer's state for arrays. Of several workers that ask for it, one is enough.
 
         Args: arrays: each with whether it is a part of a variable.
-        Raises: TypeError: the recipe cannot be pickled, or does not work for a part.
+        Raises: TypeError: the definition cannot be pickled, or does not work for a part.
         """
         import cloudpickle  # here, because it makes importing mpistrat slower
 
-        packed = cloudpickle.dumps(recipe)  # also of classes of the main script
+        packed = cloudpickle.dumps(definition)  # also of classes of the main script
         calls = []
         for server in self._routes.servers:
             mine = [(address.key, shard) for address, shard in arrays if address.server == server]

@@ -13,7 +13,11 @@ from mpistrat.parameter_server.protocol import Step
 from mpistrat.parameter_server.tables import Table
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServerOptimizer, State
+    from mpistrat.parameter_server.server_optimizers import (
+        OptimizerDefinition,
+        ServerOptimizer,
+        State,
+    )
 
 
 class OptimizerSteps:
@@ -29,14 +33,17 @@ class OptimizerSteps:
         self.pending: dict[int, dict[tuple[int, int, int], _Pending]] = {}
 
     def make(
-        self, optimizer: int, recipe: OptimizerRecipe, tables: Sequence[tuple[int, Table, bool]]
+        self,
+        optimizer: int,
+        definition: OptimizerDefinition,
+        tables: Sequence[tuple[int, Table, bool]],
     ) -> None:
         """Args: tables: arrays that may lack this optimizer: their keys, and whether each is a part of a variable."""
         from mpistrat.parameter_server.server_optimizers import ServerOptimizer
 
         for key, table, shard in tables:
             if (optimizer, key) not in self.by_key:
-                self.by_key[optimizer, key] = ServerOptimizer(table.array, recipe, shard=shard)
+                self.by_key[optimizer, key] = ServerOptimizer(table.array, definition, shard=shard)
 
     def step(self, key: int, table: Table, step: Step, gradient: Any, worker: int) -> None:
         """

@@ -1,6 +1,6 @@
 """torch.optim on the arrays that a server keeps: each array's optimizer state lives once, beside it.
 
-Nothing here communicates. A worker describes its optimizer by an `OptimizerRecipe`, once. With each gradient it sends
+Nothing here communicates. A worker describes its optimizer by an `OptimizerDefinition`, once. With each gradient it sends
 the numbers of its param group, since schedulers change them.
 """
 
@@ -30,7 +30,7 @@ _FUSED = (torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OptimizerRecipe:
+class OptimizerDefinition:
     """A torch optimizer of one param group, as a worker describes it to the servers. It can be pickled.
 
     Attributes:
@@ -41,8 +41,8 @@ class OptimizerRecipe:
     keywords: Mapping[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerRecipe:
-        """The recipe of `group`, one of the optimizer's param groups.
+    def of(cls, optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerDefinition:
+        """The definition of `group`, one of the optimizer's param groups.
 
         Raises: TypeError: the servers cannot make such an optimizer, or cannot step it.
         """
@@ -99,17 +99,19 @@ class ServerOptimizer:
     Raises: TypeError: the optimizer cannot step a shard, since it does not update element by element.
     """
 
-    def __init__(self, array: Array, recipe: OptimizerRecipe, *, shard: bool = False) -> None:
+    def __init__(
+        self, array: Array, definition: OptimizerDefinition, *, shard: bool = False
+    ) -> None:
         self._whole = torch.as_tensor(array)
         if not self._whole.is_contiguous():
             raise ValueError(f"expected a C-contiguous array, got strides {self._whole.stride()}")
-        self._cls = recipe.cls
-        why = _why_not_by_part(recipe.cls)
+        self._cls = definition.cls
+        why = _why_not_by_part(definition.cls)
         if shard and why:
             raise TypeError(f"a variable in shards cannot be stepped: {why}")
-        self._why_no_rows = _why_no_rows(recipe.cls)
+        self._why_no_rows = _why_no_rows(definition.cls)
         # It steps the whole array, rows gathered from it, and others by turns.
-        self._optimizer = recipe.make(self._whole)
+        self._optimizer = definition.make(self._whole)
         self._group = self._optimizer.param_groups[0]
         self._state: dict[str, Any] = self._optimizer.state[self._whole]
         self._optimizer.state.clear()

@@ -124,9 +124,9 @@ class Store:
     def make_optimizer(
         self, optimizer: int, packed: bytes, arrays: Sequence[tuple[int, bool]]
     ) -> None:
-        recipe = pickle.loads(packed)
+        definition = pickle.loads(packed)
         tables = [(key, self.table(key), shard) for key, shard in arrays]
-        self.optimizers.make(optimizer, recipe, tables)
+        self.optimizers.make(optimizer, definition, tables)
 
     def optimizer_state(self, optimizer: int, key: int) -> Any:
         self.has(key)

@@ -54,7 +54,7 @@ class ParameterServerStrategy(Strategy):
         num_ps: so many ranks are servers, the last of each node in turn; rank 0 is the chief.
         replication: 2 keeps a second copy of each server's variables, and of their optimizers' state, on the next
             server, which goes on with them when the first has died; fault tolerant MPI is needed for that. A change
-            is answered for when both have it.
+            is acknowledged when both servers have it.
         devices: of each worker, one replica each; None is one replica on the rank's own device. With several, torch
             modules in the scope raise NotImplementedError.
         gradients: as of `MirroredStrategy`, over the replicas of one worker.

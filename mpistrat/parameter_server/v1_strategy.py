@@ -59,8 +59,8 @@ class BetweenGraphStrategy(Strategy):
         num_ps: so many ranks are servers, the last of each node in turn.
         variable_partitioner: how variables are split over servers; None splits none.
         max_staleness: how many steps a worker may be ahead of the slowest; 0 is synchronous, None asynchronous. With 0
-            a run whose optimizers step returns when the steps of all workers are made, and raises what they could not
-            be made for; the gradients of one that raises are dropped.
+            a run whose optimizers step returns when the steps of all workers are made, and raises the error that
+            prevented them; the gradients of one that raises are dropped.
         replication: as of `mpistrat.ParameterServerStrategy`.
         devices: this worker's devices, one replica each; None is one replica on the rank's own device.
         gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,

@@ -75,8 +75,10 @@ class StrategyExtended(abc.ABC):
 
     def __init__(self, strategy: AnyStrategy, parts: Parts) -> None:
         self.strategy = strategy
-        group, self.replicas, self.cross_replica_ops, self.variables, *_ = parts
-        self.checkpoints, self.input, self.modules = parts.checkpoints, parts.input, parts.modules
+        group = parts.group
+        self.replicas, self.cross_replica_ops = parts.replicas, parts.cross_replica_ops
+        self.variables, self.checkpoints = parts.variables, parts.checkpoints
+        self.input, self.modules = parts.input, parts.modules
         self.communicator = group.communicator
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks

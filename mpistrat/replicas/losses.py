@@ -61,7 +61,7 @@ def compute_average_loss(
         global_batch_size = loss.shape[0] * replicas
         if global_batch_size == 0:
             raise ValueError(
-                "this replica's batch is empty; pass global_batch_size, which it does not tell"
+                "this replica's batch is empty, and does not say how large the global batch is: pass global_batch_size"
             )
     else:
         _check_positive_integer(global_batch_size)

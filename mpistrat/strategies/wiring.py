@@ -1,4 +1,7 @@
-"""The parts of strategies whose replicas keep variables themselves, put together. Nobody else does."""
+"""Puts together the parts of strategies whose replicas keep variables themselves.
+
+The packages of servers and of XLA have a `wiring` of their own.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from mpistrat.xla.runtime import Runtime
 
 
 class CoreValues:
-    """
+    """What the cores of one rank hold under one name, and how it is summed, spread and read.
+
     Args:
         groups: the numbers, among all devices that XLA knows, of each rank's cores.
         count: this rank's cores.

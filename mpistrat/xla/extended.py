@@ -11,7 +11,8 @@ from mpistrat.xla.logical_devices import LogicalDevices
 
 
 class XlaExtended(StrategyExtended):
-    """
+    """The replicas of a rank on XLA devices.
+
     Attributes:
         compilations: of this rank.
         logical_devices: of a replica.

@@ -41,7 +41,7 @@ class LogicalDevices:
             )
         self._runtime = runtime
         self._count = count
-        self._has_told = False
+        self._has_warned = False
 
     def assign(self, tensor: Any, logical_device_id: int) -> Any:
         """`tensor`, for one logical device; with several all of them have it, which a line on stderr says once.
@@ -50,8 +50,8 @@ class LogicalDevices:
         Raises: ValueError where the replica has no such device, and for a tensor of another device.
         """
         check_logical_device(logical_device_id, self._count)
-        if self._count > 1 and not self._has_told:
-            self._has_told = True
+        if self._count > 1 and not self._has_warned:
+            self._has_warned = True
             tell(
                 f"experimental_assign_to_logical_device: torch_xla keeps no value on one of a replica's {self._count} "
                 "logical devices, so each of them has it, and computes what is made of it; to share the work out, use "

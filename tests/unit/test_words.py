@@ -27,6 +27,8 @@ PRIVATE = {
     "parcels": "tensors",
     "patient": "PipelinedTransport",
     "post": "rpc",
+    "recipe": "Resource, OptimizerDefinition",
+    "recipes": "Resource, OptimizerDefinition",
     "registrar": "ExitCoordinator",
     "rider": "piggyback",
     "riders": "piggyback",

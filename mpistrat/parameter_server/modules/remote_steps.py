@@ -23,7 +23,7 @@ from mpistrat.parameter_server.extended import ServersExtended
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor, RemoteTensors
 from mpistrat.parameter_server.protocol import Step
 from mpistrat.parameter_server.server_optimizers import (
-    OptimizerRecipe,
+    OptimizerDefinition,
     State,
     hyperparameters,
     join_states,
@@ -152,10 +152,10 @@ class RemoteOptimizer:
         for group in optimizer.param_groups:
             new = [p for p in group["params"] if p in _remote and p not in self._made]
             if new:
-                recipe = OptimizerRecipe.of(optimizer, group)
+                definition = OptimizerDefinition.of(optimizer, group)
                 remote: list[RemoteTensor] = [_remote[p][0] for p in new]
                 arrays = [(address, each.split) for each in remote for address in each.addresses]
-                self._client.optimizers.make(self.number, recipe, arrays)
+                self._client.optimizers.make(self.number, definition, arrays)
                 self._made.update(zip(new, remote, strict=True))
         for parameter, state in list(optimizer.state.items()):
             if parameter in self._made:

@@ -10,7 +10,7 @@ from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.optimizer_steps import OptimizerSteps
 from mpistrat.parameter_server.protocol import Step
 from mpistrat.parameter_server.rpc.segments import Segments
-from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
+from mpistrat.parameter_server.server_optimizers import OptimizerDefinition
 from mpistrat.parameter_server.tables import Table
 from mpistrat.parameter_server.tensors import TensorSpec
 
@@ -21,7 +21,7 @@ def table_and_steps(array, cls=torch.optim.SGD, **keywords) -> tuple[Table, Opti
     table = Table("w", TensorSpec.of(array), Segments())
     table.update("assign", array)
     steps = OptimizerSteps()
-    steps.make(OPTIMIZER, OptimizerRecipe(cls, {"lr": 1.0, **keywords}), [(KEY, table, False)])
+    steps.make(OPTIMIZER, OptimizerDefinition(cls, {"lr": 1.0, **keywords}), [(KEY, table, False)])
     return table, steps
 
 

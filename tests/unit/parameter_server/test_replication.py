@@ -23,7 +23,7 @@ from mpistrat.parameter_server.protocol import (
 from mpistrat.parameter_server.replication import ABANDON, CHANGED
 from mpistrat.parameter_server.rpc.segments import Mappings
 from mpistrat.parameter_server.server import ParameterServer
-from mpistrat.parameter_server.server_optimizers import OptimizerRecipe
+from mpistrat.parameter_server.server_optimizers import OptimizerDefinition
 from mpistrat.parameter_server.snapshot import ADMIT, HOLD
 from mpistrat.parameter_server.tensors import TensorSpec, inline, unpack
 from support.parameter_servers.recorded_rpc import RecordedRpc
@@ -228,9 +228,9 @@ def test_what_could_not_be_sent_holds_up_nothing_else(pair) -> None:
 @pytest.fixture
 def stepped(pair) -> Pair:
     """With an optimizer whose rounds are the sums of all workers' gradients."""
-    recipe = cloudpickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
+    definition = cloudpickle.dumps(OptimizerDefinition(torch.optim.SGD, {"lr": 1.0}))
     ticket = pair.first.receive_request(
-        CLIENT, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)])
+        CLIENT, "make optimizer", (OPTIMIZER, definition, [(KEY, False)])
     )
     assert not is_answered(pair.first, ticket)
     pair.carry()

@@ -20,7 +20,7 @@ from mpistrat.parameter_server.protocol import (
 from mpistrat.parameter_server.rpc.remote_errors import portable_error
 from mpistrat.parameter_server.rpc.segments import Mappings, RegionHandle
 from mpistrat.parameter_server.server import ParameterServer
-from mpistrat.parameter_server.server_optimizers import OptimizerRecipe, ServerOptimizer
+from mpistrat.parameter_server.server_optimizers import OptimizerDefinition, ServerOptimizer
 from mpistrat.parameter_server.snapshot import ADMIT, HOLD, RELEASE
 from mpistrat.parameter_server.tensors import SharedTensor, TensorSpec, inline, unpack
 from support.parameter_servers.recorded_rpc import RecordedRpc
@@ -279,8 +279,10 @@ OPTIMIZER = 1
 
 def descend(rpc, source, gradient, number, lr=1.0, mean=False) -> None:
     """Send a gradient of a round."""
-    recipe = pickle.dumps(OptimizerRecipe(torch.optim.SGD, {"lr": 1.0}))
-    rpc.reply_to(rpc.receive_request(source, "make optimizer", (OPTIMIZER, recipe, [(KEY, False)])))
+    definition = pickle.dumps(OptimizerDefinition(torch.optim.SGD, {"lr": 1.0}))
+    rpc.reply_to(
+        rpc.receive_request(source, "make optimizer", (OPTIMIZER, definition, [(KEY, False)]))
+    )
     step = Step(OPTIMIZER, {"lr": lr}, number, mean)
     operand = [inline(np.full(3, float(gradient)))]
     rpc.reply_to(update(rpc, source, Update(KEY, step, operand)))

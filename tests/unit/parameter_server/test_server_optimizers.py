@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.server_optimizers import (
-    OptimizerRecipe,
+    OptimizerDefinition,
     ServerOptimizer,
     hyperparameters,
     join_states,
@@ -54,8 +54,8 @@ class Worker:
         self.optimizer = make([self.parameter])
         self.group = self.optimizer.param_groups[0]
         # As it reaches a server.
-        recipe = OptimizerRecipe.of(self.optimizer, self.group)
-        self.recipe: OptimizerRecipe = pickle.loads(pickle.dumps(recipe))
+        definition = OptimizerDefinition.of(self.optimizer, self.group)
+        self.definition: OptimizerDefinition = pickle.loads(pickle.dumps(definition))
 
     def steps(self, first: int, end: int) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
         for step in range(first, end):
@@ -66,7 +66,7 @@ class Worker:
             self.optimizer.step()
 
     def optimizer_of(self, array: np.ndarray, **options: Any) -> ServerOptimizer:
-        return ServerOptimizer(array, self.recipe, **options)
+        return ServerOptimizer(array, self.definition, **options)
 
     def expect(self, *pieces: np.ndarray) -> None:
         expected = self.parameter.detach().numpy()
@@ -179,7 +179,7 @@ def test_sparse_adam() -> None:
     embedding = torch.nn.Embedding(ROWS, COLUMNS, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
     array = embedding.weight.detach().numpy().copy()
-    remote = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
+    remote = ServerOptimizer(array, OptimizerDefinition.of(optimizer, optimizer.param_groups[0]))
     for indices in ([1, 4, 1], [4, 9], [9, 1, 2]):
         optimizer.zero_grad()
         (embedding(torch.tensor(indices)) ** 2).sum().backward()
@@ -210,11 +210,11 @@ def test_dtypes(dtype: torch.dtype, name: str) -> None:
     parameter = torch.nn.Parameter(torch.from_numpy(values()).to(dtype))
     optimizer = MAKERS[name]([parameter])
     array = parameter.detach().clone()
-    recipe = OptimizerRecipe.of(optimizer, optimizer.param_groups[0])
+    definition = OptimizerDefinition.of(optimizer, optimizer.param_groups[0])
     numbers = hyperparameters(optimizer.param_groups[0])
     state: dict[str, Any] = {}
     for step in range(3):
-        remote = ServerOptimizer(array, recipe)  # anew, as from a checkpoint
+        remote = ServerOptimizer(array, definition)  # anew, as from a checkpoint
         remote.load_state_dict(state)
         gradient = torch.from_numpy(values(seed=step)).to(dtype)
         rows = IndexedSlices(gradient, np.arange(ROWS))
@@ -230,7 +230,7 @@ def test_scalar() -> None:
     array = np.array(2.0, np.float32)
     parameter = torch.nn.Parameter(torch.tensor(2.0))
     optimizer = torch.optim.Adam([parameter], lr=0.1)
-    remote = ServerOptimizer(array, OptimizerRecipe.of(optimizer, optimizer.param_groups[0]))
+    remote = ServerOptimizer(array, OptimizerDefinition.of(optimizer, optimizer.param_groups[0]))
     for _ in range(2):
         parameter.grad = torch.tensor(3.0)
         remote.step(np.array(3.0, np.float32), hyperparameters(optimizer.param_groups[0]))
@@ -242,9 +242,9 @@ def test_scalar() -> None:
 def test_how_a_worker_with_a_gpu_steps(name: str) -> None:
     gpu = {"foreach": True, "fused": True, "capturable": True, "differentiable": True}
     worker, array = Worker(MAKERS[name]), values()
-    had = worker.recipe.keywords
+    had = worker.definition.keywords
     asked = {**had, **{flag: value for flag, value in gpu.items() if flag in had}}
-    remote = ServerOptimizer(array, OptimizerRecipe(type(worker.optimizer), asked))
+    remote = ServerOptimizer(array, OptimizerDefinition(type(worker.optimizer), asked))
     for gradient, numbers in worker.steps(0, 3):
         remote.step(gradient, {**numbers, **gpu})
     worker.expect(array)
@@ -312,7 +312,7 @@ def test_optimizers_that_read_whole_parameters() -> None:
     worker.expect(array)
     lbfgs = torch.optim.LBFGS([parameter])
     with pytest.raises(TypeError, match=r"LBFGS\.step needs a closure"):
-        OptimizerRecipe.of(lbfgs, lbfgs.param_groups[0])
+        OptimizerDefinition.of(lbfgs, lbfgs.param_groups[0])
     asgd = Worker(MAKERS["asgd"]).optimizer_of(array)
     with pytest.raises(TypeError, match="ASGD averages"):
         asgd.step(IndexedSlices(values()[:1], [0]), {})
@@ -337,10 +337,10 @@ def test_optimizer_of_the_user_s() -> None:
     parameter = torch.nn.Parameter(torch.from_numpy(values()))
     incomplete = Halving([parameter], 0.5)
     with pytest.raises(TypeError, match=r"Halving.*constructor's unknown"):
-        OptimizerRecipe.of(incomplete, incomplete.param_groups[0])
-    recipe = OptimizerRecipe(Halving, {"factor": 0.5})
+        OptimizerDefinition.of(incomplete, incomplete.param_groups[0])
+    definition = OptimizerDefinition(Halving, {"factor": 0.5})
     array = values()
-    remote = ServerOptimizer(array, recipe, shard=True)
+    remote = ServerOptimizer(array, definition, shard=True)
     remote.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.25})
     remote.step(IndexedSlices(np.ones((1, COLUMNS), np.float32), [2]), {"factor": 0.5})
     np.testing.assert_allclose(array[2], values()[2] - 0.5, rtol=1e-6)
