@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "AbortedError",
+    "CancelledError",
+    "ClosureInputError",
+    "CollectiveMismatchError",
+    "DeadlineExceededError",
+    "DivergenceError",
+    "FailedPreconditionError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "OpError",
+    "OutOfRangeError",
+    "RankLostError",
+    "StallError",
+    "TooFewReplicasError",
+    "TopologyError",
+    "UnavailableError",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class OpError(Exception):
     """Base of the errors that an operation on distributed values raises."""

@@ -17,6 +17,12 @@ from mpistrat.communicators.communicator import Communicator
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["ShortFloats", "TopK", "WireFormat", "name_of"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class WireFormat(Protocol):
     """What `CommunicationOptions(wire_format=)` takes."""

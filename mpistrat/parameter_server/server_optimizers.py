@@ -1,7 +1,7 @@
 """torch.optim on the arrays that a server keeps: each array's optimizer state lives once, beside it.
 
-Nothing here communicates. A worker describes its optimizer by an `OptimizerDefinition`, once. With each gradient it sends
-the numbers of its param group, since schedulers change them.
+Nothing here communicates. A worker describes its optimizer by an `OptimizerDefinition`, once. With each gradient it
+sends the numbers of its param group, since schedulers change them.
 """
 
 from __future__ import annotations

@@ -18,12 +18,14 @@ DOORS = (
     "mpistrat.compat.v1.experimental",
     "mpistrat.coordinator",
     "mpistrat.cross_device_ops",
+    "mpistrat.errors",
     "mpistrat.experimental",
     "mpistrat.experimental.partitioners",
     "mpistrat.fault_tolerance",
     "mpistrat.input",
     "mpistrat.strategies",
     "mpistrat.tpu",
+    "mpistrat.wire_formats",
 )
 
 
