@@ -50,10 +50,9 @@ def outside(frame: FrameType) -> FrameType:
 
 def raised_at(error: BaseException) -> str:
     """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
-    for at in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_between(at.filename):
-            return f"{at.filename}:{at.lineno} in {at.name}"
-    return ""
+    stack = traceback.extract_tb(error.__traceback__)
+    at = next((place for place in reversed(stack) if not _is_between(place.filename)), None)
+    return f"{at.filename}:{at.lineno} in {at.name}" if at else ""
 
 
 def _is_between(file: str) -> bool:

@@ -26,6 +26,7 @@ package = types.ModuleType("mpistrat")
 package.__path__ = [sys.argv[1]]
 sys.modules["mpistrat"] = package
 from mpistrat.liveness.observer import main
+from mpistrat.machine.private_files import private
 main()
 """
 

@@ -19,8 +19,6 @@ import struct
 import time
 from dataclasses import dataclass
 
-from mpistrat.machine.private_files import private
-
 MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
 # Header words
 (
@@ -89,12 +87,15 @@ class RankRecord:
         if path is None:
             self._map = mmap.mmap(-1, BYTES)
         else:
-            with open(path, "x+b" if create else "r+b", opener=private) as file:
+            file = os.open(
+                path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
+            )
+            try:
                 if create:
-                    os.posix_fallocate(
-                        file.fileno(), 0, BYTES
-                    )  # else a full /dev/shm is a SIGBUS later
-                self._map = mmap.mmap(file.fileno(), BYTES)
+                    os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
+                self._map = mmap.mmap(file, BYTES)
+            finally:
+                os.close(file)
         self.words = memoryview(self._map).cast("Q")
         self._numbers = itertools.count(1)  # of entries; threads may take them at the same time
         if not create and path is not None and not self.started:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
 
+# Those that a rank has left in a collective: MPI may still write to their buffers, which must live as long.
+_given_up: list[Contract] = []
+
+
 class Contract(Unchecked):
     """Records the calls of a communicator, and raises CollectiveMismatchError on all ranks when they differ.
 
@@ -155,6 +159,7 @@ class Contract(Unchecked):
         except BaseException as error:
             if not isinstance(error, CollectiveMismatchError):
                 self._abandoned = error
+                _given_up.append(self)
             self.__exit__()
             raise
         return self
