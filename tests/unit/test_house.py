@@ -10,10 +10,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "mpistrat"
 
-CODE_LINES = 30_450  # HOUSE.md: 27,500
+CODE_LINES = 30_400  # HOUSE.md: 27,500
 LARGE_CLASSES = 8
 TOP_LEVEL_MODULES = 14
-ASSERTS_OF_NONE = 9  # to come: 0
+ASSERTS_OF_NONE = 0
 
 LARGE = 15  # methods
 _NO_CODE = {
