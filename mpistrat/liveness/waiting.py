@@ -20,10 +20,6 @@ SECONDS_FOR_THE_OBSERVER = 5.0
 SECONDS_OF_A_PAUSE = 1.0
 
 
-# What was waited for in vain: MPI may still write to the buffers of a request, which must live as long.
-_given_up: list[Callable[[], bool]] = []
-
-
 def wait_until(
     arrived: Callable[[], bool], watch: CommunicatorWatch, *, yields: bool = True
 ) -> None:
@@ -46,29 +42,25 @@ def wait_until(
                 return
     record, looked = watch.record, started
     limit = record.limit
-    try:
-        while not arrived():
-            now = time.monotonic()
-            if now - looked > SECONDS_OF_A_PAUSE:
-                started += now - looked  # the job was suspended
-            looked = now
-            waited = now - started
-            if yields and waited < YIELD_SECONDS:
-                os.sched_yield()
-                continue
-            raise_if_stalled(watch)
-            if watch.revocable_group is not None:
-                watch.revocable_group.raise_if_lost()
-            observed = now - record.looked / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
-            if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
-                raise StallError(
-                    f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
-                    f"{limit:g} s), and no observer runs on this node that could say which are missing"
-                )
-            time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
-    except BaseException:
-        _given_up.append(arrived)
-        raise
+    while not arrived():
+        now = time.monotonic()
+        if now - looked > SECONDS_OF_A_PAUSE:
+            started += now - looked  # the job was suspended
+        looked = now
+        waited = now - started
+        if yields and waited < YIELD_SECONDS:
+            os.sched_yield()
+            continue
+        raise_if_stalled(watch)
+        if watch.revocable_group is not None:
+            watch.revocable_group.raise_if_lost()
+        observed = now - record.looked / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
+        if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
+            raise StallError(
+                f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
+                f"{limit:g} s), and no observer runs on this node that could say which are missing"
+            )
+        time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
 def raise_if_stalled(watch: CommunicatorWatch) -> None:

@@ -41,9 +41,8 @@ class _AllGather(torch.autograd.Function):
         extended = context.strategy.extended
         gathered = extended.replicas.all_gather(context, value, axis, options)
         sizes = extended.replicas.all_gather(context, torch.tensor([value.shape[axis]]), 0, options)
-        own = torch.as_tensor(
-            context.replica_id_in_sync_group
-        )  # where cores run one program, each has its own
+        # Where cores run one program, each has a number of its own.
+        own = torch.as_tensor(context.replica_id_in_sync_group)
         starts = (sizes.cumsum(0) - sizes).to(own.device)
         ctx.call = (
             context,

@@ -359,9 +359,8 @@ class StrategyExtended(abc.ABC):
             for _, destinations in value_destination_pairs:
                 self.check_destination(destinations)
         pairs = list(value_destination_pairs)
-        if (
-            self.variables.on_every_replica
-        ):  # the result is on every device, whatever single device was asked for
+        if self.variables.on_every_replica:
+            # The result is on every device, whatever single device was asked for.
             pairs = [
                 (
                     value,

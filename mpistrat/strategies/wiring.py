@@ -29,6 +29,7 @@ from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.tracing import trace_ranges
 from mpistrat.strategies.variables import CopyPerNode, CopyPerReplica, PlainVariables
 from mpistrat.topology import Topology
+from mpistrat.variables.store import VariableStore
 from mpistrat.wire_formats import name_of
 
 
@@ -120,17 +121,9 @@ def mirrored(
         ranks_are_workers: each rank reads for its own replicas; else all ranks together are one worker.
     """
     ops = ops_of(group, cross_device_ops, options)
-    replicas = Replicas(strategy, group, ops)
-    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
-    parts = Parts(
-        group,
-        replicas,
-        ops,
-        CopyPerReplica(strategy, ops, group.worker_devices),
-        CheckpointRole(),
-        input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers),
-        mirrored_modules(used, shared_parameters),
-    )
+    variables = CopyPerReplica(strategy, ops, group.worker_devices)
+    plan = input_plan(group, ranks_are_workers, per_replica=not ranks_are_workers)
+    parts = _parts(strategy, group, ops, variables, plan, gradients, shared_parameters)
     return ReplicatedExtended(strategy, parts, between_graph=ranks_are_workers)
 
 
@@ -145,17 +138,9 @@ def central_storage(
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
     ops = ops_of(group, None, options)
-    replicas = Replicas(strategy, group, ops)
-    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
-    parts = Parts(
-        group,
-        replicas,
-        ops,
-        CopyPerNode(strategy, ops, parameter_device),
-        CheckpointRole(),
-        input_plan(group, False, partial_steps=False, per_replica=True),
-        mirrored_modules(used, shared_parameters),
-    )
+    variables = CopyPerNode(strategy, ops, parameter_device)
+    plan = input_plan(group, False, partial_steps=False, per_replica=True)
+    parts = _parts(strategy, group, ops, variables, plan, gradients, shared_parameters)
     return ReplicatedExtended(strategy, parts, between_graph=True)
 
 
@@ -167,16 +152,25 @@ def one_replica(strategy: Any, device: str, context: ReplicaContext | None = Non
     """
     group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), (device,))
     ops = ops_of(group, None, None)
-    replicas = Replicas(strategy, group, ops, None if context is None else [context])
-    return Parts(
-        group,
-        replicas,
-        ops,
-        PlainVariables(strategy, device),
-        CheckpointRole(),
-        input_plan(group, False, partial_steps=False),
-        mirrored_modules(ModuleParts(strategy, group, replicas, ops, GradientRule())),
-    )
+    plan = input_plan(group, False, partial_steps=False)
+    contexts = None if context is None else [context]
+    return _parts(strategy, group, ops, PlainVariables(strategy, device), plan, contexts=contexts)
+
+
+def _parts(
+    strategy: Any,
+    group: ReplicaGroup,
+    ops: CrossReplicaOps,
+    variables: VariableStore,
+    plan: InputPlan,
+    gradients: str | None = None,
+    shared_parameters: bool = False,
+    contexts: list[ReplicaContext] | None = None,
+) -> Parts:
+    replicas = Replicas(strategy, group, ops, contexts)
+    used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
+    modules = mirrored_modules(used, shared_parameters)
+    return Parts(group, replicas, ops, variables, CheckpointRole(), plan, modules)
 
 
 def ops_of(

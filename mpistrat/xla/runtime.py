@@ -34,9 +34,8 @@ class Graphs:
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(
-                Exception
-            ):  # it starts what there is, and may fail of the same cause
+            # It starts what there is, and may fail of the same cause.
+            with contextlib.suppress(Exception):
                 graph.__exit__(type(error), error, error.__traceback__)
             raise
         graph.__exit__(None, None, None)

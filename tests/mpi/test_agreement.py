@@ -1,6 +1,8 @@
 """What the ranks do to agree, before bytes move and when one of them leaves a collective early."""
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -89,9 +91,14 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
         assert not any(board.since for board in record.boards())
         with pytest.raises(RuntimeError, match=r"rank 0: barrier\(\) cannot be called any more"):
             communicator.barrier()
+    kept = weakref.ref(communicator.contract)
     WORLD.Barrier()
     if RANK != 0:
         communicator.contract.agreement.agree(1, 1)  # so that the other's request is not left open
+    del communicator
+    gc.collect()
+    if RANK == 0:
+        assert kept() is not None  # MPI writes to its words, whatever the program still has
 
 
 @several

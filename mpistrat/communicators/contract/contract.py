@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from mpistrat.trace.timeline import Timeline
 
 
-# Those that a rank has left in a collective: MPI may still write to their buffers, which must live as long.
+# Those whose collective a rank has left: MPI may still write to the words by which they agree, which mpi4py's requests
+# for collectives do not keep.
 _given_up: list[Contract] = []
 
 

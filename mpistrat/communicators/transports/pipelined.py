@@ -11,6 +11,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from mpi4py import MPI
@@ -48,15 +49,17 @@ class PipelinedTransport(Transport):
     Attributes:
         costs: what both ways cost; they are measured at the first large sum.
         smallest: from so many bytes on a sum goes in pieces, by these costs.
-        left: messages of a sum that this rank left in its middle; MPI may still write to their memory.
+        left: messages of sums that this process left in their middle. They live as long as it: MPI may still write to
+            their memory.
     """
+
+    left: ClassVar[list[MPI.Request]] = []
 
     def __init__(self, mpi: MpiTransport, watch: CommunicatorWatch) -> None:
         self._mpi, self._watch = mpi, watch
         self.rank, self.size = mpi.rank, mpi.size
         # Messages of a sum that a rank left in its middle would be taken for those of the next sum.
         self._unbroken = Unbroken("combine large values with other nodes", "a sum")
-        self.left: list[MPI.Request] = []
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
 
@@ -127,7 +130,7 @@ class PipelinedTransport(Transport):
                     self._wait(requests)
             except BaseException:
                 for requests in (*(arrival[0] for arrival in arriving), *leaving):
-                    self.left += requests
+                    self.left.extend(requests)
                 raise
 
     def _scatter(self, how: Arithmetic, source: np.ndarray) -> tuple[_Requests, list[np.ndarray]]:
