@@ -22,19 +22,19 @@ STRATEGIES = (
 
 # Private attributes that are set from outside: in the class's own file, or of torch's objects, which have no other way.
 SET_FROM_OUTSIDE = {
-    "checkpoint/state_tree.py: mapping._metadata",
-    "communicators/contract/contract.py: contract._forked",
-    "communicators/contract/joint_errors.py: error._mpistrat_raised_by_all",
-    "communicators/recycled_buffers.py: recycled._buffers",
-    "input/torch_loader.py: self._loader._iterator",
-    "parameter_server/coordinator/cluster_coordinator.py: made._cluster",
-    "parameter_server/coordinator/cluster_coordinator.py: made._dispatcher",
-    "parameter_server/coordinator/cluster_coordinator.py: made._queue",
-    "parameter_server/coordinator/cluster_coordinator.py: made._resources",
-    "parameter_server/coordinator/cluster_coordinator.py: made._strategy",
-    "parameter_server/modules/chief_references.py: value._opt_called",
-    "pytorch/modules/placing.py: child._flat_weight_refs",
-    "variables/variable.py: component._container",
+    "checkpoint/state_tree.py: _metadata of mapping",
+    "communicators/contract/contract.py: _forked of contract",
+    "communicators/contract/joint_errors.py: _mpistrat_raised_by_all of error",
+    "communicators/recycled_buffers.py: _buffers of recycled",
+    "input/torch_loader.py: _iterator of self._loader",
+    "parameter_server/coordinator/cluster_coordinator.py: _cluster of made",
+    "parameter_server/coordinator/cluster_coordinator.py: _dispatcher of made",
+    "parameter_server/coordinator/cluster_coordinator.py: _queue of made",
+    "parameter_server/coordinator/cluster_coordinator.py: _resources of made",
+    "parameter_server/coordinator/cluster_coordinator.py: _strategy of made",
+    "parameter_server/modules/chief_references.py: _opt_called of value",
+    "pytorch/modules/placing.py: _flat_weight_refs of child",
+    "variables/variable.py: _container of component",
 }
 
 
@@ -79,7 +79,7 @@ def test_wiring_alone_puts_parts_together() -> None:
 
 def test_private_attributes_are_set_by_their_owners() -> None:
     found = {
-        f"{file}: {ast.unparse(node)}"
+        f"{file}: {node.attr} of {ast.unparse(node.value)}"
         for file, tree in sources()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
