@@ -227,6 +227,12 @@ class Strategy:
             datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
             return distribute_from_function(datasets, extended, checked)
 
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """The old name of `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
     # PyTorch
 
     def mirror(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -1,5 +1,6 @@
 """`tf.compat.v1.distribute`: the strategies with the methods that later versions dropped."""
 
+from mpistrat import cluster_resolver
 from mpistrat.compat.v1 import experimental
 from mpistrat.compat.v1.strategy import (
     MirroredStrategy,
@@ -10,17 +11,39 @@ from mpistrat.compat.v1.strategy import (
     get_strategy,
 )
 from mpistrat.context import has_strategy, in_cross_replica_context
-from mpistrat.replicas.replica_context import get_replica_context
+from mpistrat.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from mpistrat.input import InputContext
+from mpistrat.options import InputReplicationMode
+from mpistrat.parameter_server.server_task import Server
+from mpistrat.reduce_op import ReduceOp
+from mpistrat.replicas.extended import StrategyExtended
+from mpistrat.replicas.replica_context import ReplicaContext, get_replica_context
 from mpistrat.strategy import experimental_set_strategy
 
 Strategy = StrategyV1
 
 __all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputReplicationMode",
     "MirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "Server",
     "Strategy",
+    "StrategyExtended",
     "StrategyV1",
+    "cluster_resolver",
     "experimental",
     "experimental_set_strategy",
     "get_loss_reduction",
