@@ -37,6 +37,7 @@ from mpistrat.liveness.rank_losses import RankLosses
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.revocable_group import means_rank_lost
 from mpistrat.liveness.watch import WatchedCalls
+from mpistrat.machine.notices import say
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_FOR_RANK_0 = 1.0
@@ -127,8 +128,7 @@ class JobEnd:
     def end_job(self, text: str, code: int) -> NoReturn:
         """Say `text`, and end all processes of the job with exit code `code`."""
         self.records.own.state = ENDING  # before the observer can wonder why ranks die
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"\nmpistrat: {text}\n")
+        say(f"\nmpistrat: {text}\n", last=True)
         self.abort(code)
 
     def abort(self, code: int) -> NoReturn:

@@ -38,6 +38,7 @@ from mpistrat.liveness.processes import (
 )
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.report import death_report, leaving_notice, stall_report
+from mpistrat.machine.notices import say
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -120,7 +121,7 @@ class Observer:
         if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
             for rank in unexplained:  # the others say how many they are
-                _say(
+                say(
                     f"\nmpistrat: {rank.who} {describe_exit(rank.status)}; the others go on without it\n"
                 )
             return
@@ -188,7 +189,7 @@ class Observer:
         with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
             file.write(text)
         where = f" This report is in {written}." if written else ""
-        _say(f"\nmpistrat: {text}\nmpistrat: {end}{where}\n")
+        say(f"\nmpistrat: {text}\nmpistrat: {end}{where}\n")
         self._reported = time.monotonic()
         for rank in self._detector.ranks.values():
             rank.record.code, rank.record.stalled = code, wait.group if wait else 0
@@ -238,12 +239,7 @@ class Observer:
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
         if limit and waited > limit and any(not rank.dead and not rank.has_left for rank in ranks):
             self._noticed_leaving = True
-            _say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="replace"))
+            say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
 
 
 def write_report(text: str) -> str:

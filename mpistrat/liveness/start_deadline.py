@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.machine.interpreter import python_of_helpers
+from mpistrat.machine.notices import say
 from mpistrat.settings import start_seconds
 
 # Runs while its parent is inside MPI_Init: reads the end of its input when the parent goes on or is gone.
@@ -80,6 +80,5 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
 
 
 def _end_process(message: str) -> None:
-    sys.stderr.write(message)
-    sys.stderr.flush()
+    say(message, last=True)
     os._exit(1)
