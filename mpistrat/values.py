@@ -3,18 +3,119 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrat import nest
+from mpistrat import arrays, nest
 from mpistrat.arrays import is_number
-from mpistrat.context import current_local_replica
+from mpistrat.context import current_local_replica, per_thread
 
 
-class DistributedValues:
+class ReadsAsArray:
+    """Stands for an array where NumPy or torch takes one. A subclass says for which, in `_read`."""
+
+    def _read(self) -> Any:
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._read(), dtype=dtype)
+
+    def _read_array(self) -> Any:
+        array = arrays.as_array(self._read())
+        return np.asarray(array) if isinstance(array, np.generic) else array
+
+    def __dlpack__(self, **how: Any) -> Any:  # torch.as_tensor, torch.tensor, from_dlpack
+        return self._read_array().__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self._read_array().__dlpack_device__()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return call_with_tensors(func, args, kwargs or {})
+
+
+def call_with_tensors(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A function of torch, called with what the distributed values among its arguments read as.
+
+    Raises: TypeError where one reads as an array of another library, or where the function would write to one.
+    """
+    import torch
+
+    # torch.compile, which traces this, does not know the names of torch's functions.
+    name = "function" if torch.compiler.is_compiling() else getattr(func, "__name__", repr(func))
+
+    def refuse(leaf: ReadsAsArray) -> None:
+        raise TypeError(
+            f"torch's {name} would write to {_named(leaf)}, on this replica alone; write to a tensor, and change a "
+            "variable by its assign, assign_add or assign_sub"
+        )
+
+    def read(leaf: ReadsAsArray) -> Any:
+        value = leaf._read()
+        if arrays.is_array(value) and not arrays.is_torch(value):
+            library = type(value).__module__.partition(".")[0]
+            raise TypeError(
+                f"torch's {name} takes tensors, and {_named(leaf)} holds an array of {library}, "
+                f"{arrays.described(value)}: make it of a tensor, or give {name} what torch.as_tensor makes of it"
+            )
+        return value
+
+    _mapped(refuse, [kwargs.get("out"), *_written(name, args, kwargs)])
+    tensors = [_mapped(read, argument) for argument in args]
+    return func(*tensors, **{key: _mapped(read, value) for key, value in kwargs.items()})
+
+
+# Functions that write to other arguments than the first: to which, and by which keyword.
+_WRITES_BY_KEYWORD = {
+    "batch_norm": ("training", slice(1, 3)),
+    "instance_norm": ("use_input_stats", slice(1, 3)),
+    "embedding": ("max_norm", slice(1, 2)),
+    "embedding_bag": ("max_norm", slice(1, 2)),
+}
+
+
+def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The arguments to which a function of torch writes."""
+    if kwargs.get("inplace") or (name[-1:] == "_" and name[-2:] != "__"):
+        return [*args, *kwargs.values()][:1]
+    keyword, positions = _WRITES_BY_KEYWORD.get(name, ("", slice(0)))
+    if not kwargs.get(keyword):
+        return ()
+    return [*args[positions], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
+def _mapped(fn: Callable[[ReadsAsArray], Any], argument: Any) -> Any:
+    """`argument`, with `fn` of each distributed value in its place. No `nest`, of whose caches torch.compile warns."""
+    if isinstance(argument, ReadsAsArray):
+        return fn(argument)
+    if isinstance(argument, (list, tuple)):
+        children = [_mapped(fn, child) for child in argument]
+        if any(new is not old for new, old in zip(children, argument, strict=True)):
+            return nest.rebuild(argument, children)
+    return argument
+
+
+def _named(value: ReadsAsArray) -> str:
+    name = getattr(value, "name", None)
+    return f"a {type(value).__name__}" if name is None else f"variable {name!r}"
+
+
+class DistributedValues(ReadsAsArray):
     """A value with a component on each replica of this rank.
+
+    Inside `run` it stands for its replica's component, where NumPy or torch takes an array. Outside, that is a
+    ValueError.
 
     Attributes:
         values: the components, in replica order.
@@ -29,6 +130,17 @@ class DistributedValues:
     def values(self) -> tuple[Any, ...]:
         return self._values
 
+    def _read(self) -> Any:
+        if per_thread.updated_replica is not None:
+            return select_replica(per_thread.updated_replica, self)
+        context = per_thread.modes[-1].replica_context if per_thread.modes else None
+        if context is None:
+            raise ValueError(
+                f"a {type(self).__name__} has no single value outside run; use strategy.reduce, strategy.gather or "
+                "strategy.experimental_local_results"
+            )
+        return context.own_component(self)
+
     def __repr__(self) -> str:
         inside = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"{type(self).__name__}:{{\n{inside}\n}}"
@@ -40,15 +152,6 @@ class PerReplica(DistributedValues):
     Take them apart with `strategy.experimental_local_results`, or combine them with
     `strategy.reduce` or `strategy.gather`. Inside `run` it converts to its replica's component.
     """
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        replica = current_local_replica()
-        if replica is None:
-            raise ValueError(
-                "a PerReplica has no single value outside run; use strategy.reduce, strategy.gather or "
-                "strategy.experimental_local_results"
-            )
-        return np.asarray(self._values[replica], dtype=dtype)
 
 
 def _forward(name: str) -> Any:
@@ -73,16 +176,10 @@ _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _OTHERS = ("neg", "pos", "abs", "lt", "le", "gt", "ge", "getitem")
 
 
-class ActsAsArray:
-    """Operators and conversions of a subclass that says what it reads as, in `_read`."""
+class ActsAsArray(ReadsAsArray):
+    """Has the operators and conversions of what it reads as, too."""
 
     __array_priority__ = 1000  # NumPy arrays leave `array + self` to our __radd__
-
-    def _read(self) -> Any:
-        raise NotImplementedError
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self._read(), dtype=dtype)
 
     def __float__(self) -> float:
         return float(self._read())

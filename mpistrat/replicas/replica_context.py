@@ -13,6 +13,7 @@ from mpistrat.context import AnyStrategy, check_call, require_replica
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
+from mpistrat.values import DistributedValues, select_replica
 
 
 class ReplicaContext:
@@ -68,6 +69,10 @@ class ReplicaContext:
         """The device of this replica, as a tuple of one name."""
         require_replica(self, "devices")
         return (self._strategy.extended.worker_devices[self.local_index],)
+
+    def own_component(self, value: DistributedValues) -> Any:
+        """What this replica has of `value`."""
+        return select_replica(self.local_index, value)
 
     def merge_call(
         self,

@@ -260,7 +260,7 @@ class DistributedVariable(PassedWhole, DistributedValues, Variable):
         for component in self._values:
             component._update(method, operand)
 
-    __repr__ = Variable.__repr__
+    _read, __repr__ = Variable._read, Variable.__repr__
 
 
 class MirroredVariable(DistributedVariable):

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from mpistrat.values import ReadsAsArray, call_with_tensors
 from mpistrat.xla.core_values import CoreValues
 from mpistrat.xla.random_numbers import DRAWING, NOT_DRAWING, OwnRandomNumbers
 from mpistrat.xla.runtime import INFERENCE_MODE, Runtime
@@ -156,6 +157,9 @@ class _Seen(TorchFunctionMode):
     ) -> Any:
         if torch.is_inference_mode_enabled():
             raise RuntimeError(INFERENCE_MODE)  # as on one core, where torch_xla does
+        if any(issubclass(kind, ReadsAsArray) for kind in types):
+            with self:  # which sees the tensors then
+                return call_with_tensors(func, args, kwargs or {})
         self._take_in(self._note((args, kwargs), 3))
         if func is torch.Tensor.backward:  # it adds to them, unseen
             self._take_in(self._gradients())

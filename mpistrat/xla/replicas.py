@@ -88,7 +88,7 @@ class ReplicasOnCores(RecordedReplicas):
         steps: RecordedSteps,
         why_through_the_host: str,
     ) -> None:
-        self._context = _ContextOnCores(strategy, group.first_replica_id, cores)
+        self._context = _ContextOnCores(strategy, group.first_replica_id, cores, self._spread)
         as_one = ReplicaGroup(group.communicator, group.worker_devices[:1], group.replicas_of_ranks)
         super().__init__(strategy, as_one, ops, steps, why_through_the_host, [self._context])
         self._cores = cores
@@ -185,9 +185,11 @@ class ReplicasOnCores(RecordedReplicas):
 class _ContextOnCores(ReplicaContext):
     """Of all replicas of a rank at once: which of them it is, each core knows."""
 
-    def __init__(self, strategy: AnyStrategy, first: int, cores: ReplicaCores) -> None:
+    def __init__(
+        self, strategy: AnyStrategy, first: int, cores: ReplicaCores, spread: Callable[[Any], Any]
+    ) -> None:
         super().__init__(strategy, None)
-        self._first, self._cores = first, cores
+        self._first, self._cores, self._spread = first, cores, spread
 
     def __str__(self) -> str:
         return f"the replicas from {self._first} on"
@@ -196,6 +198,9 @@ class _ContextOnCores(ReplicaContext):
     def replica_id_in_sync_group(self) -> Any:
         """This replica's number, 0 <= id < num_replicas_in_sync: a tensor, int64, for it differs by core."""
         return self._cores.values.number() + self._first
+
+    def own_component(self, value: DistributedValues) -> Any:
+        return self._spread(value)
 
 
 def _cut_off(leaf: Any) -> Any:

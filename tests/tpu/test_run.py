@@ -498,3 +498,34 @@ print(json.dumps([answers, told.getvalue()]))
     else:  # ten examples: two of four replicas have none
         assert "replica 2 of this rank torch.float32 of [0, 2]" in answers[2]
         assert "DataLoader(drop_last=True)" in answers[2]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_torch_functions_take_variables_and_captured_values(cores: int) -> None:
+    products, doubled, sorted_rows, outside, kept, refused = child(
+        """
+with strategy.scope():
+    weight = ms.Variable(torch.tensor([[1.0, 2.0]]))
+    seen = ms.Variable(torch.zeros(2), synchronization=ms.VariableSynchronization.ON_READ,
+                       aggregation=ms.VariableAggregation.SUM)
+
+def step(x):
+    return torch.nn.functional.linear(x, weight), torch.mul(inputs, 2)
+
+strategy.run(lambda: seen.assign(torch.mul(inputs, 2)))
+strategy.run(lambda: seen.assign_add(torch.mul(inputs, torch.tensor([0.0, 2.0], device=device))))
+results = strategy.run(step, args=(inputs,))
+rows = strategy.run(lambda: torch.sort(seen)[0])  # GSPMD ends the process unless it knows whose they are
+print(json.dumps([*map(lists, (*results, rows)), torch.add(seen, torch.zeros_like(seen)).tolist(),
+    weight.numpy().tolist(), refusal(lambda x: torch.add(x, x, out=weight), inputs)]))
+""",
+        cores,
+    )
+    rows = [[r + 0.0, r + 1.0] for r in range(cores)]
+    assert products == [[x + 2 * y] for x, y in rows]
+    assert doubled == [[2 * x, 2 * y] for x, y in rows]
+    assert sorted_rows == [[2 * x, 4 * y] for x, y in rows]
+    assert outside == [sum(2 * x for x, _ in rows), sum(4 * y for _, y in rows)]
+    assert kept == [[1, 2]]
+    assert refused[0] == "TypeError"
+    assert "torch's add would write to variable" in refused[1]

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 from mpistrat import arrays, nest
 from mpistrat.input.element_spec import ArraySpec
+from mpistrat.values import ReadsAsArray
 from mpistrat.variables.variable import Variable
 
 
-class RemoteValue:
+class RemoteValue(ReadsAsArray):
     """The result of a scheduled function; made by `ClusterCoordinator.schedule`.
 
     Args:
@@ -52,6 +53,9 @@ class RemoteValue:
     def fetch(self) -> Any:
         """`get`, with NumPy arrays in place of tensors and variables."""
         return nest.map_structure(_fetched, self.get())
+
+    def _read(self) -> NoReturn:
+        raise ValueError(f"{self!r} is not an array: take what its get() or fetch() returns")
 
     def put(self, packed: bytes | None, error: BaseException | None = None) -> None:
         """Called by: the queue, which holds `changed`, and notifies."""
