@@ -12,6 +12,14 @@ from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.slurm.resolver import own_component
+from mpistrat.cluster_resolver.task_claims import (
+    TaskClaim,
+    check_errors,
+    check_same_cluster,
+    describe_cluster,
+    names_cluster,
+    picklable,
+)
 from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count, validated_cluster
 from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
 from mpistrat.errors import TopologyError
@@ -40,18 +48,13 @@ class JobRoles:
         return self.ranks[self.task_type].index(self.rank)
 
 
-@dataclass(frozen=True)
-class _Claim:
+@dataclass(frozen=True, kw_only=True)
+class _Claim(TaskClaim):
     """What one rank knows of the roles, and sends to the others."""
 
     num_ps: int | None = None
     chief: bool | None = True
-    source: str = ""  # the class of its resolver
-    cluster_spec: ClusterSpec | None = None
-    task_type: str | None = None
-    task_id: int | None = None
     component: int | None = None  # of a heterogeneous Slurm job
-    error: ValueError | TopologyError | None = None
 
 
 def job_roles(
@@ -83,9 +86,11 @@ def job_roles(
         own = _own_claim(resolver, num_ps, chief, os.environ if environ is None else environ)
     except Exception as error:
         cause = error
-        own = _Claim(error=_picklable(error))
+        own = _Claim(error=picklable(error))
     claims: list[_Claim] = all_gather_object(own)
-    _check_alike(claims, cause)
+    check_errors(claims, cause)
+    _check_arguments(claims)
+    check_same_cluster(claims)
     chief = next((claim.chief for claim in claims if claim.chief is not None), False)
     if own.num_ps is not None:
         return _of_servers(topology, _servers_by_node(topology, own.num_ps, chief), chief)
@@ -110,9 +115,9 @@ def works_alone(
     environ: Mapping[str, str] | None = None,
 ) -> bool:
     """Whether this is the only rank, and no cluster names its task. Communicates nothing."""
-    config = (os.environ if environ is None else environ).get(TF_CONFIG)
     of_mpi = resolver is None or isinstance(resolver, MPIClusterResolver)
-    return topology.size == 1 and of_mpi and not config
+    named = names_cluster(os.environ if environ is None else environ)
+    return topology.size == 1 and of_mpi and not named
 
 
 def _own_claim(
@@ -132,8 +137,8 @@ def _own_claim(
                 f"num_ps={num_ps} and a {type(resolver).__name__}, whose cluster lists the parameter servers, were "
                 "given: leave one of them out"
             )
-        return _Claim(num_ps, chief)
-    if resolver is None and environ.get(TF_CONFIG):
+        return _Claim(num_ps=num_ps, chief=chief)
+    if resolver is None and names_cluster(environ):
         resolver = TFConfigClusterResolver(environ=environ)
     if resolver is None:
         return _Claim(chief=chief, component=own_component(environ))
@@ -147,23 +152,8 @@ def _own_claim(
     )
 
 
-def _picklable(error: Exception) -> ValueError | TopologyError:
-    """`error` as one of the two classes that `job_roles` raises, which can be pickled."""
-    if isinstance(error, ValueError):
-        return ValueError(str(error))
-    text = str(error)
-    return TopologyError(
-        text if isinstance(error, TopologyError) else f"{type(error).__name__}: {text}"
-    )
-
-
-def _check_alike(claims: Sequence[_Claim], cause: Exception | None) -> None:
-    """Raises: the first rank's error; ValueError and TopologyError where ranks were given different things."""
-    errors = [claim.error for claim in claims]
-    for rank, error in enumerate(errors):
-        if error is not None:
-            alike = all(str(other) == str(error) for other in errors)
-            raise type(error)(str(error) if alike else f"rank {rank}: {error}") from cause
+def _check_arguments(claims: Sequence[_Claim]) -> None:
+    """Raises: ValueError where ranks were given different things."""
     first = claims[0]
     sure = next((claim for claim in claims if claim.chief is not None), first)
     for rank, claim in enumerate(claims):
@@ -173,21 +163,10 @@ def _check_alike(claims: Sequence[_Claim], cause: Exception | None) -> None:
                 f"rank 0 was given {_arguments_of(first)}, and rank {rank} {_arguments_of(claim)}: all "
                 "ranks need the same"
             )
-        if claim.cluster_spec != first.cluster_spec:
-            raise TopologyError(
-                f"rank 0 has {_cluster_of(first)}, and rank {rank} {_cluster_of(claim)}: all ranks need the same "
-                "cluster, each with a task of its own"
-            )
 
 
 def _arguments_of(claim: _Claim) -> str:
     return f"num_ps={claim.num_ps} {'with' if claim.chief else 'without'} a chief"
-
-
-def _cluster_of(claim: _Claim) -> str:
-    if claim.cluster_spec is None:
-        return f"no cluster ({TF_CONFIG} is not set)"
-    return f"the cluster {claim.cluster_spec.as_dict()!r:.300} ({claim.source})"
 
 
 def _servers_by_node(topology: Topology, num_ps: int, chief: bool) -> list[int]:
@@ -242,7 +221,7 @@ def _of_servers(
 def _claimed_tasks(
     spec: ClusterSpec, claims: Sequence[_Claim], chief: bool
 ) -> dict[str, tuple[int, ...]]:
-    _check_jobs(spec, _cluster_of(claims[0]), chief)
+    _check_jobs(spec, describe_cluster(claims[0]), chief)
     for rank, claim in enumerate(claims):
         if claim.task_type is None or type(claim.task_id) is not int:
             raise ValueError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from mpistrat.errors import TopologyError
+from mpistrat.cluster_resolver.task_claims import resolver_of_trainers
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
@@ -22,8 +23,9 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Called by: every rank of the job (or of `comm`).
     Args:
-        cluster_resolver: who takes part; None asks MPI. What another resolver says (Slurm, TF_CONFIG)
-            is checked against MPI, which carries the bytes.
+        cluster_resolver: who takes part. None asks MPI; where TF_CONFIG names this rank's task, and there is no `comm`,
+            that is who it is. What TF_CONFIG, or a resolver that is not of MPI, says is checked against MPI, which
+            carries the bytes.
         communication_options: defaults of every collective.
         devices: this rank's devices, one replica each; None is one replica on the rank's own device.
             Torch modules take the first device for all replicas.
@@ -42,7 +44,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             and a warning says so; and of parameters that lie in one storage, which go on doing so. Takes one replica
             per rank.
     Raises:
-        TopologyError: MPI, the launcher and the resolver disagree about ranks.
+        TopologyError: on all ranks, when MPI, the launcher and the resolver or TF_CONFIG disagree about ranks.
+        ValueError: on all ranks, when the resolver or TF_CONFIG name no task that trains.
     """
 
     def __init__(
@@ -71,18 +74,18 @@ class MultiWorkerMirroredStrategy(Strategy):
             else MPIClusterResolver(comm)
         )
         topology = over_mpi.topology()
-        if cluster_resolver is not None and cluster_resolver is not over_mpi:
-            claimed = cluster_resolver.topology()
-            if (claimed.rank, claimed.size) != (topology.rank, topology.size):
-                raise TopologyError(
-                    f"{type(cluster_resolver).__name__} says this is rank {claimed.rank} of "
-                    f"{claimed.size}, MPI says rank {topology.rank} of {topology.size}; start one process "
-                    "per task, with MPI's launcher, or leave cluster_resolver out to ask MPI alone"
-                )
-        group = wiring.agree(
-            type(self).__name__,
+        name = type(self).__name__
+        communicator = wiring.communicator_of(over_mpi, check, name)
+        named = resolver_of_trainers(
             topology,
-            wiring.communicator_of(over_mpi, check, type(self).__name__),
+            functools.partial(communicator.all_gather_object, label=f"constructor of {name}"),
+            cluster_resolver,
+            asks_tf_config=comm is None,
+        )
+        group = wiring.agree(
+            name,
+            topology,
+            communicator,
             checked,
             communication_options,
             gradients,
@@ -97,4 +100,4 @@ class MultiWorkerMirroredStrategy(Strategy):
             shared_parameters=shared_parameters,
             ranks_are_workers=True,
         )
-        super().__init__(extended, cluster_resolver or over_mpi)
+        super().__init__(extended, named or over_mpi)

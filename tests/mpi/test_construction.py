@@ -112,8 +112,25 @@ def test_a_resolver_that_contradicts_mpi(monkeypatch):
         f'{{"cluster": {{"worker": [{workers}]}}, "task": {{"type": "worker", "index": {RANK}}}}}',
     )
     resolver = ms.cluster_resolver.TFConfigClusterResolver()
-    with pytest.raises(ms.errors.TopologyError, match=rf"{SIZE + 1}(.|\n)*MPI says rank {RANK}"):
-        ms.MultiWorkerMirroredStrategy(resolver)
+    errors = errors_of_ranks(lambda: ms.MultiWorkerMirroredStrategy(resolver))
+    expected = f"rank 0: TFConfigClusterResolver says this is rank 0 of {SIZE + 1}, MPI says rank 0 of {SIZE};"
+    assert {kind for kind, _, _ in errors} == {"TopologyError"}
+    assert all(text.startswith(expected) for _, text, _ in errors), errors
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_one_rank_s_resolver_raises_all_raise():
+    class Unreachable(ms.cluster_resolver.SimpleClusterResolver):
+        def topology(self):
+            raise OSError("no such host")
+
+    spec = ms.cluster_resolver.ClusterSpec({"worker": ["a"] * SIZE})
+    kind = Unreachable if RANK == LAST else ms.cluster_resolver.SimpleClusterResolver
+    resolver = kind(spec, task_type="worker", task_id=RANK)
+    errors = errors_of_ranks(lambda: ms.MultiWorkerMirroredStrategy(resolver))
+    expected = ("TopologyError", f"rank {LAST}: OSError: no such host")
+    assert {error[:2] for error in errors} == {expected}
+    assert [cause for _, _, cause in errors if cause] == ["OSError"]
 
 
 # All ranks must make the same strategy

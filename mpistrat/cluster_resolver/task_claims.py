@@ -1,0 +1,143 @@
+"""What a rank's resolver, or TF_CONFIG, says of its task: the ranks tell each other, and compare it with MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
+from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver
+from mpistrat.cluster_resolver.task_roles import TASK_TYPES, task_count
+from mpistrat.cluster_resolver.tf_config import TF_CONFIG, TFConfigClusterResolver
+from mpistrat.errors import TopologyError
+from mpistrat.topology import Topology
+
+_BY_MPI_ALONE = "give cluster_resolver=MPIClusterResolver() to go by MPI alone"
+
+
+@dataclass(frozen=True)
+class TaskClaim:
+    """What one rank knows of its task, and sends to the others."""
+
+    source: str = ""  # the class of its resolver
+    cluster_spec: ClusterSpec | None = None
+    task_type: str | None = None
+    task_id: int | None = None
+    error: ValueError | TopologyError | None = None
+
+
+def picklable(error: Exception) -> ValueError | TopologyError:
+    """`error` as one of the two classes that all ranks raise, which can be pickled."""
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    text = str(error)
+    return TopologyError(
+        text if isinstance(error, TopologyError) else f"{type(error).__name__}: {text}"
+    )
+
+
+def check_errors(claims: Sequence[TaskClaim], cause: Exception | None) -> None:
+    """Raises, on all ranks: the first rank's error. `cause` is this rank's own, if it has one."""
+    errors = [claim.error for claim in claims]
+    for rank, error in enumerate(errors):
+        if error is not None:
+            alike = all(str(other) == str(error) for other in errors)
+            raise type(error)(str(error) if alike else f"rank {rank}: {error}") from cause
+
+
+def check_same_cluster(claims: Sequence[TaskClaim]) -> None:
+    """Raises, on all ranks: TopologyError where they name different clusters."""
+    first = claims[0]
+    for rank, claim in enumerate(claims):
+        if claim.cluster_spec != first.cluster_spec:
+            raise TopologyError(
+                f"rank 0 has {describe_cluster(first)}, and rank {rank} {describe_cluster(claim)}: all ranks need the "
+                "same cluster, each with a task of its own"
+            )
+
+
+def describe_cluster(claim: TaskClaim) -> str:
+    if claim.cluster_spec is None:
+        return f"no cluster ({TF_CONFIG} is not set)"
+    return f"the cluster {claim.cluster_spec.as_dict()!r:.300} ({claim.source})"
+
+
+def names_cluster(environ: Mapping[str, str]) -> bool:
+    """Whether TF_CONFIG names a cluster; also where it is malformed, which is raised when it is read."""
+    try:
+        return bool(
+            environ.get(TF_CONFIG) and TFConfigClusterResolver(environ=environ).cluster_spec()
+        )
+    except ValueError:
+        return True
+
+
+def resolver_of_trainers(
+    topology: Topology,
+    all_gather_object: Callable[[Any], list[Any]],
+    resolver: ClusterResolver | None,
+    *,
+    asks_tf_config: bool,
+) -> ClusterResolver | None:
+    """The resolver that names the tasks of the ranks of `topology`, all of which train; None where MPI alone does.
+
+    Called by: every rank. Communicates once.
+    Args:
+        topology: MPI's.
+        all_gather_object: gives the objects of all ranks, in rank order.
+        resolver: as the strategy was given it.
+        asks_tf_config: whether TF_CONFIG counts, if there is no resolver.
+    Raises, on all ranks: TopologyError when the resolver, or TF_CONFIG, contradicts MPI, or the ranks' TF_CONFIGs each
+        other; ValueError when they name no task that trains.
+    """
+    cause: Exception | None = None
+    found, own = None, TaskClaim()
+    try:
+        if resolver is not None:
+            found = None if isinstance(resolver, MPIClusterResolver) else resolver
+        elif asks_tf_config and os.environ.get(TF_CONFIG):
+            found = _of_tf_config(topology)
+        if found is not None:
+            _compare(found, topology, of_tf_config=resolver is None)
+            own = TaskClaim(TF_CONFIG, found.cluster_spec() if resolver is None else None)
+    except Exception as error:
+        cause, own = error, TaskClaim(error=picklable(error))
+    claims = all_gather_object(own)
+    check_errors(claims, cause)
+    check_same_cluster(claims)
+    return found
+
+
+def _of_tf_config(topology: Topology) -> TFConfigClusterResolver | None:
+    """None where TF_CONFIG says nothing of other ranks, such as one that a platform has set for a single process."""
+    resolver = TFConfigClusterResolver()
+    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    if job == "ps" or (job == "evaluator" and topology.size > 1):
+        trainers = task_count(spec, "chief") + task_count(spec, "worker")
+        raise TopologyError(
+            f"{TF_CONFIG} says that this is {job} {index} (tasks that train: {trainers}), MPI says that this is rank "
+            f"{topology.rank} of {topology.size}, and all ranks of a MultiWorkerMirroredStrategy train: use a "
+            f"ParameterServerStrategy, which has servers; start an evaluator by itself; unset {TF_CONFIG}, or "
+            + _BY_MPI_ALONE
+        )
+    if topology.size > 1:
+        return resolver if spec or index else None
+    alone = sum(map(spec.num_tasks, spec.jobs)) <= 1
+    return None if alone and job not in TASK_TYPES else resolver
+
+
+def _compare(found: ClusterResolver, topology: Topology, *, of_tf_config: bool) -> None:
+    """Raises: TopologyError where `found` contradicts MPI."""
+    claimed = found.topology()
+    if (claimed.rank, claimed.size) == (topology.rank, topology.size):
+        return
+    source, ignoring = type(found).__name__, ""
+    if of_tf_config:
+        source, ignoring = f"{TF_CONFIG} ({found.cluster_spec().as_dict()!r:.200})", "unset it, or "
+    raise TopologyError(
+        f"{source} says this is rank {claimed.rank} of {claimed.size}, MPI says rank {topology.rank} of "
+        f"{topology.size}; start one process per task, with MPI's launcher, or {ignoring}{_BY_MPI_ALONE}"
+    )
