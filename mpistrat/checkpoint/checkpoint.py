@@ -16,7 +16,8 @@ from mpistrat.checkpoint.object_states import (
 from mpistrat.checkpoint.random_states import RandomStates
 from mpistrat.checkpoint.replica_states import state_of_some_rank
 from mpistrat.checkpoint.residuals import Residuals
-from mpistrat.context import get_strategy, has_strategy
+from mpistrat.cluster_resolver.launcher import read_claim
+from mpistrat.context import get_strategy
 from mpistrat.input.distributed_dataset import DistributedDataset
 from mpistrat.input.distributed_iterator import DistributedIterator
 from mpistrat.variables.variable import Variable
@@ -31,14 +32,15 @@ class Checkpoint:
     """The objects whose states make up a checkpoint.
 
     Made in a strategy's `scope()`, or of at least one object that is a strategy's: a mirrored module, an optimizer of
-    its parameters, a distributed dataset, a variable.
+    its parameters, a distributed dataset, a variable. Rank 0 then saves variables that were made outside any scope,
+    like other objects, and all ranks restore them.
 
     Args:
         objects: by names of your choice, what has `state_dict()` and `load_state_dict(state)` (torch modules,
             optimizers, schedulers, gradient scalers, distributed datasets, your own), and `mpistrat.Variable`s.
     Raises:
         TypeError: an object has no state. ValueError: a name is taken, or objects are of several strategies.
-        RuntimeError: the job has several ranks, and no strategy is known.
+        RuntimeError: the job has several ranks, and none of the objects is a strategy's.
 
     Attributes:
         objects: those of Args, "random" (generators of torch, Python and NumPy), "strategy" (what must stay the same
@@ -51,7 +53,7 @@ class Checkpoint:
         for name in (_STRATEGY, RANDOM, _RESIDUALS):
             if name in objects:
                 raise ValueError(f"Checkpoint({name}=…): that name is taken; choose another")
-        self.strategy = _strategy_of(objects.values())
+        self.strategy = _strategy_of(objects)
         self.objects: dict[str, Any] = {
             _STRATEGY: self.strategy.extended,
             **objects,
@@ -137,23 +139,36 @@ def _of_object(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Mapping[int
     return LazyMapping(ranks, lambda rank: ranks[rank][name])
 
 
-def _strategy_of(objects: Any) -> Strategy:
-    found = [strategy for value in objects if (strategy := _known_strategy(value)) is not None]
-    if has_strategy():
-        found.append(get_strategy())
-    if len(set(map(id, found))) > 1:
+def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
+    """The one whose ranks save together. What was made outside any strategy is like an object of the program."""
+    found = {name: _known_strategy(value) for name, value in objects.items()}
+    known = {
+        name: strategy
+        for name, strategy in (*found.items(), ("the scope", get_strategy()))
+        if strategy is not None and not strategy.is_default
+    }
+    if len(set(map(id, known.values()))) > 1:
         raise ValueError(
-            f"the objects of a checkpoint must be of one strategy, these are of {', '.join(map(str, found))}"
+            "the objects of a checkpoint must be of one strategy, these are of several: "
+            + ", ".join(f"{name} is of {strategy}" for name, strategy in known.items())
         )
-    if found:
-        return found[0]
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+    if known:
+        return next(iter(known.values()))
+    ranks = _ranks_of_job()
+    if ranks > 1:
         raise RuntimeError(
-            f"this job has {mpi.COMM_WORLD.size} ranks, and the objects of this checkpoint are of no strategy that "
-            "could tell which of them writes it: make the Checkpoint inside strategy.scope()"
+            f"this job has {ranks} ranks, and the objects of this checkpoint ({', '.join(objects)}) are of no strategy "
+            "that could tell which rank writes them: make the Checkpoint inside strategy.scope(), or a variable of it"
         )
     return get_strategy()
+
+
+def _ranks_of_job() -> int:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        return mpi.COMM_WORLD.size
+    claim = read_claim()
+    return (claim and claim.size) or 1
 
 
 def _known_strategy(value: Any) -> Any:

@@ -524,5 +524,26 @@ def test_objects_know_their_strategy():
         found += [model, optimizer]
     for value in found:
         assert Checkpoint(value=value).strategy is strategy
-    with pytest.raises(ValueError, match="must be of one strategy"), other.scope():
+    where = (
+        r"one strategy.*: variable is of MultiWorker\S+\(\d replicas\), the scope is of MultiWorker"
+    )
+    with pytest.raises(ValueError, match=where), other.scope():
         Checkpoint(variable=variable)
+
+
+def test_a_variable_outside_the_scope_is_saved_with_the_others(directory):
+    outside = ms.Variable(0)
+    manager = manager_of(directory, steps=outside)
+    assert manager.restore_or_initialize() is None
+    outside.assign_add(3 + RANK)
+    manager.save(1)
+    outside.assign(-1)
+    manager.restore_or_initialize()
+    assert int(outside) == 3  # rank 0's
+    with ms.MultiWorkerMirroredStrategy().scope():
+        assert Checkpoint(steps=outside).strategy is ms.get_strategy()
+    if SIZE > 1:
+        for name, message, _ in errors_of_ranks(lambda: Checkpoint(steps=outside, other=outside)):
+            assert name == "RuntimeError"
+            assert f"this job has {SIZE} ranks" in message
+            assert "(steps, other) are of no strategy" in message

@@ -703,3 +703,16 @@ def test_a_directory_that_cannot_be_read_at_first(
         with pytest.raises(PermissionError):
             manager.save(1)
     assert manager.save(1).endswith("step-00000001")
+
+
+def test_a_launched_program_without_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    steps = ms.Variable(0)
+    with pytest.raises(RuntimeError, match=r"this job has 2 ranks, .*\(steps, model\) are of no"):
+        Checkpoint(steps=steps, model=torch.nn.Linear(1, 1))
+    with ms.OneDeviceStrategy("cpu:0").scope():
+        assert Checkpoint(steps=steps).strategy is ms.get_strategy()
+    monkeypatch.setenv("PMI_SIZE", "1")
+    assert Checkpoint(steps=steps).strategy is ms.get_strategy()
