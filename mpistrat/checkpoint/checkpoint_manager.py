@@ -8,13 +8,15 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.directory import Directory, OpenDirectory, Unfinished
+from mpistrat.checkpoint.failures import on_rank, on_ranks
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
+from mpistrat.checkpoint.schema import COUNT
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import require_cross_replica
@@ -93,7 +95,10 @@ class CheckpointManager:
         if self._claimed or not self._role.saves:
             return
         sample = ""
-        with RaisingOnAll(communicator, f"could not claim {self.directory}"):
+        with (
+            RaisingOnAll(communicator, f"could not claim {self.directory}"),
+            on_rank(communicator.rank),
+        ):
             if communicator.rank == 0:
                 self._open = self._directory.open()
                 sample = self._open.sample()
@@ -245,8 +250,11 @@ class CheckpointManager:
             if communicator.rank == 0:  # others may be in other working directories
                 absolute = os.path.abspath(path)
         chosen = communicator.broadcast_object(absolute, label="checkpoint to restore")
-        with RaisingOnAll(communicator, f"could not read {chosen}"):
-            stored = _read(chosen, self.checkpoint.objects, communicator)
+        with (
+            RaisingOnAll(communicator, f"could not read {chosen}"),
+            on_rank(communicator.rank),
+        ):
+            stored = _read(chosen, self.checkpoint, communicator)
         return chosen, self._load(stored)
 
     def _restore_newest(self) -> _Restored:
@@ -255,16 +263,19 @@ class CheckpointManager:
         with RaisingOnAll(communicator, "could not look for checkpoints"):
             if communicator.rank == 0:
                 whole, damaged = self._directory.checkpoints()
-                found = [path for path, _ in reversed(whole)], damaged
+                found = (
+                    [path for path, _ in reversed(whole)],
+                    [f"{text}, {on_ranks([0])}" for text in damaged],
+                )
         paths, wrong = communicator.broadcast_object(found, label="checkpoints that there are")
         for path in paths:
             stored, error = None, None
             try:
-                stored = _read(path, self.checkpoint.objects, communicator)
+                stored = _read(path, self.checkpoint, communicator)
             except (ValueError, OSError) as failed:
                 error = str(failed)
             errors = communicator.all_gather_object(error, label="whether a checkpoint is readable")
-            wrong += sorted(set(filter(None, errors)))
+            wrong += _by_text(errors)
             if stored is not None and not any(errors):
                 if wrong and communicator.rank == 0:
                     warnings.warn(
@@ -291,10 +302,19 @@ class CheckpointManager:
         return states
 
 
-def _read(path: str, wanted: Container[str], communicator: Communicator) -> StoredCheckpoint:
-    stored = StoredCheckpoint(path, wanted)
+def _read(path: str, checkpoint: Checkpoint, communicator: Communicator) -> StoredCheckpoint:
+    stored = StoredCheckpoint(path, checkpoint.stateful_objects())
     stored.verify_ranks(communicator.rank, communicator.size)
     return stored
+
+
+def _by_text(errors: Sequence[str | None]) -> list[str]:
+    """Each text of `errors`, by rank, once, with the ranks that say it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(errors):
+        if text is not None:
+            ranks.setdefault(text, []).append(rank)
+    return [f"{text}, {on_ranks(of_text)}" for text, of_text in ranks.items()]
 
 
 def _checked_step(step: Any) -> int:
@@ -302,7 +322,7 @@ def _checked_step(step: Any) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if number < 0:
+    if number not in COUNT:
         raise ValueError(f"step must be a number of steps or None, got {step!r:.60}")
     return number
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import weakref
 
 NAME = ".lock"
@@ -43,9 +44,12 @@ class DirectoryLock:
 
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, NAME)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(path, flags, 0o600)
         self._close = weakref.finalize(self, os.close, file)
         self._close.atexit = False
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a file, which a lock must be", path)
         os.fchmod(file, 0o600)
         self.held = True
         self.is_new = True

@@ -4,55 +4,136 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from mpistrat.checkpoint.failures import free_bytes, naming
+from mpistrat.checkpoint.schema import MOST_BYTES_OF_JSON
+from mpistrat.machine.control_groups import memory_left
+
+_SURELY_FREE = 1 << 26
 _BYTES_PER_WRITE = 1 << 24
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# No link is followed, and a pipe in place of a file keeps nobody waiting.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def write(path: str, parts: Iterable[bytes | np.ndarray]) -> tuple[int, int]:
     """Make the file `path` of `parts` and wait until the disk has it. Returns: its bytes, and their CRC-32."""
+    views = [memoryview(part) for part in parts]  # type: ignore[arg-type]
+    total = sum(map(len, views))
+    if path.endswith(".json") and total > MOST_BYTES_OF_JSON:
+        raise ValueError(
+            f"{path} would have {total} bytes, of {MOST_BYTES_OF_JSON} that can be read again: long lists in a "
+            "state_dict() must be arrays"
+        )
     size = checksum = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.fchmod(file, 0o600)  # whatever the umask
-        for part in parts:
-            rest = memoryview(part)  # type: ignore[arg-type]
-            while rest:
-                piece = rest[:_BYTES_PER_WRITE]
-                written = os.write(file, piece)
-                checksum = zlib.crc32(piece[:written], checksum)
-                size += written
-                rest = rest[written:]
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with naming(path, lambda: f"{size} of {total} bytes are written, {free_bytes(path)}"):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(file, 0o600)  # whatever the umask
+            for rest in views:
+                while rest:
+                    piece = rest[:_BYTES_PER_WRITE]
+                    written = os.write(file, piece)
+                    checksum = zlib.crc32(piece[:written], checksum)
+                    size += written
+                    rest = rest[written:]
+            os.fsync(file)
+        finally:
+            os.close(file)
     return size, checksum
 
 
 def read(path: str, size: int, checksum: int) -> np.ndarray:
     """The bytes of a file, uint8[size]. Raises: ValueError when they are not those that were written; OSError."""
-    content = np.empty(size, np.uint8)
-    with open(path, "rb", buffering=0) as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            raise ValueError(
-                f"{path} is damaged: it has {found} bytes, and was written with {size}"
-            )
-        rest = content.data
-        while rest and (count := file.readinto(rest)):
-            rest = rest[count:]
-    if rest or zlib.crc32(content.data) != checksum:
+    with _opened(path, f"0 of {size} bytes are read") as (file, found):
+        check_size(path, found, size)
+        content = _filled(path, file, size)
+    if len(content) < size or zlib.crc32(content.data) != checksum:
         raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
     return content
 
 
+def read_text(path: str) -> bytes:
+    """The bytes of a short file. Raises: ValueError for what is none; OSError."""
+    with _opened(path, "nothing is read") as (file, size):
+        check_short(path, size)
+        return _filled(path, file, size).tobytes()
+
+
+def check_regular(path: str, size: int) -> None:
+    """Raises: ValueError for what is no file of so many bytes; OSError."""
+    status = os.lstat(path)
+    _check_kind(path, status)
+    check_size(path, status.st_size, size)
+
+
+def check_short(path: str, size: int) -> None:
+    if size > MOST_BYTES_OF_JSON:
+        raise ValueError(
+            f"{path} has {size} bytes, more than the {MOST_BYTES_OF_JSON} of JSON that are read"
+        )
+
+
+def check_size(path: str, found: int, size: int) -> None:
+    if found != size:
+        raise ValueError(f"{path} is damaged: it has {found} bytes, and was written with {size}")
+
+
+@contextlib.contextmanager
+def _opened(path: str, so_far: str) -> Iterator[tuple[int, int]]:
+    """A regular file and its size. Args: so_far: how much is read of it."""
+    with naming(path, lambda: so_far):
+        try:
+            file = os.open(path, _READ)
+        except OSError:
+            _check_kind(path, os.lstat(path))  # says more of a link
+            raise
+    try:
+        status = os.fstat(file)
+        _check_kind(path, status)
+        yield file, status.st_size
+    finally:
+        os.close(file)
+
+
+def _check_kind(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(
+            f"{path} is damaged: it is {_KINDS[stat.S_IFMT(status.st_mode)]}, and no file"
+        )
+
+
+_KINDS = {
+    **{stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"},
+    **{stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"},
+}
+
+
+def _filled(path: str, file: int, size: int) -> np.ndarray:
+    """What is read of `size` bytes, uint8."""
+    left = memory_left() if size > _SURELY_FREE else size
+    if size > left:
+        raise ValueError(f"{path} has {size} bytes, and there is memory for {left:.0f} more")
+    try:
+        content = np.empty(size, np.uint8)
+    except MemoryError:
+        raise ValueError(f"{path} has {size} bytes, and there is no memory for as many") from None
+    begin = 0
+    with naming(path, lambda: f"{begin} of {size} bytes are read"):
+        while begin < size and (count := os.readv(file, [content.data[begin:]])):
+            begin += count
+    return content[:begin]
+
+
 def make_folder(path: str) -> None:
-    os.mkdir(path, 0o700)
-    os.chmod(path, 0o700)  # whatever the umask
+    with naming(path, lambda: free_bytes(path)):
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o700)  # whatever the umask
 
 
 def make_folders(path: str) -> None:
@@ -67,11 +148,12 @@ def make_folders(path: str) -> None:
 
 def sync_folder(path: str) -> None:
     """Wait until the disk has the names in a folder."""
-    folder = os.open(path, _FOLDER)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with naming(path, lambda: free_bytes(path)):
+        folder = os.open(path, _FOLDER)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def rename(path: str, new: str) -> None:

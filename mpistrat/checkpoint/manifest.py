@@ -1,4 +1,11 @@
-"""What a complete checkpoint says of itself; written last."""
+"""What a complete checkpoint says of itself; written last.
+
+state.json               the states that are the same on all ranks, by object; rank 0's
+<object>.safetensors     their arrays
+rank-00003.json          what is rank 3's own
+rank-00003.safetensors
+manifest.json            sizes and checksums of all these
+"""
 
 from __future__ import annotations
 
@@ -7,11 +14,22 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 from mpistrat.checkpoint import durable_files
+from mpistrat.checkpoint.schema import COUNT, check, parsed
 
 NAME = "manifest.json"
+STATE = "state.json"
+ARRAYS = ".safetensors"
 _FORMAT = "mpistrat checkpoint 1"
+_FILES = {str: [COUNT]}
+_SCHEMA = {"step": COUNT, "number": COUNT, "ranks": COUNT, "files": _FILES}
+
+
+def of_rank(rank: int) -> str:
+    """What the names of a rank's files begin with."""
+    return f"rank-{rank:05}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +58,33 @@ def sealed(content: object) -> bytes:
     return f'{{"format": "{_FORMAT}", "crc32": {checksum}, "content":\n{text}}}'.encode()
 
 
-def unsealed(text: bytes, path: str) -> object:
+def unsealed(text: bytes, path: str) -> Any:
     """Raises: ValueError when `text`, of the file `path`, is not what was written, to the byte."""
     try:
-        outer = json.loads(text)
-        content, written_as = outer["content"], outer["format"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: it is not complete JSON") from None
-    if written_as == _FORMAT and sealed(content) == text:
-        return content
-    raise ValueError(
-        f"{path} is damaged: its checksum is not that of what was written"
-        if written_as == _FORMAT
-        else f"{path} is a {written_as!r:.40}; this version reads {_FORMAT!r}"
-    )
+        outer = parsed(text)
+        check(outer, {"format": str, "content": lambda content: None}, "it")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is not complete JSON ({error})") from None
+    if outer["format"] != _FORMAT:
+        raise ValueError(f"{path} is a {outer['format']!r:.40}; this version reads {_FORMAT!r}")
+    try:
+        is_whole = sealed(outer["content"]) == text
+    except RecursionError:
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path} is damaged: its checksum is not that of what was written")
+    return outer["content"]
+
+
+def files_of(content: Any) -> dict[str, tuple[int, int]]:
+    """(bytes, CRC-32) by name, as JSON has them. Raises: ValueError for what is something else."""
+    check(content, _FILES, "files")
+    for name, entry in content.items():
+        if len(entry) != 2 or entry[1] >> 32:
+            raise ValueError(
+                f"files.{name!r:.80} is {entry!r:.80}, not a number of bytes and a CRC-32"
+            )
+    return {name: (size, checksum) for name, (size, checksum) in content.items()}
 
 
 def read_manifest(folder: str) -> Manifest:
@@ -62,15 +93,28 @@ def read_manifest(folder: str) -> Manifest:
     Raises: ValueError for a checkpoint that is not whole; OSError.
     """
     path = os.path.join(folder, NAME)
-    with open(path, "rb") as file:
-        content = unsealed(file.read(), path)
-    assert isinstance(content, dict)
-    content["files"] = {name: (size, crc) for name, (size, crc) in content["files"].items()}
-    manifest = Manifest(**content)
-    for name, (size, _) in manifest.files.items():
-        found = os.stat(os.path.join(folder, name)).st_size
-        if found != size:
-            raise ValueError(
-                f"{os.path.join(folder, name)} is damaged: it has {found} bytes, and was written with {size}"
-            )
-    return manifest
+    content = unsealed(durable_files.read_text(path), path)
+    try:
+        check(content, _SCHEMA, "it")
+        files = files_of(content["files"])
+        _check_names(files, content["ranks"])
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    for name, (size, _) in files.items():
+        durable_files.check_regular(os.path.join(folder, name), size)
+    return Manifest(content["step"], content["number"], content["ranks"], files)
+
+
+def _check_names(files: Mapping[str, Any], ranks: int) -> None:
+    """Those that a checkpoint of so many ranks has, all of them in its folder."""
+    if not 0 < ranks < len(files):
+        raise ValueError(f"{len(files)} files are not those of {ranks} ranks")
+    of_ranks = set(map(of_rank, range(ranks)))
+    for name in (STATE, *(f"{own}.json" for own in of_ranks)):
+        if name not in files:
+            raise ValueError(f"of {ranks} ranks there is no {name}")
+    for name in files:
+        stem = name.removesuffix(ARRAYS)
+        is_ours = name == STATE or name.removesuffix(".json") in of_ranks
+        if not (is_ours or (stem != name and (stem in of_ranks or stem.isidentifier()))):
+            raise ValueError(f"{name!r:.80} is no file of a checkpoint")

@@ -4,6 +4,9 @@ An object with `state_dict` and `load_state_dict` has the first; one with `rank_
 `load_rank_state_dicts(states)` the second, where `states` maps the ranks that saved to what they gave; it reads a state
 when it is asked for it. An object may have both: then the common state is loaded first. One with
 `stays_with_rank = True` is not told to other ranks for the case that this one is lost (`run_elastic`).
+
+An object may also say by `state_schema(state)` and `rank_state_schema(state)` what these states look like, as
+`schema.check` reads it: a checkpoint with another one in its place is damaged, and nothing of it is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.checkpoint.replica_states import StatesOfReplicas, replicas_of_rank
+from mpistrat import arrays
+from mpistrat.checkpoint.replica_states import (
+    StatesOfReplicas,
+    replicas_of_rank,
+    schema_of_replicas,
+)
+from mpistrat.checkpoint.schema import Schema
 from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
 
@@ -36,6 +45,9 @@ class _OfVariable:
         )
         return {} if has_no_value else {"value": variable.state()}
 
+    def state_schema(self, state: Mapping[str, Any]) -> Schema:
+        return {"value": check_array} if state else {}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "value" in state:
             self._variable.load_state(state["value"])
@@ -54,6 +66,9 @@ class _OfCopies(_OfVariable):
         copies = [component.state() for component in self._variable.values]
         return {**replicas_of_rank(self._extended), "copies": copies}
 
+    def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
+        return schema_of_replicas(state, "copies", check_array)
+
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """The copies, where as many replicas go on; otherwise the combined value, which was loaded, is all there is."""
         variable, extended = self._variable, self._extended
@@ -71,6 +86,11 @@ class _OfCopies(_OfVariable):
                     f"variable {variable.name!r} is ON_READ with aggregation NONE: each of {saved.total} replicas "
                     f"saved its own copy, and {why}. Start as many, or leave it out of the checkpoint"
                 )
+
+
+def check_array(value: Any) -> None:
+    if not arrays.is_array(value):
+        raise TypeError(f"it is a {type(value).__name__}, and no array")
 
 
 def stateful(name: str, value: Any) -> Any:

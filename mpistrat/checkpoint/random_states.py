@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.checkpoint.replica_states import StatesOfReplicas, replicas_of_rank
+from mpistrat.checkpoint.replica_states import (
+    StatesOfReplicas,
+    replicas_of_rank,
+    schema_of_replicas,
+)
+from mpistrat.checkpoint.schema import Schema, check
+from mpistrat.input import generator_states
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -41,6 +47,18 @@ class RandomStates:
             "device": extended.replicas.device_random_state,
             "python": (version, np.array(words, np.uint32), gauss),
             "numpy": np.random.get_state(),
+        }
+
+    def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
+        """What a rank's state looks like."""
+        torch = schema_of_replicas(state, "torch", _check_generators)
+        if state.get("torch") == []:
+            torch["torch"] = list
+        return {
+            **torch,
+            "python": _check_python,
+            "numpy": generator_states.of_numpy,
+            **({"device": (int, None)} if "device" in state else {}),
         }
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
@@ -92,6 +110,18 @@ class RandomStates:
                 generators.append(saved["torch"][replica - saved["first_replica"]])
         set_generators_of(extended.replicas, generators)
         return missing
+
+
+def _check_generators(states: Any) -> None:
+    """Those of a replica: the first is the CPU's."""
+    cpu, *of_devices = states
+    generator_states.of_torch(cpu)
+    check(of_devices, [generator_states.of_torch_device], "torch")
+
+
+def _check_python(state: Any) -> None:
+    version, words, gauss = state
+    generator_states.of_python((version, tuple(words.tolist()), gauss))
 
 
 def _seed_rank(saved: Mapping[str, Any], first: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.checkpoint.schema import COUNT, Schema, check
+
 if TYPE_CHECKING:
     from mpistrat.replicas.extended import StrategyExtended
 
@@ -15,6 +17,25 @@ def replicas_of_rank(extended: StrategyExtended) -> dict[str, int]:
         "first_replica": extended.first_replica_id,
         "replicas": extended.num_local_replicas,
         "total": extended.num_replicas_in_sync,
+    }
+
+
+def schema_of_replicas(state: Mapping[str, Any], name: str, of_each: Schema) -> dict[str, Schema]:
+    """That of a rank's `state` with `replicas_of_rank` and, under `name`, one entry for each of its replicas."""
+    first, count = state.get("first_replica"), state.get("replicas")
+    least = first + count if type(first) is int and type(count) is int else 1
+
+    def check_entries(entries: Any) -> None:
+        check(entries, [of_each], name)
+        if len(entries) != count:
+            raise ValueError(f"there are {len(entries)} for {count} replicas")
+
+    replicas = range(1, 1 << 31)
+    return {
+        "first_replica": COUNT,
+        "replicas": replicas,
+        "total": range(least, replicas.stop),
+        name: check_entries,
     }
 
 

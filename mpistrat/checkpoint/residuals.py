@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.checkpoint.object_states import check_array
 from mpistrat.checkpoint.replica_states import state_of_some_rank
+from mpistrat.checkpoint.schema import COUNT, Schema
 
 if TYPE_CHECKING:
     from mpistrat.strategy import Strategy
@@ -28,6 +30,20 @@ class Residuals:
     def rank_state_dict(self) -> dict[str, Any]:
         mirroring = self._strategy.extended.modules.made
         return {} if mirroring is None else mirroring.reducer.held_back()
+
+    def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
+        """What a rank's state looks like."""
+        if not state:
+            return {}
+        parameters = state.get("parameters")
+        slot = range(len(parameters) if isinstance(parameters, list) else 0)
+        return {
+            "ranks": COUNT,
+            "parameters": [str],
+            "held_back": [{"slots": [slot], "residual": check_array}],
+            "most": COUNT,
+            "overlap": {"last": tuple, "expected": (tuple, None)},
+        }
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """Called by: every rank."""

@@ -19,7 +19,8 @@ import numpy as np
 
 from mpistrat.checkpoint import durable_files
 from mpistrat.checkpoint.directory import OpenDirectory, Unfinished
-from mpistrat.checkpoint.manifest import sealed, unsealed
+from mpistrat.checkpoint.failures import on_rank
+from mpistrat.checkpoint.manifest import files_of, sealed, unsealed
 from mpistrat.communicators import Communicator
 
 SECONDS_WITHOUT_PROGRESS = 300.0
@@ -46,7 +47,7 @@ class Saving(abc.ABC):
 
     Attributes:
         checkpoint: as in Args.
-        written: (bytes, CRC-32) of this rank's files by name, once they are on disk and noted; None before, and on
+        written: (bytes, CRC-32) of this rank's files by name, once they are on disk and written; None before, and on
             rank 0.
         seconds: from `began` until this rank's thread had done its part; 0.0 before, and when that failed.
         error: why this rank failed, once `finished` is set.
@@ -77,12 +78,13 @@ class Saving(abc.ABC):
 
     def _run(self) -> None:
         try:
-            self._begin()
-            written = {
-                name: durable_files.write(os.path.join(self.checkpoint.folder, name), parts)
-                for name, parts in self._files.items()
-            }
-            self._finish(written)
+            with on_rank(self._rank):
+                self._begin()
+                written = {
+                    name: durable_files.write(os.path.join(self.checkpoint.folder, name), parts)
+                    for name, parts in self._files.items()
+                }
+                self._finish(written)
             self.seconds = time.monotonic() - self._began
         except _Abandoned:
             pass
@@ -179,13 +181,11 @@ class SavingOfAll(Saving):
                     "sees it"
                 )
             self._abandoned.wait(_pause_after(now - since))
+        written: Written = {}
         with contextlib.suppress(FileNotFoundError):  # heard of, but not seen yet
-            with open(note, "rb") as file:
-                written: Any = unsealed(file.read(), note)
+            written = files_of(unsealed(durable_files.read_text(note), note))
             os.unlink(note)
-        if rank in self.heard:
-            return self.heard[rank]
-        return {name: (size, checksum) for name, (size, checksum) in written.items()}
+        return self.heard.get(rank, written)
 
 
 def _pause_after(waited: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import arrays
+from mpistrat.checkpoint.schema import COUNT, Schema, check
 from mpistrat.checkpoint.tensor_file import StoredArray
 
 Json = Any
@@ -111,36 +113,65 @@ class Encoder:
 
 
 def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    """What was encoded as `tree`, whose arrays are `stored`. The arrays that it returns share their memory."""
+    """What was encoded as `tree`, whose arrays are `stored`. The arrays that it returns share their memory.
+
+    Raises: ValueError, TypeError or RuntimeError for what no Encoder has made.
+    """
     if isinstance(tree, list):
         return [decode(element, stored) for element in tree]
     if not isinstance(tree, dict):
         return tree
     kind = next(iter(tree), "nothing")
     content: Any = tree.get(kind)
-    if kind in ("dict", "pairs"):
+    if kind not in _CONTENTS or not tree.keys() <= {kind, *_OF_MAPPINGS.get(kind, ())}:
+        raise ValueError(f"an unknown kind of value: {reprlib.repr(tree)}")
+    check(content, _CONTENTS[kind], kind)
+    if kind in _OF_MAPPINGS:
         return _decoded_mapping(kind, tree, stored)
     if kind in ("tensor", "array", "scalar"):
-        array = stored[content]
-        return array.tensor() if kind == "tensor" else array.array()[... if kind == "array" else ()]
+        return _decoded_array(kind, content, stored)
     if kind in ("size", "dtype", "device"):
         return _of_torch(kind, content)
-    if kind not in _DECODERS:
-        raise ValueError(f"an unknown kind of value: {tree!r:.80}")
     return _DECODERS[kind](decode(content, stored))
 
 
+def _of_two(content: Json) -> None:
+    check(content, list, "it")
+    if len(content) != 2:
+        raise ValueError(f"it has {len(content)} parts, not 2")
+
+
+_OF_MAPPINGS = {"dict": ("of", "metadata"), "pairs": ("of", "metadata")}
+# What stands under the name of each kind.
+_CONTENTS: dict[str, Schema] = {
+    **{"dict": dict, "pairs": [_of_two], "tuple": list, "complex": _of_two, "size": [COUNT]},
+    **dict.fromkeys(("float", "bytes", "tensor", "array", "scalar", "dtype", "device"), str),
+}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "float": float,
     "complex": lambda parts: complex(*parts),
-    "bytes": base64.b64decode,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
 }
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
 }
+
+
+def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> Any:
+    if name not in stored:
+        raise ValueError(f"there is no array {name!r:.80}")
+    try:
+        if kind == "tensor":
+            return stored[name].tensor()
+        array = stored[name].array()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"its array {name!r:.80}: {error}") from None
+    if kind == "scalar" and array.ndim:
+        raise ValueError(f"its array {name!r:.80}: a scalar of shape {array.shape}")
+    return array[... if kind == "array" else ()]
 
 
 def _of_torch(kind: str, content: Any) -> Any:
@@ -152,15 +183,21 @@ def _of_torch(kind: str, content: Any) -> Any:
         return torch.device(content)
     dtype = getattr(torch, content, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {content!r}")
+        raise ValueError(f"this torch has no dtype {content!r:.80}")
     return dtype
 
 
 def _decoded_mapping(kind: str, tree: Json, stored: Mapping[str, StoredArray]) -> Any:
-    pairs = tree["dict"].items() if kind == "dict" else decode(tree["pairs"], stored)
-    if kind == "dict":
-        pairs = [(key, decode(value, stored)) for key, value in pairs]
-    mapping = _MAPPINGS[tree.get("of", "dict")](pairs)
+    pairs = tree[kind].items() if kind == "dict" else tree[kind]
+    decoded = [
+        (key if kind == "dict" else decode(key, stored), decode(value, stored))
+        for key, value in pairs
+    ]
+    of = tree.get("of", "dict")
+    check(of, str, "of")
+    if of not in _MAPPINGS:
+        raise ValueError(f"an unknown kind of dictionary: {of!r:.80}")
+    mapping = _MAPPINGS[of](decoded)
     if "metadata" in tree:
         mapping._metadata = decode(tree["metadata"], stored)
     return mapping

@@ -1,35 +1,23 @@
-"""The files of one checkpoint: which there are, and what is in them.
-
-state.json               the states that are the same on all ranks, by object; rank 0's
-<object>.safetensors     their arrays
-rank-00003.json          what is rank 3's own
-rank-00003.safetensors
-manifest.json            sizes and checksums of all these
-"""
+"""The files of one checkpoint: what is in them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpistrat.checkpoint import durable_files
 from mpistrat.checkpoint.lazy_mapping import LazyMapping
-from mpistrat.checkpoint.manifest import read_manifest
+from mpistrat.checkpoint.manifest import ARRAYS, STATE, of_rank, read_manifest
 from mpistrat.checkpoint.saving import Files
+from mpistrat.checkpoint.schema import check, parsed
 from mpistrat.checkpoint.state_tree import Encoder, decode
 from mpistrat.checkpoint.tensor_file import Snapshot, parse
-
-_STATE = "state.json"
-_ARRAYS = ".safetensors"
-
-
-def _of_rank(rank: int) -> str:
-    return f"rank-{rank:05}"
 
 
 class Snapshots:
@@ -46,13 +34,13 @@ class Snapshots:
         """Args: states: those that are the same on all ranks, by object."""
         files: dict[str, Any] = {}
         trees = {name: self._encode(name, name, state, files) for name, state in states.items()}
-        return {**files, _STATE: map(_json, [trees])}
+        return {**files, STATE: map(_json, [trees])}
 
     def of_rank(self, rank: int, states: Mapping[str, Any]) -> Files:
         """Args: states: this rank's own, by object."""
         files: dict[str, Any] = {}
-        tree = self._encode(_of_rank(rank), "", states, files)
-        return {**files, f"{_of_rank(rank)}.json": map(_json, [tree])}
+        tree = self._encode(of_rank(rank), "", states, files)
+        return {**files, f"{of_rank(rank)}.json": map(_json, [tree])}
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
         encoder = Encoder()
@@ -65,7 +53,7 @@ class Snapshots:
             if snapshot is None or not snapshot.retake(encoder.arrays):
                 buffer = None if snapshot is None else snapshot.buffer
                 snapshot = self._kept[file] = Snapshot(encoder.arrays, buffer)
-            files[file + _ARRAYS] = [snapshot.header, snapshot.values]
+            files[file + ARRAYS] = [snapshot.header, snapshot.values]
         return tree
 
 
@@ -76,16 +64,22 @@ def _json(tree: Any) -> bytes:
 class StoredCheckpoint:
     """A checkpoint that is read.
 
+    Args: objects: those of the program, by name, as of `Checkpoint.stateful_objects`.
     Raises: ValueError, which names the file, for one that is damaged; OSError.
     Attributes: state: {"common": {name: state}, "ranks": {rank: {name: state}}}; ranks' states are read on demand. Of
-        "common" all names are there, and the states that were wanted.
+        "common" all names are there, and the states of `objects`.
     """
 
-    def __init__(self, path: str, wanted: Container[str]) -> None:
-        self.path = path
+    def __init__(self, path: str, objects: Mapping[str, Any]) -> None:
+        self.path, self._objects = path, objects
         self.manifest = read_manifest(path)
-        trees = self._json(_STATE)
-        states = {name: self._decode(name, tree) for name, tree in trees.items() if name in wanted}
+        trees = self._json(STATE)
+        with self._damaged(STATE):
+            check(trees, dict, "it")
+        states = {name: self._decode(name, tree) for name, tree in trees.items() if name in objects}
+        for name, state in states.items():
+            with self._damaged(STATE):
+                check_state(name, objects[name], state, "state_schema")
         self.state: dict[str, Mapping[Any, Any]] = {
             "common": LazyMapping(trees, states.__getitem__),
             "ranks": LazyMapping(range(self.manifest.ranks), functools.cache(self._read_rank)),
@@ -94,21 +88,51 @@ class StoredCheckpoint:
     def verify_ranks(self, rank: int, size: int) -> None:
         """What the ranks wrote of their own: rank `rank` of `size` looks at its share. Raises: ValueError."""
         for writer in range(rank, self.manifest.ranks, size):
-            for name in self.manifest.files:
-                if name.startswith(_of_rank(writer)):
-                    self._read(name)
+            states = self._read_rank(writer)
+            with self._damaged(f"{of_rank(writer)}.json"):
+                for name in self._objects.keys() & states.keys():
+                    check_state(name, self._objects[name], states[name], "rank_state_schema")
 
     def _read_rank(self, rank: int) -> Any:
-        return self._decode(_of_rank(rank), self._json(f"{_of_rank(rank)}.json"))
+        file = f"{of_rank(rank)}.json"
+        states = self._decode(of_rank(rank), self._json(file))
+        with self._damaged(file):
+            check(states, dict, "it")
+        return states
+
+    @contextlib.contextmanager
+    def _damaged(self, name: str) -> Iterator[None]:
+        """Around what a file's content is made into: what is raised is that file's fault."""
+        try:
+            yield
+        except Exception as error:
+            what = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+            raise ValueError(f"{os.path.join(self.path, name)} is damaged: {what}") from error
 
     def _read(self, name: str) -> np.ndarray:
-        if name not in self.manifest.files:
-            raise ValueError(f"{self.path} has no {name}")
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])
 
     def _json(self, name: str) -> Any:
-        return json.loads(self._read(name).tobytes())
+        durable_files.check_short(os.path.join(self.path, name), self.manifest.files[name][0])
+        content = self._read(name).tobytes()
+        with self._damaged(name):
+            return parsed(content)
 
     def _decode(self, file: str, tree: Any) -> Any:
-        name = file + _ARRAYS
-        return decode(tree, parse(self._read(name)) if name in self.manifest.files else {})
+        arrays = {}
+        if (name := file + ARRAYS) in self.manifest.files:
+            content = self._read(name)
+            with self._damaged(name):
+                arrays = parse(content)
+        with self._damaged(f"{file}.json" if file.startswith("rank-") else STATE):
+            return decode(tree, arrays)
+
+
+def check_state(name: str, value: Any, state: Any, method: str) -> None:
+    """Raises: ValueError for a state that the object `value` would not have given, if it says what it gives."""
+    schema = getattr(value, method, None)
+    if schema is not None:
+        check(state, dict, name)
+        check(state, schema(state), name)

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mpistrat import arrays
+from mpistrat.checkpoint.schema import COUNT, check, parsed
 
 _CODES = {
     **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
@@ -23,8 +27,12 @@ _CODES = {
     **{f"{u}int{bits}": f"{u.upper() or 'I'}{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_BYTES = {
+    code: int(re.sub(r"_.*|\D", "", code) or 8) // 8 for code in _DTYPES
+}  # "BOOL" takes one, too
 _AS_BYTES = "U8"
 _ALIGNMENT = 64
+_MOST_DIMENSIONS = 64  # of NumPy's and torch's arrays
 _LENGTH = 8
 _METADATA, _FOREIGN = "__metadata__", "mpistrat"
 
@@ -142,14 +150,16 @@ class StoredArray:
     data: np.ndarray
 
     def array(self) -> np.ndarray:
-        return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
+        """Raises: ValueError or TypeError: NumPy has no such array."""
+        return self.data.view(_numpy_dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> Any:
+        """Raises: ValueError or RuntimeError: this torch has no such tensor."""
         import torch
 
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {self.dtype!r}")
+            raise ValueError(f"this torch has no dtype {self.dtype!r:.80}")
         if not len(self.data):
             return torch.empty(self.shape, dtype=dtype)
         return torch.from_numpy(self.data).view(dtype).view(self.shape)
@@ -158,11 +168,29 @@ class StoredArray:
 def parse(content: np.ndarray) -> dict[str, StoredArray]:
     """The arrays of a file whose bytes, uint8[n], are `content`: they share its memory.
 
-    Raises: ValueError, KeyError or TypeError for what is no such file.
+    Raises: ValueError for what is no such file: arrays that lie outside of it or in each other, or have other sizes
+        than their shapes.
     """
     start = _LENGTH + int.from_bytes(content[:_LENGTH].tobytes(), "little")
-    entries = json.loads(content[_LENGTH:start].tobytes())
-    foreign = json.loads(entries.pop(_METADATA, {}).get(_FOREIGN, "{}"))
+    if not _LENGTH < start <= len(content):
+        raise ValueError(f"its header ends at byte {start} of {len(content)}")
+    entries = parsed(content[_LENGTH:start].tobytes())
+    check(entries, dict, "its header")
+    metadata = entries.pop(_METADATA, {})
+    check(metadata, {str: str}, _METADATA)
+    check(entries, _ENTRIES, "its header")
+    foreign = parsed(metadata.get(_FOREIGN, "{}").encode())
+    check(foreign, {str: _foreign}, _FOREIGN)
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        if len(entry["data_offsets"]) != 2 or entry["data_offsets"][0] != end:
+            raise ValueError(f"{name!r:.80} is at {entry['data_offsets']}, and byte {end} follows")
+        size = math.prod(entry["shape"]) * _BYTES[entry["dtype"]]
+        end += size
+        if entry["data_offsets"][1] != end:
+            raise ValueError(f"{name!r:.80} is at {entry['data_offsets']}, and has {size} bytes")
+    if start + end != len(content):
+        raise ValueError(f"its arrays end at byte {start + end} of {len(content)}")
     stored = {}
     for name, entry in entries.items():
         first, end = entry["data_offsets"]
@@ -170,3 +198,31 @@ def parse(content: np.ndarray) -> dict[str, StoredArray]:
         dtype, shape = foreign.get(name) or (_DTYPES[entry["dtype"]], entry["shape"])
         stored[name] = StoredArray(dtype, tuple(shape), data)
     return stored
+
+
+def _known(code: Any) -> None:
+    if code not in _DTYPES:
+        raise ValueError(f"no dtype is called {reprlib.repr(code)}")
+
+
+def _foreign(entry: Any) -> None:
+    """An array whose dtype the format does not have: as `_described`."""
+    dtype, shape = entry
+    check(dtype, str, "its dtype")
+    _shape(shape)
+
+
+def _shape(shape: Any) -> None:
+    check(shape, [COUNT], "its shape")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"it has {len(shape)} dimensions")
+
+
+_ENTRIES = {str: {"dtype": _known, "shape": _shape, "data_offsets": [COUNT]}}
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.kind == "V":
+        raise ValueError(f"arrays of {name!r:.80} are not kept")
+    return dtype

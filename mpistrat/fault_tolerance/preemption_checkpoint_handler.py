@@ -207,6 +207,9 @@ class _Counter:
     def state_dict(self) -> dict[str, int]:
         return {"calls": self.calls}
 
+    def state_schema(self, state: dict[str, int]) -> dict[str, range]:
+        return {"calls": range(sys.maxsize)}
+
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.calls = int(state["calls"])
 

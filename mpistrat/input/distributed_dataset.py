@@ -86,6 +86,10 @@ class DistributedDataset(Iterable[Any]):
             progress = source.peeked.progress if source.peeked else source.progress
             return source.state_at(progress or Progress(source.epoch, source.start))
 
+    def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What a state looks like: see `checkpoint.schema`. Not collective."""
+        return self._source.state_schema(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where `state` was taken; those after it are the epochs that follow."""
         self._source.load_state_dict(state)

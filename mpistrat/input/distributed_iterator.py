@@ -149,6 +149,10 @@ class DistributedIterator(Iterator[Any]):
         """
         return self._source.state_at(self.progress)
 
+    def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What a state looks like: see `checkpoint.schema`. Not collective."""
+        return self._source.state_schema(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: no example is repeated, none is skipped. Called by: every rank."""
         self._source.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +143,12 @@ class FileReader(Reader):
         if self._by_file:
             finished, partly, left = state["finished"], state["partly"], state["left"]
             self._restart = _Restart(frozenset(finished), dict(partly), dict(left))
+
+    def state_schema(self) -> dict[str, Any]:
+        if not self._by_file:
+            return {}
+        file = range(len(self._dataset.files))
+        return {"finished": [file], "partly": {int: range(sys.maxsize)}, "left": {int: [file]}}
 
     def template(self) -> Any:
         return None if self._first_example is None else self._dataset.collate([self._first_example])

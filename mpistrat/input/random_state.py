@@ -11,6 +11,15 @@ import numpy as np
 import torch
 import torch.utils.data as data
 
+from mpistrat.input import generator_states
+
+STATE_SCHEMA = {
+    "torch": generator_states.of_torch,
+    "python": generator_states.of_python,
+    "numpy": generator_states.of_numpy,
+    "own": [generator_states.of_torch_device],
+}
+
 
 def samplers_of(loader: data.DataLoader[Any]) -> list[Any]:
     """The loader's samplers, and those that they are made of, each once."""

@@ -114,6 +114,10 @@ class Reader(abc.ABC):
         """What `state` gave, possibly on another number of ranks; the next epoch goes on from there."""
         return
 
+    def state_schema(self) -> dict[str, Any]:
+        """What `state` gives looks so: see `checkpoint.schema`."""
+        return {}
+
 
 class Restartable(abc.ABC, Iterable[Any]):
     """Batches in an order of random numbers, which can be had again. Attributes: random: the generators of these."""
@@ -129,6 +133,14 @@ def _began(batches: Any) -> Any:
 def _begins(batches: Any) -> Any:
     """What the next epoch begins with."""
     return batches.random.now() if isinstance(batches, Restartable) else None
+
+
+def _random_schema(batches: Any) -> Any:
+    if not isinstance(batches, Restartable):
+        return (None, dict)
+    from mpistrat.input.random_state import STATE_SCHEMA  # it imports torch
+
+    return STATE_SCHEMA
 
 
 def _begin_at(batches: Any, state: Any) -> None:
@@ -261,6 +273,10 @@ class BatchReader(Reader):
         random = state["random"]
         _begin_at(self._batches, random if self.same_for_any_ranks else random[communicator.rank])
 
+    def state_schema(self) -> dict[str, Any]:
+        random = _random_schema(self._batches)
+        return {"random": random if self.same_for_any_ranks else [random]}
+
     def cardinality(self) -> int:
         cardinality = getattr(self._batches, "cardinality", None)
         if isinstance(cardinality, int):
@@ -334,3 +350,6 @@ class FunctionReader(Reader):
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         for dataset, random in zip(self._datasets, state["random"][communicator.rank], strict=True):
             _begin_at(dataset, random)
+
+    def state_schema(self) -> dict[str, Any]:
+        return {"random": [[(None, dict)]]}

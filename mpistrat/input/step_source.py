@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,6 +130,18 @@ class StepSource:
         reader.load_state(self.extended.communicator, state)
         self.epoch, self.start = state["epoch"], state["steps"]
         self.last = self.progress = self.peeked = None
+
+    def state_schema(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What a state looks like: see `checkpoint.schema`. That of another input is not looked at further."""
+        count, here = range(sys.maxsize), self.reader.identity()
+        return {
+            "epoch": count,
+            "steps": count,
+            "ranks": range(1, sys.maxsize),
+            "source": str,
+            "batch_size": (count, None),
+            **(self.reader.state_schema() if state.get("source") == here["source"] else {}),
+        }
 
     def learn_spec(self, batch: Any) -> None:
         """From the first batch of a replica of this rank."""

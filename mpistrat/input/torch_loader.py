@@ -19,7 +19,7 @@ import torch.utils.data as data
 
 from mpistrat.communicators import Communicator
 from mpistrat.input.datasets import fetch
-from mpistrat.input.random_state import RandomState, samplers_of
+from mpistrat.input.random_state import STATE_SCHEMA, RandomState, samplers_of
 from mpistrat.input.readers import (
     EMPTY,
     MISSING,
@@ -313,3 +313,6 @@ class LoaderReader(Reader):
 
     def load_state(self, communicator: Communicator, state: dict[str, Any]) -> None:
         self._random.begin_at(state["random"])
+
+    def state_schema(self) -> dict[str, Any]:
+        return {"random": STATE_SCHEMA}

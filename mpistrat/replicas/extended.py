@@ -138,6 +138,15 @@ class StrategyExtended(abc.ABC):
             "intra_op_threads": self._fixed_threads,
         }
 
+    def state_schema(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a state looks like: see `checkpoint.schema`. Not collective."""
+        count = range(1, 1 << 31)
+        return {
+            "deterministic": bool,
+            "num_replicas_in_sync": count,
+            "intra_op_threads": (count, None),
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that a job that was deterministic goes on as it was. Nothing is changed, and nothing sent.
 

@@ -1,9 +1,13 @@
 """Checkpoints over ranks: training goes on as if it had not been stopped, and errors of one rank are raised by all."""
 
 import itertools
+import json
 import os
 import random
+import re
 import threading
+import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.checkpoint import Checkpoint, CheckpointManager, checkpoint_manager, durable_files
+from mpistrat.checkpoint.manifest import sealed
 from support.rank_errors import assert_usable, errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
@@ -437,7 +442,7 @@ def test_writing_that_fails_on_one_rank(directory, monkeypatch, faulty, wait):
         manager.save(2, wait=wait)
         manager.wait()
 
-    assert_all_fail(save, "OSError", faulty, "No space left on device")
+    assert_all_fail(save, "OSError", faulty, f"No space left on device, on rank {faulty}")
     assert_usable(manager.checkpoint.strategy)
     monkeypatch.undo()
     assert manager.checkpoints == [first]
@@ -481,23 +486,48 @@ def test_ranks_that_save_different_steps(directory):
     assert_usable(manager.checkpoint.strategy)
 
 
-def test_damage_that_one_rank_sees(directory):
-    """All ranks go on from the one before."""
+def damage(file, how):
+    content = bytearray(file.read_bytes())
+    if how == "a flipped bit":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "a pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:  # with the right checksum
+        text = content.replace(b'"replicas": 1', b'"replicas": {}')
+        file.write_bytes(text)
+        path = file.parent / "manifest.json"
+        manifest = json.loads(path.read_bytes())["content"]
+        manifest["files"][file.name] = [len(text), zlib.crc32(text)]
+        path.write_bytes(sealed(manifest))
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "a pipe", "another state"])
+def test_damage_that_one_rank_sees(directory, how):
+    """All ranks go on from the one before, and say so once."""
     manager = manager_of(directory)
     first, second = manager.save(1), manager.save(2)
     WORLD.barrier()
     file = Path(second) / f"rank-{LAST:05}.json"
     if RANK == 0:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        damage(file, how)
     WORLD.barrier()
-    assert_all_fail(lambda: manager.restore(second), "ValueError", LAST, f"{file} is damaged")
-    if RANK == 0:
-        with pytest.warns(UserWarning, match=f"{file} is damaged"):
-            assert manager.restore_or_initialize() == first
-    else:
+    # Rank 0 alone looks which of them have all files.
+    seer = 0 if how == "a pipe" else LAST
+    if how != "a pipe":
+        assert_all_fail(lambda: manager.restore(second), "ValueError", LAST, f"{file} is damaged")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         assert manager.restore_or_initialize() == first
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (RANK == 0)
+    for text in said:
+        assert re.search(f"for {file} is damaged: .*, on rank {seer}$", text), text
+    for name, message, _ in errors_of_ranks(lambda: manager.restore(second)):
+        assert name in ("ValueError", "RuntimeError")
+        assert str(file) in message
+        assert "on rank" in message
 
 
 def test_inside_run_and_without_a_strategy(directory):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mpistrat.errors import TopologyError
+from mpistrat.machine.control_groups import allowed, number_in
 from mpistrat.settings import shared_bytes
-from mpistrat.tools.doctor.control_groups import allowed, number_in
 from mpistrat.tools.doctor.facts import Job, Memory, Room
 from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
 from mpistrat.tools.doctor.wording import bytes_in_words, count

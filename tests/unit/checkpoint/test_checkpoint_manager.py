@@ -1,5 +1,6 @@
 """What one process saves and restores: which checkpoints count, what is damaged, who may write."""
 
+import errno
 import gc
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +483,84 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000001"]
     manager.save(3)
     assert names(manager) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
+def test_what_cannot_be_written_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """With the rank, the bytes that were tried, and those that are free."""
+    manager = CheckpointManager(Checkpoint(model=torch.nn.Linear(9, 9)), tmp_path)
+    size = os.path.getsize(Path(manager.save(1)) / "model.safetensors")
+    real = getattr(os, call)
+
+    def fails(file, *args, **kwargs):
+        path = file if call == "open" else os.readlink(f"/proc/self/fd/{file}")
+        if str(path).endswith("model.safetensors"):
+            raise OSError(number, os.strerror(number))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        manager.save(2)
+    text = str(raised.value)
+    written = size if call == "fsync" else 0
+    assert f"{written} of {size} bytes are written" in text
+    assert re.search(r"\d+ bytes are free", text)
+    assert text.count("model.safetensors") == text.count("on rank 0") == 1
+    assert raised.value.errno == number
+    assert raised.value.filename.endswith("model.safetensors")
+
+
+@pytest.mark.parametrize("call", ["open", "readv"])
+def test_what_cannot_be_read_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    manager = CheckpointManager(Checkpoint(model=torch.nn.Linear(9, 9)), tmp_path)
+    first, file = manager.save(1), Path(manager.save(2)) / "model.safetensors"
+    real = getattr(os, call)
+
+    def fails(path, *args, **kwargs):
+        opened = path if call == "open" else os.readlink(f"/proc/self/fd/{path}")
+        if opened == str(file):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, fails)
+    with warnings.catch_warnings(record=True) as caught:
+        assert manager.restore_or_initialize() == first
+    (text,) = [str(warning.message) for warning in caught]
+    assert f"Input/output error (0 of {file.stat().st_size} bytes are read): '{file}'" in text
+    assert text.count(str(file)) == text.count("on rank 0") == 1
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        manager.restore(file.parent)
+    assert str(raised.value).count("on rank 0") == 1
+
+
+def test_json_that_could_not_be_read_again_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_files, "MOST_BYTES_OF_JSON", 10_000)
+    manager = CheckpointManager(Checkpoint(holder=Holder({"a": [0] * 9999})), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"state\.json would have \d+ bytes.* must be arrays, on rank 0"
+    ):
+        manager.save(1)
+    assert manager.checkpoints == []
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "saved"
+    elsewhere.write_text("somebody's")
+    directory.mkdir()
+    manager = CheckpointManager(Checkpoint(counter=Counter()), directory)
+    for make in (lambda path: path.symlink_to(elsewhere), os.mkfifo):
+        make(directory / ".lock")
+        with pytest.raises(OSError, match=r"on rank 0: '.*\.lock'"):
+            manager.save(1)
+        (directory / ".lock").unlink()
+    assert elsewhere.read_text() == "somebody's"
 
 
 def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:

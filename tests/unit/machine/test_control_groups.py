@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.tools.doctor.control_groups import Allowed, allowed
+from mpistrat.machine.control_groups import Allowed, allowed
 
 
 def write(folder: Path, **files: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -40,6 +41,16 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
                 memory.append((int(text), max(0, taken)))
     limit_, used_ = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
     return Allowed(min(cpus, default=None), limit_, used_)
+
+
+def memory_left() -> float:
+    """Bytes that this process can still take; inf where nobody knows."""
+    group = allowed()
+    known = [group.memory - group.memory_used] if group.memory is not None else []
+    machine = Path("/proc/meminfo")
+    if available := number_in(machine, "MemAvailable"):
+        known.append(1024 * (available + number_in(machine, "SwapFree")))
+    return min(known, default=math.inf)
 
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:

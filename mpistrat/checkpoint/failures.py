@@ -1,0 +1,44 @@
+"""What went wrong with a file, said with the file, its sizes and the rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+
+@contextlib.contextmanager
+def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
+    """An OSError of the body names `path`, and says what `sizes` says then."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} ({sizes()})", path) from error
+
+
+@contextlib.contextmanager
+def on_rank(rank: int) -> Iterator[None]:
+    """What the body says of files says also on which rank."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # a sentence of ours
+            raise
+        text = f"{error.strerror}, {on_ranks([rank])}"
+        raise OSError(error.errno, text, error.filename, None, error.filename2) from error
+    except ValueError as error:
+        raise ValueError(f"{error}, {on_ranks([rank])}") from error
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    others = len(ranks) - 1
+    return f"on rank {ranks[0]}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
+
+
+def free_bytes(path: str) -> str:
+    """Of the file system that a file is in, for people."""
+    try:
+        system = os.statvfs(os.path.dirname(path))
+    except OSError:
+        return "nobody knows how many bytes are free"
+    return f"{system.f_frsize * system.f_bavail} bytes are free"
