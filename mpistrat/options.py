@@ -35,7 +35,7 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: close a bucket of fused arrays once it exceeds this many bytes; 0 puts
             everything into one bucket per dtype.
-        timeout_seconds: accepted for compatibility; a collective that can never end is ended without it.
+        timeout_seconds: does nothing, and a warning says so; a collective that can never end is ended without it.
         implementation: a `CommunicationImplementation` or its name in any case; the same on all ranks. Given to a
             strategy it counts for all that the strategy combines, gradients included.
         overlap: of a strategy, whether gradients leave, in buckets of `bytes_per_pack` (0: 4 MiB), while `backward()`
@@ -43,6 +43,8 @@ class CommunicationOptions:
         wire_dtype: of a strategy, "bfloat16" or "float16" (or torch's, NumPy's): sums of gradients cross the network in
             it, with error feedback; between ranks that share memory nothing changes.
         wire_format: instead, a `mpistrat.wire_formats.WireFormat`, such as `TopK(0.01)`.
+
+    `overlap`, `wire_dtype` and `wire_format` do nothing in the options of one collective, and a warning says so.
     """
 
     bytes_per_pack: int = 0
@@ -139,7 +141,10 @@ def CollectiveHints(  # noqa: N802 - the deprecated name that tf.distribute keep
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`; accepted for compatibility, used by TPU strategies only."""
+    """Options of `Strategy.run`, which do nothing: a run that is given some says so once.
+
+    `run` calls functions as they are, with whatever shapes come. XLA compiles steps for each set of shapes.
+    """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
@@ -175,7 +180,7 @@ class InputOptions:
     Args:
         experimental_fetch_to_device: move batches to the replica's device; None means True.
         experimental_replication_mode: one input pipeline per worker, or per replica.
-        experimental_place_dataset_on_device: accepted with PER_REPLICA, for compatibility.
+        experimental_place_dataset_on_device: does nothing, and a warning says so; TensorFlow takes it with PER_REPLICA.
         experimental_per_replica_buffer_size: batches of each replica on their way to a GPU, or read ahead, where
             another thread reads (files, examples of an object): there are at least 4 of them, and another 5 of files
             of a rank's own. Memory that the source has pinned must not be used again by it while they are.

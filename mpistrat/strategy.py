@@ -15,7 +15,8 @@ from mpistrat.input.distributed_dataset import (
     distribute,
     distribute_from_function,
 )
-from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
+from mpistrat.machine.notices import warn_of_no_effect
+from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.trace import spans
@@ -100,8 +101,8 @@ class Strategy:
             what `fn` raised. RuntimeError: inside `run`, or in another strategy's scope.
         """
         check_call("run", fn, args, kwargs)
-        if options is not None and not isinstance(options, RunOptions):
-            raise TypeError(f"options must be RunOptions or None, got {options!r:.60}")
+        if options is not None:
+            _check_run_options(options, self._extended.communicator.rank)
         if per_thread.modes:
             require_cross_replica(self, "run")
         # Entering the object that does nothing would take a sixth of an empty run.
@@ -209,7 +210,9 @@ class Strategy:
         Raises:
             InvalidArgumentError: fewer files than workers. NotFoundError: AutoShardPolicy.FILE without files.
         """
-        return distribute(dataset, self._extended, _input_options(options, self._extended, False))
+        return distribute(
+            dataset, self._extended, checked_input_options(options, self._extended, False)
+        )
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -221,7 +224,7 @@ class Strategy:
         """
         extended = self._extended
         check_call("distribute_datasets_from_function", dataset_fn, (), None)
-        checked = _input_options(options, extended, True)
+        checked = checked_input_options(options, extended, True)
 
         with RaisingOnAll(extended.communicator, "could not make its dataset"):
             datasets = [dataset_fn(context) for context in _input_contexts(extended, checked)]
@@ -287,7 +290,17 @@ class _Scope:
             self._modules.made.stop_recording(failed=exc_type is not None)
 
 
-def _input_options(
+def _check_run_options(options: Any, rank: int) -> None:
+    if not isinstance(options, RunOptions):
+        raise TypeError(f"options must be RunOptions or None, got {options!r:.60}")
+    warn_of_no_effect(
+        "RunOptions",
+        "run calls functions as they are, with whatever shapes come; XLA compiles steps for each set of shapes",
+        rank,
+    )
+
+
+def checked_input_options(
     options: InputOptions | None, extended: StrategyExtended, from_function: bool
 ) -> InputOptions:
     """`options`, or the defaults. Raises: what tf.distribute raises for those that do not go together."""
@@ -307,6 +320,18 @@ def _input_options(
     if on_device and options.experimental_fetch_to_device is not False:
         raise ValueError(
             "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other"
+        )
+    if from_function and options.experimental_auto_shard_policy is not AutoShardPolicy.AUTO:
+        warn_of_no_effect(
+            "experimental_auto_shard_policy with distribute_datasets_from_function",
+            "the function makes what this rank reads; it may shard by its InputContext",
+            extended.communicator.rank,
+        )
+    if on_device:
+        warn_of_no_effect(
+            "experimental_place_dataset_on_device",
+            "datasets are Python's, on the CPU; their batches are copied to the device ahead of each step",
+            extended.communicator.rank,
         )
     return options
 

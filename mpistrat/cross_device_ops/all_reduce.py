@@ -16,6 +16,7 @@ from mpistrat.cross_device_ops import accumulation, packing
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
+from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -23,6 +24,7 @@ from mpistrat.options import (
     implementation_of,
 )
 from mpistrat.reduce_op import ReduceOp
+from mpistrat.settings import stall_seconds
 from mpistrat.values import PerReplica
 
 
@@ -138,8 +140,33 @@ class MpiAllReduce(CrossDeviceOps):
             )
         self.communicator = communicator
         self.options = check_options(options)
+        self._warn_of_timeout(self.options)
         self._implementation = implementation_of(self.options)
         self._packer = packing.Packer()
+
+    def _warn_of_timeout(self, options: CommunicationOptions) -> None:
+        if options.timeout_seconds is not None:
+            warn_of_no_effect(
+                "timeout_seconds of CommunicationOptions",
+                f"a collective that lasts longer than {stall_seconds.name} is explained, and ends the job; one that "
+                "waits for a rank that has died ends at once",
+                self.communicator.rank,
+            )
+
+    def merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """The defaults, overridden by the options of one call."""
+        if options is None:
+            return self.options
+        merged = self.options.merge(options)
+        self._warn_of_timeout(options)
+        for name in ("overlap", "wire_dtype", "wire_format"):
+            if getattr(options, name) is not None:
+                warn_of_no_effect(
+                    f"{name} in the options of one call",
+                    "it is about the gradients that backward() reduces; give it to the strategy",
+                    self.communicator.rank,
+                )
+        return merged
 
     def reduce_implementation(
         self,
@@ -182,7 +209,7 @@ class MpiAllReduce(CrossDeviceOps):
         merged, implementation = self.options, self._implementation
         try:
             if options is not None:
-                merged = merged.merge(options)
+                merged = self.merged(options)
                 implementation = implementation_of(merged)
             results = accumulation.sums_of(values)
         except Exception as error:

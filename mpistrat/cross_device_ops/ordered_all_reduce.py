@@ -41,7 +41,7 @@ class OrderedAllReduce(MpiAllReduce):
         label: str = "",
     ) -> list[Any]:
         with self.communicator.raising_together():
-            merged = self.options if options is None else self.options.merge(options)
+            merged = self.merged(options)
             for components in values:
                 self._check_number(components)
             operands = [accumulation.operands(components) for components in values]

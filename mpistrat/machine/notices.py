@@ -12,14 +12,23 @@ import os
 import select
 import stat
 import sys
+import warnings
 from typing import Any
 
 _MILLISECONDS_FOR_A_READER = 1000  # of a pipe that is full
+_without_effect: set[str] = set()  # what a warning has named
 
 
 def tell(text: str) -> None:
     """Say `text` as a line of this project."""
     say(f"mpistrat: {text}\n")
+
+
+def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:
+    """Warn that `what`, which programs of tf.distribute may ask for, does nothing here; once, and on rank 0 only."""
+    if rank == 0 and what not in _without_effect:
+        _without_effect.add(what)
+        warnings.warn(f"{what} does nothing here: {why}", UserWarning, stacklevel=3)
 
 
 def say(text: str, *, last: bool = False) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpistrat.cluster_resolver.task_roles import ServerDef, make_server_def
+from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.parameter_server.joining import join_job
 from mpistrat.parameter_server.strategy import ParameterServerStrategy
 
@@ -26,7 +27,7 @@ class Server:
         server_or_cluster_def: the cluster: a dict such as {"ps": ["n1"], "worker": ["n2"]}, a ClusterSpec, a
             ClusterDef, or a ServerDef. MPI carries the bytes: addresses are only names.
         job_name, task_index: this rank's task; left out where the cluster allows only one answer.
-        protocol, config: accepted for compatibility, and not used.
+        protocol, config: do nothing, and task 0 says so once; `server_def` has the protocol.
         start: False waits for `start()`.
         comm: the mpi4py communicator of the ranks that take part; None is all.
     Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
@@ -49,6 +50,13 @@ class Server:
             if isinstance(task, ServerDef)
             else make_server_def(task, job_name, task_index, protocol)
         )
+        asked = {"protocol": protocol, "config": config}
+        for name in [name for name, value in asked.items() if value is not None]:
+            warn_of_no_effect(
+                f"{name} of a Server",
+                "MPI carries the bytes, and the strategies on the other ranks say how they are served",
+                self.server_def.task_index,
+            )
         self._comm = comm
         self._job: ServerJob | None = None
         if start:

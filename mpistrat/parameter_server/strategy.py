@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.cluster_resolver import ClusterResolver
 from mpistrat.input.input_context import InputContext
 from mpistrat.liveness import interrupts
+from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, RunOptions
 from mpistrat.parameter_server import wiring
 from mpistrat.parameter_server.coordinator.cluster import Cluster
@@ -27,7 +28,7 @@ from mpistrat.parameter_server.joining import (
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.arguments import check_strategy_arguments
-from mpistrat.strategy import Strategy
+from mpistrat.strategy import Strategy, checked_input_options
 from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
@@ -189,14 +190,24 @@ class ParameterServerStrategy(Strategy):
     def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """For `ClusterCoordinator.create_per_worker_dataset`: each worker makes its own."""
+        """For `ClusterCoordinator.create_per_worker_dataset`: each worker makes its own. `options` do nothing."""
+        self._check_input_options(options)
         return UnbuiltDataset(dataset)
 
     def distribute_datasets_from_function(  # type: ignore[override]
         self, dataset_fn: Any, options: InputOptions | None = None
     ) -> UnbuiltDataset:
         """For `ClusterCoordinator.create_per_worker_dataset`: each worker calls `dataset_fn(InputContext())`."""
+        self._check_input_options(options)
         return UnbuiltDataset(functools.partial(dataset_fn, InputContext()))
+
+    def _check_input_options(self, options: InputOptions | None) -> None:
+        checked_input_options(options, self._extended, False)
+        if options is not None:
+            warn_of_no_effect(
+                f"InputOptions of a {type(self).__name__}",
+                "each worker iterates over a dataset of its own, whose batches are as it makes them",
+            )
 
     def shutdown(self) -> None:
         """Let workers and servers leave. Called by: the chief, which can use neither after it."""

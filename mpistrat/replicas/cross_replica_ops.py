@@ -300,7 +300,7 @@ class CrossReplicaOps:
         with self.communicator.raising_together():
             components = components_of(PerReplica(self._components_of_rank(value)))
             accumulation.check_no_slices(components)
-            merged = self.options.merge(options)
+            merged = self.over_ranks.merged(options)
         return self.over_ranks.all_gather(components, axis, label, merged)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:

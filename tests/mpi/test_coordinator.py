@@ -57,6 +57,21 @@ def test_large_arguments_and_results() -> None:
     on_chief(program)
 
 
+def test_options_of_datasets_do_nothing_and_say_so() -> None:
+    def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
+        per_replica = ms.InputOptions(
+            experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA
+        )
+        with pytest.raises(NotImplementedError, match="PER_REPLICA"):
+            strategy.distribute_datasets_from_function(lambda context: [1], per_replica)
+        with pytest.raises(TypeError, match="InputOptions"):
+            strategy.experimental_distribute_dataset([1], "options")
+        with pytest.warns(UserWarning, match="InputOptions of a ParameterServerStrategy does no"):
+            strategy.experimental_distribute_dataset([1], ms.InputOptions())
+
+    on_chief(program)
+
+
 def large_argument(coordinator: ClusterCoordinator) -> None:
     for _ in range(2 * WORKERS):
         coordinator.schedule(len, args=(np.zeros(6 << 20, np.uint8),))

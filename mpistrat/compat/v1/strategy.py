@@ -16,10 +16,13 @@ from mpistrat.input.distributed_dataset import (
     distribute,
     distribute_from_function,
 )
+from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import InputOptions, InputReplicationMode, RunOptions
 from mpistrat.parameter_server.v1_strategy import BetweenGraphStrategy
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategy import Strategy
+
+_NO_SESSIONS = "there are no sessions, which would read it"
 
 
 class StrategyV1(Strategy):
@@ -99,7 +102,13 @@ class StrategyV1(Strategy):
 
         It is neither batched nor distributed: give `BatchedDataset(it, batch_size)` to
         `experimental_distribute_dataset`. Lists of arrays are stacked first. Context: cross-replica or top level.
+        Args:
+            session: does nothing, and a warning says so once.
         """
+        if session is not None:
+            warn_of_no_effect(
+                "session of experimental_make_numpy_dataset", _NO_SESSIONS, self._rank
+            )
         context.require_cross_replica(self, "experimental_make_numpy_dataset")
         return NumpyDataset(numpy_input)
 
@@ -108,7 +117,9 @@ class StrategyV1(Strategy):
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Returns when all components of `value` are computed: here they always are."""
+        """Returns when all components of `value` are computed: here they always are. `name` does nothing."""
+        if name is not None:
+            warn_of_no_effect("name of group", "there is no graph of named operations", self._rank)
 
     def colocate_vars_with(self, variable: Any) -> contextlib.AbstractContextManager[None]:
         """`extended.colocate_vars_with`."""
@@ -121,10 +132,21 @@ class StrategyV1(Strategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Accepted for compatibility: who takes part is decided by MPI when the strategy is made."""
+        """Does nothing, and a warning says so once: MPI decides who takes part, when the strategy is made."""
+        if any(asked is not None for asked in (session_config, cluster_spec, task_type, task_id)):
+            warn_of_no_effect(
+                "configure",
+                "MPI has decided who takes part when the strategy was made, and there are no sessions",
+                self._rank,
+            )
+
+    @property
+    def _rank(self) -> int:
+        return self.extended.communicator.rank
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A copy of `config_proto`, any object; sessions of their own keep replicas apart in TensorFlow."""
+        """A copy of `config_proto`, any object, as TensorFlow changes it. Nothing reads it, and a warning says so."""
+        warn_of_no_effect("update_config_proto", _NO_SESSIONS, self._rank)
         updated = copy.deepcopy(config_proto)
         if self.extended.wraps_values:
             updated.isolate_session_state = True
