@@ -6,8 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
+from mpistrat.cluster_resolver import (
+    ClusterResolver,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
 from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
+from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import check_devices
 from mpistrat.strategies.binding import bind
@@ -94,6 +100,34 @@ def resolver_of(roles: JobRoles) -> ClusterResolver:
     return SimpleClusterResolver(
         roles.cluster_spec, task_type=roles.task_type, task_id=roles.task_id
     )
+
+
+def resolver_of_task(
+    cluster_spec: Cluster, task_type: str | None, task_id: int | None
+) -> ClusterResolver | None:
+    """The resolver of a task that a program names; that of TF_CONFIG's cluster without `cluster_spec`.
+
+    None where the program names none.
+    """
+    if cluster_spec:
+        spec = normalize_cluster_spec(cluster_spec)
+        return SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+    if task_type is None and task_id is None:
+        return None
+    return TFConfigClusterResolver(task_type, task_id)
+
+
+def devices_of_worker(
+    num_gpus_per_worker: int, cluster_resolver: ClusterResolver | None
+) -> list[str] | None:
+    """The first GPUs that this rank sees, or its CPU; None for a server, which needs no GPU."""
+    if type(num_gpus_per_worker) is not int or num_gpus_per_worker < 0:
+        raise ValueError(
+            f"num_gpus_per_worker must be a number of GPUs, 0 or more, got {num_gpus_per_worker!r:.60}"
+        )
+    if cluster_resolver is not None and cluster_resolver.task_type == "ps":
+        return None
+    return [f"cuda:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
 
 
 def check_partitioner(partitioner: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpistrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpistrat.cluster_resolver.job_roles import check_num_ps, works_alone
+from mpistrat.cluster_resolver.task_roles import Cluster
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import RunOptions
@@ -14,8 +15,10 @@ from mpistrat.parameter_server import wiring
 from mpistrat.parameter_server.joining import (
     check_partitioner,
     check_replication,
+    devices_of_worker,
     join_job,
     resolver_of,
+    resolver_of_task,
 )
 from mpistrat.parameter_server.staleness import WorkerClock
 from mpistrat.replicas.group import ReplicaGroup
@@ -66,7 +69,11 @@ class BetweenGraphStrategy(Strategy):
         gradients: as of `MirroredStrategy`, over the replicas of one worker; with `max_staleness=0` over the workers,
             too, where an optimizer's step is refused as long as nothing says which.
         comm: the mpi4py communicator of the ranks that take part; None is all.
-    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit.
+        num_gpus_per_worker: in place of `devices`, the first so many GPUs that this rank sees; 0 is one CPU.
+        cluster_spec, task_type, task_id: in place of `cluster_resolver`, this rank's task of a cluster: a dict such as
+            {"worker": ["a", "b"], "ps": ["c"]}, or a ClusterSpec. Without `cluster_spec`, of that in TF_CONFIG.
+    Raises: ValueError, TopologyError: on all ranks, when the tasks do not fit, such as `cluster_spec` without
+        `task_type` or `task_id`.
     """
 
     def __init__(
@@ -80,7 +87,21 @@ class BetweenGraphStrategy(Strategy):
         devices: Sequence[str] | None = None,
         gradients: str | None = None,
         comm: MPI.Intracomm | None = None,
+        num_gpus_per_worker: int | None = None,
+        cluster_spec: Cluster = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
     ) -> None:
+        named = resolver_of_task(cluster_spec, task_type, task_id)
+        if named is not None and cluster_resolver is not None:
+            raise ValueError(
+                "cluster_resolver names this rank's task: leave out cluster_spec, task_type and task_id"
+            )
+        cluster_resolver = cluster_resolver or named
+        if num_gpus_per_worker is not None:
+            if devices is not None:
+                raise ValueError("num_gpus_per_worker and devices both name devices: give one")
+            devices = devices_of_worker(num_gpus_per_worker, named)
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
         check_replication(replication)
@@ -91,7 +112,8 @@ class BetweenGraphStrategy(Strategy):
         if works_alone(topology, cluster_resolver):
             mine = bind(LocalCommunicator(), topology, check_devices(devices) if devices else None)
             group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), mine)
-            alone = central_storage(self, group, "cpu:0", gradients=gradients)
+            parameter_device = mine[0] if len(mine) == 1 else "cpu:0"
+            alone = central_storage(self, group, parameter_device, gradients=gradients)
             super().__init__(alone, cluster_resolver)
             self._servers: _Servers | None = None
             return

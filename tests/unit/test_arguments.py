@@ -17,7 +17,7 @@ PACKAGE = Path(ms.__file__).parent
 DOORS = (
     *(ms, ms.checkpoint, ms.cluster_resolver, ms.coordinator, ms.errors, ms.experimental),
     *(ms.experimental.partitioners, ms.fault_tolerance, ms.input, ms.tpu, ms.wire_formats),
-    *(ms.compat.v1, ms.compat.v1.experimental),
+    *(ms.compat.contrib, ms.compat.v1, ms.compat.v1.experimental),
 )
 # By argument, or function, that is not used: why.
 NOT_USED = {

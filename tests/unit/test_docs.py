@@ -24,6 +24,7 @@ DOORS = (
     ms,
     ms.checkpoint,
     ms.cluster_resolver,
+    ms.compat.contrib,
     ms.compat.v1,
     ms.compat.v1.experimental,
     ms.coordinator,
@@ -73,6 +74,19 @@ def test_programs_name_what_exists() -> None:
                 assert exists(name), f"{page.name}: ms.{name}"
         for name in re.findall(r"`(?:ms|mpistrat)\.([\w.]*\w)", text_of(page)):
             assert exists(name), f"{page.name}: {name}"
+
+
+def test_names_that_are_left_out_are_not_there() -> None:
+    """Those of modules that have a place here."""
+    text = text_of(DOCS / "coming_from.md").split("\nLeft out:\n")[1].split("\n\n")[0]
+    doors = {"tf.compat.v1.distribute.": "compat.v1.", "tf.contrib.distribute.": "compat.contrib."}
+    left_out = [
+        door + name
+        for prefix, door in doors.items()
+        for name in re.findall(rf"`{re.escape(prefix)}([\w.]+)`", text)
+    ]
+    assert len(left_out) == 4
+    assert not any(map(exists, left_out))
 
 
 def test_pages_name_the_settings_that_there_are() -> None:

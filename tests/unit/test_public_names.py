@@ -14,6 +14,7 @@ DOORS = (
     "mpistrat.checkpoint",
     "mpistrat.cluster_resolver",
     "mpistrat.compat",
+    "mpistrat.compat.contrib",
     "mpistrat.compat.v1",
     "mpistrat.compat.v1.experimental",
     "mpistrat.coordinator",

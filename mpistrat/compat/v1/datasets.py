@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpistrat import arrays, nest
 from mpistrat.errors import OutOfRangeError
+from mpistrat.input.distributed_dataset import with_safe_workers
+from mpistrat.replicas.input_plan import Share
 
 
 class Calls:
@@ -24,6 +26,17 @@ class Calls:
             except OutOfRangeError:
                 return
             yield value
+
+
+class BatchesOfWorker:
+    """Of batches that all replicas of all workers take in turn, those of this worker's replicas."""
+
+    def __init__(self, batches: Iterable[Any], share: Share) -> None:
+        self._batches, self._share = with_safe_workers(batches), share
+
+    def __iter__(self) -> Iterator[Any]:
+        n, mine = self._share.num_replicas, {*self._share.pieces}
+        return (batch for i, batch in enumerate(self._batches) if i % n in mine)
 
 
 class NumpyDataset:
