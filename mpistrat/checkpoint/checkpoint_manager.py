@@ -79,9 +79,10 @@ class CheckpointManager:
 
     @property
     def seconds_to_save(self) -> float:
-        """The longest time so far from the begin of a `save` until it was on disk, as this rank saw it; 0.0 before.
+        """The longest time so far from the begin of a `save` until it was on disk; 0.0 before.
 
-        Not collective. On ranks but 0 it is on disk when their own part is. Saves that failed do not count.
+        Not collective. After `wait` it is the longest of all ranks; of a save that is under way it is this rank's.
+        Saves that failed do not count.
         """
         return max(self._seconds_to_save, 0.0 if self._saving is None else self._saving.seconds)
 
@@ -186,20 +187,20 @@ class CheckpointManager:
         pause = 0.001
         while True:
             finished = saving.finished.is_set()
-            mine = finished, saving.error is None, saving.written
+            mine = finished, saving.error is None, saving.written, saving.seconds
             everyone = communicator.all_gather_object(mine, label="whether a checkpoint is written")
-            all_well = all(is_well for _, is_well, _ in everyone)
-            if all(is_finished for is_finished, _, _ in everyone):
+            all_well = all(is_well for _, is_well, _, _ in everyone)
+            if all(is_finished for is_finished, _, _, _ in everyone):
                 break
             if not all_well:
                 saving.abandon()
-            saving.heard.update((r, w) for r, (_, _, w) in enumerate(everyone) if w is not None)
+            saving.heard.update((r, w) for r, (_, _, w, _) in enumerate(everyone) if w is not None)
             if finished:
                 time.sleep(pause)
             else:
                 saving.finished.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._seconds_to_save = self.seconds_to_save
+        self._seconds_to_save = max(self._seconds_to_save, *(seconds for *_, seconds in everyone))
         self._saving = None
         if not all_well:
             self._claimed = False  # the directory may not be what it was

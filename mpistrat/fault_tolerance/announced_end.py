@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from mpistrat.fault_tolerance.signal_flag import SignalFlag
 from mpistrat.fault_tolerance.step_times import StepTimes
 from mpistrat.fault_tolerance.termination_config import TerminationConfig
 from mpistrat.fault_tolerance.time_limit import TimeLimit
+from mpistrat.machine.notices import tell
 
 # What a rank has to say; the greatest of all ranks counts.
 NOTHING, SAVE, SAVE_AND_LEAVE = 0, 1, 2
@@ -21,6 +23,8 @@ _LEVEL_SHIFT = 8  # below it, the number of the signal
 SECONDS_BETWEEN_POLLS = 1.0
 # As TensorFlow has it: so many mean steps before the end of the grace period, the last checkpoint is written.
 _STEPS_BEFORE_THE_END = 6
+# The margin is at most so much of the time before the limit, or as long as a checkpoint takes.
+_PART_UNTIL_MEASURED, _PART_WHEN_MEASURED = 0.5, 0.1
 
 
 class AnnouncedEnd:
@@ -32,12 +36,14 @@ class AnnouncedEnd:
 
     Attributes:
         steps: how long they take; it is called at each step.
-        seconds_to_save: the longest save so far.
+        seconds_to_save: the longest save so far; 0 before.
     """
 
     def __init__(self, config: TerminationConfig, job: SlurmJob | None, keeps_time: bool) -> None:
         self.steps = StepTimes()
         self.seconds_to_save = 0.0
+        self._most_left = 0.0  # before the time limit
+        self._is_limit_known = False
         self._grace_period, self._margin = config.grace_period or 0.0, config.margin
         self._grace_began: float | None = None
         self._signal = SignalFlag(config.signal_numbers())
@@ -66,9 +72,8 @@ class AnnouncedEnd:
         elif number or self._is_near.is_set():
             level = SAVE if self._grace_period else SAVE_AND_LEAVE
         if level < SAVE_AND_LEAVE and self._limit is not None:
-            # The step under way goes on to its end, and at that end the next one may be found to be too long.
-            needed = self._margin + 2 * (self.steps.longest + self.seconds_to_save)
-            if self._limit.seconds_left() <= needed:
+            self.warn_if_near()
+            if self._seconds_left() <= self._seconds_needed():
                 level, number = SAVE_AND_LEAVE, 0
         return level << _LEVEL_SHIFT | number if level else 0
 
@@ -78,6 +83,33 @@ class AnnouncedEnd:
         if is_news:
             self._grace_began = time.monotonic()
         return is_news
+
+    def warn_if_near(self) -> None:
+        """Say it once, where the limit is so near that the margin would take most of the time before it."""
+        left, meant = self._seconds_left(), self._margin + 2 * self.seconds_to_save
+        if self._is_limit_known or not math.isfinite(left):
+            return
+        self._is_limit_known = True
+        if meant > _PART_UNTIL_MEASURED * left:
+            kept = self._seconds_needed()
+            tell(
+                f"warning: the time limit is in {left:.3g} s, and margin={self._margin:g} s of these are for the last "
+                f"checkpoint. {kept:.3g} s are kept for it, which leaves {max(left - kept, 0):.3g} s to train. Ask for "
+                "a longer time limit, or set TerminationConfig(margin=...)"
+            )
+
+    def _seconds_left(self) -> float:
+        """inf where no limit is known."""
+        left = math.inf if self._limit is None else self._limit.seconds_left()
+        if math.isfinite(left):
+            self._most_left = max(left, self._most_left)
+        return left
+
+    def _seconds_needed(self) -> float:
+        """Before the limit, for the step under way, for one more that is found to be too long, and for the save."""
+        part = _PART_WHEN_MEASURED if self.seconds_to_save else _PART_UNTIL_MEASURED
+        margin = min(self._margin, max(part * self._most_left, self.seconds_to_save))
+        return margin + 2 * (self.steps.longest + self.seconds_to_save)
 
     def _seconds_to_end(self) -> float:
         return _STEPS_BEFORE_THE_END * self.steps.mean + self.seconds_to_save

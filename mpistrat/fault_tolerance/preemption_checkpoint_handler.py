@@ -78,13 +78,14 @@ class PreemptionCheckpointHandler:
         self._end = AnnouncedEnd(self._config, self._job, keeps_time=self._communicator.rank == 0)
         began = time.monotonic()
         restored = self._manager.restore_or_initialize()
-        # The best guess there is until something is saved.
-        self._end.takes_to_save(time.monotonic() - began)
+        if restored is not None:  # the best guess there is until something is saved
+            self._end.takes_to_save(self._longest_of_ranks(time.monotonic() - began))
         self._word = PiggybackedWord(_word_of(self._end))
         self._piggybacks = extended.modules.piggybacks
         self._piggybacks.append(self._word)
         if restored is not None:
             self._tell(f"goes on from {restored}, after {self.total_run_calls} steps")
+        self._end.warn_if_near()
 
     @property
     def total_run_calls(self) -> int:
@@ -154,9 +155,12 @@ class PreemptionCheckpointHandler:
         else:
             path = self._manager.save(self.total_run_calls)
         self._manager.wait()  # until what was saved before, or with wait=False, is on disk
-        seconds = time.monotonic() - began
+        seconds = self._longest_of_ranks(time.monotonic() - began)
         self._end.takes_to_save(seconds)
         return seconds, f"{path} " if isinstance(path, str) else ""
+
+    def _longest_of_ranks(self, seconds: float) -> float:
+        return max(self._communicator.all_gather_object(seconds, label="seconds of a checkpoint"))
 
     def _leave_if_saved(self) -> None:
         if self._saved is None:

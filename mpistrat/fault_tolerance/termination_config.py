@@ -34,7 +34,8 @@ class TerminationConfig:
             time limit ignored. None asks Slurm, in a job of Slurm's.
         margin: seconds before the time limit that must be left when everything is written, for what is not measured
             yet, in addition to twice the longest checkpoint and the longest of the last steps (each step forgets 1 % of
-            it).
+            it). It is at most half of the time before the limit; once a checkpoint was written or read, a tenth, or
+            what the longest took, if that is more.
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None

@@ -52,7 +52,7 @@ def newest_step(directory: Path, before: int) -> int:
         return 0
     for path, manifest in whole:
         assert manifest.ranks == RANKS
-        stored = StoredCheckpoint(path, {"common"})
+        stored = StoredCheckpoint(path, {"common": None})
         stored.verify_ranks(0, 1)
         common, own = CommonState(), OwnState(0)
         common.load_state_dict(stored.state["common"]["common"])

@@ -275,7 +275,7 @@ def test_a_rank_is_killed_while_it_saves(
     assert saved[-1] == (8 if step == 10 else 10)
     assert step not in saved
     for path, manifest in whole:
-        stored = StoredCheckpoint(path, {"total", "own"})
+        stored = StoredCheckpoint(path, dict.fromkeys(("total", "own")))
         stored.verify_ranks(0, 1)
         assert (stored.state["common"]["total"]["value"] == manifest.step).all()
         assert len(stored.state["ranks"]) == manifest.ranks == (3 if manifest.step < step else 2)

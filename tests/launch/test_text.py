@@ -28,7 +28,7 @@ def validation(job: Job) -> list[float]:
 def saved(checkpoints: Path, name: str) -> Any:
     """The state of an object in the only checkpoint that is kept."""
     ((path, _),), _ = Directory(checkpoints).checkpoints()
-    return StoredCheckpoint(path, {name}).state["common"][name]
+    return StoredCheckpoint(path, {name: None}).state["common"][name]
 
 
 def equal(first: Path, second: Path) -> bool:

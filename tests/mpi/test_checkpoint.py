@@ -6,6 +6,7 @@ import os
 import random
 import re
 import threading
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -251,6 +252,22 @@ def test_a_job_that_claims_its_directory(directory):
     assert manager.seconds_to_save == 0.0
     manager.save(1)
     assert manager.seconds_to_save > 0.0
+
+
+def test_the_longest_save_is_that_of_all_ranks(directory, monkeypatch):
+    manager = manager_of(directory)
+    write = durable_files.write
+
+    def slow(path, parts):
+        time.sleep(0.2)
+        return write(path, parts)
+
+    if RANK == LAST:
+        monkeypatch.setattr(durable_files, "write", slow)
+    manager.save(1, wait=False)
+    manager.wait()
+    (seconds,) = set(WORLD.allgather(manager.seconds_to_save))
+    assert seconds >= 0.2
 
 
 class OfRank:

@@ -231,6 +231,23 @@ def test_the_time_that_a_checkpoint_took_is_left_before_the_limit(
     assert training.until_it_leaves() == (3 if SIZE > 1 else 2)
 
 
+def test_a_limit_that_is_nearer_than_the_margin(
+    folder: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is said, and most of the time is for training: the margin shrinks to what checkpoints take."""
+    done = 0
+    for start in range(2):
+        end = time.time() + 1.5
+        training = Training(STRATEGIES["plain"](), folder, end_time=end, save_fn=None)
+        steps = training.until_it_leaves()
+        assert time.time() < end
+        assert steps - done > 25
+        done = steps
+        written = capfd.readouterr().err
+        assert ("margin=60 s of these" in written) == (RANK == 0), written
+        assert ("goes on from" in written) == (RANK == 0 and start == 1)
+
+
 def test_a_grace_period_begins_and_ends_on_all_ranks_at_once(folder: str) -> None:
     training = Training(STRATEGIES["plain"](), folder, grace_period=0.3)
     timer = signalled_at_random(3, rank=SIZE - 1)

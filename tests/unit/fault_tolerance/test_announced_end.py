@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mpistrat.cluster_resolver.slurm.job import SlurmJob
 from mpistrat.fault_tolerance import TerminationConfig, announced_end
 from mpistrat.fault_tolerance.announced_end import (
     NOTHING,
@@ -54,8 +56,6 @@ def test_a_signal() -> None:
 
 def test_the_time_limit_needs_time_for_steps_and_checkpoints() -> None:
     left = time.time() + 100
-    assert level_of(end_of(end_time=left, margin=200).word()) == SAVE_AND_LEAVE
-    assert end_of(end_time=left, margin=200, keeps_time=False).word() == NOTHING
     end = end_of(end_time=left, margin=10)
     assert end.word() == NOTHING
     end.seconds_to_save = 50
@@ -65,6 +65,65 @@ def test_the_time_limit_needs_time_for_steps_and_checkpoints() -> None:
     end.steps.longest = 30
     assert level_of(end.word()) == SAVE_AND_LEAVE
     assert reason_of(end.word()) == "the end is near"
+
+
+@pytest.mark.parametrize(
+    ("margin", "seconds", "kept"),
+    [
+        *((60, 0.0, 50), (200, 0.0, 50), (40, 0.0, 40)),  # nothing is measured
+        *((60, 1.0, 12), (5, 1.0, 7), (60, 20.0, 60), (60, 30.0, 90)),
+    ],
+)
+def test_the_margin_is_what_checkpoints_take(
+    monkeypatch: pytest.MonkeyPatch, margin: float, seconds: float, kept: float
+) -> None:
+    """Of 100 s: at most half of them before a checkpoint is measured, and then a tenth, or a checkpoint's time."""
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    end = end_of(end_time=now + 100, margin=margin)
+    end.takes_to_save(seconds)
+    assert end.word() == NOTHING
+    now += 100 - kept - 0.01
+    assert end.word() == NOTHING
+    now += 0.02
+    assert level_of(end.word()) == SAVE_AND_LEAVE
+    elsewhere = end_of(end_time=now, margin=margin, keeps_time=False)
+    assert elsewhere.word() == NOTHING
+
+
+def test_a_near_limit_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    end_of(end_time=time.time() + 3600).warn_if_near()
+    end_of(end_time=time.time() + 7, keeps_time=False).warn_if_near()
+    assert capsys.readouterr().err == ""
+    end = end_of(end_time=time.time() + 70)
+    end.takes_to_save(2.0)
+    for _ in range(2):
+        end.warn_if_near()
+        end.word()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"limit is in (69\.\d|70) s, and margin=60 s of these.* 11 s are kept", line)
+    assert "which leaves 59 s to train" in line
+
+
+def test_a_near_limit_that_slurm_says_later(capsys: pytest.CaptureFixture[str]) -> None:
+    may_answer = threading.Event()
+
+    class Job(SlurmJob):
+        def ask_end_time(self, seconds: float) -> float:
+            assert may_answer.wait(30)
+            return time.time() + 70
+
+    config = TerminationConfig(signals=())
+    end = AnnouncedEnd(completed(config, PlatformDevice.INTERNAL_CPU), Job("17"), True)
+    end.warn_if_near()
+    assert end.word() == NOTHING
+    assert capsys.readouterr().err == ""
+    may_answer.set()
+    said: list[str] = []
+    until(lambda: end.word() == NOTHING and bool(said.append(capsys.readouterr().err) or said[-1]))
+    assert said[-1].count("margin=60 s of these") == 1
+    assert end.word() == NOTHING
+    assert capsys.readouterr().err == ""
 
 
 def test_a_grace_period() -> None:
