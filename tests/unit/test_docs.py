@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import mpistrat as ms
 from mpistrat import wire_formats
 from mpistrat.settings import SETTINGS
+from support.documentation import OPEN_NAMES
 
 TOP = Path(__file__).parents[2]
 README = TOP / "README.md"
@@ -67,13 +69,67 @@ def anchors_of(page: Path) -> set[str]:
 
 def test_programs_name_what_exists() -> None:
     for page in PAGES:
-        for program in re.findall(
-            r"^```python\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE
-        ):
+        for program in programs_of(page):
             for name in names_in(ast.parse(program)):
                 assert exists(name), f"{page.name}: ms.{name}"
         for name in re.findall(r"`(?:ms|mpistrat)\.([\w.]*\w)", text_of(page)):
             assert exists(name), f"{page.name}: {name}"
+
+
+def test_a_program_that_imports_mpistrat_imports_all_that_it_uses() -> None:
+    """The lines that tests/launch/test_docs.py puts before it give it a model and data, and need give it no module."""
+    lent = {alias.asname or alias.name for alias in imports_of(ast.parse(OPEN_NAMES))}
+    whole = 0
+    for page in PAGES:
+        for program in programs_of(page):
+            tree = ast.parse(program)
+            imported = {alias.asname or alias.name for alias in imports_of(tree)}
+            if "ms" in imported:
+                whole += 1
+                used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+                assert not used & lent - imported, page.name
+    assert whole
+
+
+def imports_of(tree: ast.AST) -> Iterator[ast.alias]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from node.names
+
+
+def test_calls_in_the_text_have_arguments_that_there_are() -> None:
+    """`TopK(0.01)`, `ms.Variable(fn, shape=…)`: the thing of that name, if a door has it, takes these arguments."""
+    checked = 0
+    for page in PAGES:
+        for code, call in calls_in_the_text(text_of(page)):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            things = [getattr(door, name) for door in DOORS if name in dir(door)]
+            checked += bool(things)
+            assert not things or any(takes(thing, call) for thing in things), (page.name, code)
+    assert checked > 20
+
+
+def calls_in_the_text(text: str) -> Iterator[tuple[str, ast.Call]]:
+    """Of `TopK(0.01)`, `f(x, …)`, `devices=` and `wire_format=TopK(0.01)`: the calls."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`([^`]+)`", prose):
+        whole = re.sub(r"(\w=)(?=[,)])", r"\1...", f"_({code})".replace("…", "..."))
+        try:
+            tree = ast.parse(whole, mode="eval").body
+        except SyntaxError:  # no Python
+            continue
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node is not tree)
+        yield from ((code, call) for call in calls)
+
+
+def takes(thing: Any, call: ast.Call) -> bool:
+    keywords = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
+    arguments = [part for part in call.args if ast.unparse(part) != "..."]
+    try:
+        inspect.signature(thing).bind_partial(*arguments, **keywords)
+    except TypeError:
+        return False
+    return True
 
 
 def test_names_that_are_left_out_are_not_there() -> None:
@@ -87,6 +143,10 @@ def test_names_that_are_left_out_are_not_there() -> None:
     ]
     assert len(left_out) == 4
     assert not any(map(exists, left_out))
+
+
+def programs_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
 
 
 def test_pages_name_the_settings_that_there_are() -> None:
