@@ -1,11 +1,13 @@
 """The only file that puts functions of this package in the place of torch's, or has each optimizer call some.
 
-All of it happens once per process, however often it is asked for.
+All of it happens once per process, however often it is asked for. Nothing is put into a program's own modules and
+optimizers: what it copies, saves, exports or scripts is torch's alone.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +17,56 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.context import get_replica_context
+from mpistrat.context import get_replica_context, has_strategy
 
 original_backward = torch.autograd.backward
+original_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
+
+_before_state_dict: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by module: a weak reference
 
 
 def replace_backward(replacement: Callable[..., None]) -> None:
     """Have programs, and `Tensor.backward`, call `replacement` instead of `torch.autograd.backward`."""
     if torch.autograd.backward is original_backward:
         torch.autograd.backward = replacement
+
+
+def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Have modules of `torch.nn.SyncBatchNorm` call `replacement` as their forward."""
+    torch.nn.SyncBatchNorm.forward = replacement  # type: ignore[method-assign, assignment]
+
+
+def replace_data(getter: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+    """Have `.data` of parameters be what `getter` returns; what is assigned to it goes to torch."""
+    torch.nn.Parameter.data = property(getter, torch.Tensor.data.__set__)  # type: ignore
+
+
+def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
+    """Have `module.state_dict()` call `call`, a method, with it first: not inside run, nor when its object is freed.
+
+    The last call for a module counts. Its copies do not call anything.
+    """
+    _replace_state_dict()
+    _before_state_dict[module] = weakref.WeakMethod(call)
+
+
+@functools.cache
+def _replace_state_dict() -> None:
+    original = torch.nn.Module.state_dict
+
+    @functools.wraps(original)
+    def state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        reference = _before_state_dict.get(self)
+        call = None if reference is None else reference()
+        # Inside run a replica reads its own.
+        if call is not None and not (has_strategy() and get_replica_context() is not None):
+            call(self)
+        return original(self, *args, **kwargs)
+
+    torch.nn.Module.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def inside_backward() -> bool:
@@ -62,13 +104,18 @@ def watch_steps(before: Callable[..., Any], after: Callable[..., Any] | None = N
 
 @functools.cache
 def refuse_steps_of_schedulers() -> None:
-    """Make schedulers and gradient scalers refuse to step once for each of several replicas of a rank."""
+    """Make schedulers, gradient scalers and averaged models refuse to step once for each of several replicas of a rank.
+
+    A scaler that is disabled does nothing but call the optimizer's step.
+    """
     schedulers = torch.optim.lr_scheduler
     for cls in vars(schedulers).values():
         if isinstance(cls, type) and issubclass(cls, schedulers.LRScheduler):
             _refuse(cls, "step", "the scheduler's step()")
     for name in ("step", "update", "unscale_"):
         _refuse(torch.amp.GradScaler, name, f"GradScaler.{name}()")
+    averaged = torch.optim.swa_utils.AveragedModel
+    _refuse(averaged, "update_parameters", "AveragedModel.update_parameters()")
 
 
 def _refuse(cls: type, name: str, call: str) -> None:
@@ -79,7 +126,8 @@ def _refuse(cls: type, name: str, call: str) -> None:
     @functools.wraps(original)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = get_replica_context()
-        if context is not None and context.strategy.extended.replicas.count > 1:
+        disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
+        if context is not None and context.strategy.extended.replicas.count > 1 and not disabled:
             raise RuntimeError(
                 f"{call} inside run would happen once for each of the "
                 f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "

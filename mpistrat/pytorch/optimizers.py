@@ -1,21 +1,29 @@
-"""Optimizer steps inside `run`: only of mirrored parameters, and once per rank.
+"""Optimizer steps inside `run`: only of mirrored parameters, and once per rank. And who steps without any strategy.
 
 Torch calls global hooks before and after each `optimizer.step()`.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from mpistrat.pytorch import hooks
+from mpistrat.context import current_mode
+from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+# Of all strategies: whose modules these are.
+_modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
+_has_warned = False
 _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
@@ -24,10 +32,16 @@ def install() -> None:
     hooks.watch_steps(_before_step, _after_step)
 
 
+def know(modules: StrategyModules) -> None:
+    """A strategy has these modules: see `_warn_of_lone_ranks`."""
+    _modules.add(modules)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """What to call `step` with instead, or None."""
     here = replica_here()
     if here is None:
+        _warn_of_lone_ranks(optimizer)
         return None
     context, reducer = here
     if hooks.inside_backward():
@@ -62,10 +76,39 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     context, reducer = here
     if context.local_index == 0:
         reducer.steps += 1
+        virtual_replicas.stepped(context.strategy.extended.replicas)
     if reducer.slice_steps is not None:
         reducer.slice_steps.after(optimizer, args[0])
     for parameter, gradient in _hidden.pop(id(optimizer), ()):
         parameter.grad = gradient
+
+
+def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
+    """Warn once when a program seems to have forgotten both `scope()` and `run`: its ranks train apart.
+
+    Who steps mirrored parameters inside run knows of both, and has a reason to step others elsewhere.
+    """
+    global _has_warned
+    if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return  # DistributedDataParallel may look after the parameters
+    strategy, context = current_mode()
+    inside_run = context is not None and not strategy.is_default
+    together = [m for m in _modules if m.parts.group.communicator.size > 1]
+    if inside_run or not together or any(m.reducer.steps for m in together):
+        return
+    parameters = hooks.parameters_of(optimizer)
+    if not any(parameter in m.registry for parameter in parameters for m in _modules):
+        _has_warned = True
+        communicator = together[0].parts.group.communicator
+        if communicator.rank == 0:
+            warnings.warn(
+                f"optimizer.step() outside run, of parameters that no strategy mirrors: each of the "
+                f"{communicator.size} ranks of {together[0].parts.strategy} trains a model of its own. Build the model "
+                "in strategy.scope(), and have strategy.run call the function that makes a step. (Where that is "
+                "meant, or gradients are combined otherwise, there is nothing to do; this is said once.)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:

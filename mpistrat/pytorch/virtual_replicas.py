@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
-from mpistrat.replicas.replicas import Replicas
+from mpistrat.pytorch.writes_by_hand import WritesByHand
+
+if TYPE_CHECKING:
+    from mpistrat.replicas.replicas import Replicas
 
 
 class TorchState:
@@ -24,8 +28,8 @@ class TorchState:
     buffers, seed. What the program has changed it has changed for all replicas.
     """
 
-    def __init__(self, registry: Registry, count: int) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, count: int, writes: WritesByHand) -> None:
+        self._registry, self.writes = registry, writes
         # Each replica's gradients and buffers while another's are out.
         self._away: list[dict[Slot, torch.Tensor]] = [{} for _ in range(count)]
         self._generators: list[list[torch.Tensor]] = []
@@ -52,6 +56,7 @@ class TorchState:
             if isinstance(slot, BufferSlot):
                 slot.settle([tensor, *(away.get(slot) for away in others)])
         self._left.clear()
+        self.writes.begin()
         self._generators = self.generators()
         self._seed = torch.initial_seed()
 
@@ -141,10 +146,21 @@ def _equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, states, others))
 
 
-def install(replicas: Replicas, registry: Registry) -> None:
-    """Swap the state of torch modules when `replicas` take turns."""
-    replicas.states.append(TorchState(registry, replicas.count))
+def install(
+    replicas: Replicas, registry: Registry, modules: Callable[[], Iterable[torch.nn.Module]]
+) -> None:
+    """Swap the state of torch modules when `replicas` take turns. Args: modules: gives the strategy's."""
+    writes = WritesByHand(registry, replicas.count, modules)
+    replicas.states.append(TorchState(registry, replicas.count, writes))
+    replicas.at_turn_end.append(writes.end_turn)
     hooks.refuse_steps_of_schedulers()
+
+
+def stepped(replicas: Replicas) -> None:
+    """An optimizer's step has changed parameters. Called by: local replica 0, inside run."""
+    state = _state_of(replicas)
+    if state is not None:
+        state.writes.stepped()
 
 
 def _state_of(replicas: Replicas) -> TorchState | None:

@@ -24,6 +24,8 @@ class Replicas:
     Attributes:
         count: how often a function is called on this rank for all of its replicas.
         states: what is swapped when one replica's turn ends and another's begins.
+        at_turn_end: called before that with the replica's local index, on its thread; they may raise what is wrong with
+            what it has done.
         device_of_modules: where torch modules that are made in the scope are put; None leaves them where they are.
         records_steps: whether what `run` calls is recorded, and computed when it has returned.
     """
@@ -43,6 +45,7 @@ class Replicas:
         self.count = group.num_local_replicas
         self._turns = LocalReplicas(self.count)
         self.states = self._turns.states
+        self.at_turn_end: list[Callable[[int], None]] = []
         first = group.first_replica_id
         self.contexts = contexts or [
             ReplicaContext(strategy, first + i, i) for i in range(self.count)
@@ -65,10 +68,12 @@ class Replicas:
             own, per_thread.modes = per_thread.modes, list(outer)
             try:
                 with entered(self._strategy, self.contexts[index]):
-                    return fn(
+                    result = fn(
                         *select_replica(index, tuple(args)),
                         **select_replica(index, dict(kwargs or {})),
                     )
+                    self._end_turn(index)
+                    return result
             finally:
                 per_thread.modes = own
 
@@ -134,7 +139,12 @@ class Replicas:
 
     def meet(self, index: int, merge: MergeFunction, operands: tuple[Any, ...]) -> Any:
         """`merge` of the operands of all `count` calls, once for all. Called by: replica `index`, inside `run`."""
+        self._end_turn(index)
         return self._turns.meet(index, merge, operands)
+
+    def _end_turn(self, index: int) -> None:
+        for check in self.at_turn_end:
+            check(index)
 
     def sum_of_rank(self, value: Any) -> Any:
         """The sum of what this rank's replicas hold under one name, as cores that run one program do.

@@ -222,4 +222,7 @@ def mirrored_modules(parts: ModuleParts, shared_parameters: bool = False) -> Tor
         return Mirroring(parts, shared_parameters)
 
     are_placed = parts.replicas.device_of_modules is not None
-    return TorchModules(parts, make, needed=are_placed or parts.group.num_replicas_in_sync > 1)
+    modules = TorchModules(parts, make, needed=are_placed or parts.group.num_replicas_in_sync > 1)
+    if modules.are_seen:
+        modules.get()  # it also sees who trains without scope() and run
+    return modules

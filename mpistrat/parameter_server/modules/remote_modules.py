@@ -6,26 +6,20 @@ adds to buffers, such as batch norm's statistics, is added on the servers when i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.parameter_server.client import Address, Client
 from mpistrat.parameter_server.modules.remote_rows import leave_on_servers, looks_up
 from mpistrat.parameter_server.modules.remote_steps import RemoteSteps, has_remote_parameters
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensors
 from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.mirroring import Mirroring, NewTensors
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.replicas.torch_modules import ModuleParts
-
-_modules_of: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # by module: a weakref to its RemoteModules
 
 
 class RemoteModules(StrategyModules):
@@ -95,6 +89,7 @@ class RemoteModules(StrategyModules):
 
     def refresh(self, module: torch.nn.Module) -> None:
         """Let the module's own parameters and buffers be what the servers have now."""
+        self._mirroring.average_written_buffers(module)
         own = [*module._parameters.values(), *module._buffers.values()]
         self.tensors.sync(self.tensors.held(own))
 
@@ -111,9 +106,7 @@ class RemoteModules(StrategyModules):
                 tensors.add(buffer, self._place(name, buffer.detach()))
         for root in self.recorder.roots():
             for module in root.modules():
-                if _before_state_dict not in module._state_dict_pre_hooks.values():
-                    module.register_state_dict_pre_hook(_before_state_dict)
-                _modules_of[module] = weakref.ref(self)
+                hooks.before_state_dict(module, self.refresh)
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
         """Whether it is an embedding's alone, which wants sparse gradients, or is split."""
@@ -129,11 +122,3 @@ class RemoteModules(StrategyModules):
             and all(looks_up(user) for user in users)
             and (split or any(user.sparse for user in users))
         )
-
-
-def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A module-level function: it is saved and copied with the module by name alone."""
-    reference = _modules_of.get(module)
-    modules = None if reference is None else reference()
-    if modules is not None and not (has_strategy() and get_replica_context() is not None):
-        modules.refresh(module)

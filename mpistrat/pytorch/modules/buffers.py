@@ -6,23 +6,18 @@ needs no communication. Integer buffers take replica 0's value.
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat import arrays
-from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.cross_device_ops import packing
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.torch_modules import ModuleParts
-
-_average_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by module: a weak reference
 
 Snapshot = list["tuple[torch.Tensor | None, bool]"]
 
@@ -110,21 +105,3 @@ def _write(
         target = tensor.detach() if slot.changed(tensor) else tensor.data
         with torch.no_grad():
             target.copy_(value.view(target.shape))
-
-
-def average_before_state_dict(
-    module: torch.nn.Module, average: Callable[[torch.nn.Module], None]
-) -> None:
-    """Have `module.state_dict()` call `average`, a method, first, unless it is inside run or its object is freed."""
-    if _before_state_dict not in module._state_dict_pre_hooks.values():
-        module.register_state_dict_pre_hook(_before_state_dict)
-    _average_of[module] = weakref.WeakMethod(average)
-
-
-def _before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A module-level function: it is saved and copied with the module by name alone."""
-    reference = _average_of.get(module)
-    average = None if reference is None else reference()
-    # Inside run a replica reads its own.
-    if average is not None and not (has_strategy() and get_replica_context() is not None):
-        average(module)

@@ -15,7 +15,7 @@ from mpistrat.communicators import reducing
 from mpistrat.context import require_cross_replica
 from mpistrat.cross_device_ops import packing
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.pytorch import optimizers, virtual_replicas
+from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
 from mpistrat.pytorch.gradients import reducer as gradients
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.placing import place
@@ -63,11 +63,13 @@ class Mirroring(StrategyModules):
         registry = Registry()
         super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
         self.recorder = Recorder(parts.strategy)
+        optimizers.know(self)
         if not self._is_alone:
             gradients.install()
             optimizers.install()
+            sync_batch_norm.install()
         if parts.replicas.count > 1:
-            virtual_replicas.install(parts.replicas, registry)
+            virtual_replicas.install(parts.replicas, registry, self.recorder.roots)
 
     def mirror_new(self) -> NewTensors:
         """Mirror what is pending: new modules, materialized lazy ones, replaced parameters."""
@@ -161,7 +163,7 @@ class Mirroring(StrategyModules):
                 slot = self.registry.buffer(module, key)
                 if slot is None:
                     slot = self.registry.add_buffer(name, module, key)
-                    buffers.average_before_state_dict(module, self.average_written_buffers)
+                    hooks.before_state_dict(module, self.average_written_buffers)
                 slot.settle([buffer])
             if self._shared is not None:
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
