@@ -84,6 +84,13 @@ def as_array(value: Any) -> Array:
     raise TypeError(f"expected an array or a number, got {type(value).__name__}: {value!r:.80}")
 
 
+def as_operand(value: Any) -> Array:
+    """As `as_array`, but Python's floats become float32, as in tf.distribute and torch."""
+    array = as_array(value)
+    made = array is not value and array.dtype.kind == "f"
+    return array.astype(np.float32) if made else array
+
+
 def dtype_name(array: Array) -> str:
     """The dtype's name as all libraries spell it: "float32", "bfloat16", "int64", "bool"."""
     return _name_of(array.dtype)

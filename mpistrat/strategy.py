@@ -157,10 +157,11 @@ class Strategy:
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
-            value: what `run` returned, or a nest of such; sizes may differ along `axis` only.
+            value: what `run` returned, or a nest of such; sizes may differ along `axis` only. `IndexedSlices` are made
+                dense.
         Raises:
             ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
-            NotImplementedError: for `IndexedSlices`.
+            NotImplementedError: for `IndexedSlices` where values of replicas are wrapped, and these are not.
         """
         with spans.current.range("strategy.gather"):
             require_cross_replica(self, "gather")
@@ -255,6 +256,10 @@ class Strategy:
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a Strategy cannot be copied; pass the object itself")
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        """Itself: copies of objects that refer to it belong to it, too."""
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"

@@ -230,17 +230,16 @@ def select_replica(index: int, structure: Any) -> Any:
     return structure
 
 
-def regroup(values: Sequence[Any], always_wrap: bool = False, wrap_numbers: bool = True) -> Any:
-    """Combine what the replicas of this rank returned into one structure of distributed values.
+def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
+    """Combine what the replicas of this rank returned, or passed, into one structure of distributed values.
 
     The first replica's structure drives; the others must match it (AssertionError). A leaf that is
-    the same object on all replicas stays itself, others become `PerReplica`.
+    the same object on all replicas stays itself, others become `PerReplica`. So do all Python numbers: whether two
+    equal ones are one object is chance, and what `reduce(SUM, n_correct)` gives must not depend on it.
 
     Args:
         values: one result per replica.
         always_wrap: wrap every leaf, also for a single replica.
-        wrap_numbers: wrap Python numbers even if they are the same object. Whether two equal ones
-            are is chance, and what `reduce(SUM, n_correct)` gives must not depend on it.
     """
     first = values[0]
     if len(values) == 1 and not always_wrap:
@@ -252,19 +251,17 @@ def regroup(values: Sequence[Any], always_wrap: bool = False, wrap_numbers: bool
                 raise AssertionError(_structures_differ(values))
         return nest.rebuild(
             first,
-            [regroup(parts, always_wrap, wrap_numbers) for parts in zip(*values, strict=True)],
+            [regroup(parts, always_wrap) for parts in zip(*values, strict=True)],
         )
     if isinstance(first, Mapping):
         for other in values[1:]:
             if not isinstance(other, Mapping) or set(other) != set(first):
                 raise AssertionError(_structures_differ(values))
-        return nest.rebuild(
-            first, [regroup([v[k] for v in values], always_wrap, wrap_numbers) for k in first]
-        )
+        return nest.rebuild(first, [regroup([v[k] for v in values], always_wrap) for k in first])
     same = all(other is first for other in values)
     if same and isinstance(first, PassedWhole):
         return first
-    if same and not always_wrap and not (wrap_numbers and is_number(first)):
+    if same and not always_wrap and not is_number(first):
         return first
     container = getattr(first, "_container", None)
     if container is not None and not always_wrap:

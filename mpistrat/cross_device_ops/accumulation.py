@@ -137,11 +137,26 @@ def are_slices(values: Sequence[Any]) -> bool:
     return sparse[0]
 
 
-def check_no_slices(values: Sequence[Any]) -> None:
-    if any(isinstance(value, IndexedSlices) for value in values):
+def check_no_slices(value: Any) -> None:
+    if isinstance(value, IndexedSlices):
         raise NotImplementedError(
-            "IndexedSlices cannot be gathered; reduce or all_reduce them with SUM"
+            "IndexedSlices that are not per replica cannot be gathered; reduce or all_reduce them with SUM"
         )
+
+
+def as_dense(component: Any) -> Array:
+    """A component of any kind, a number or sparse rows too, as an array cut off from autograd.
+
+    Raises: ValueError for sparse rows of an array whose shape is not known.
+    """
+    if not isinstance(component, IndexedSlices):
+        return arrays.as_array(arrays.detach_read(component))
+    if component.dense_shape is None:
+        raise ValueError(
+            f"IndexedSlices become an array of their dense_shape, which those of {signature(component.values)} lack"
+        )
+    zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
+    return arrays.scatter(zeros, component.indices, component.values, "add")
 
 
 def check_joinable(values: Sequence[Array], axis: int, owner: str = "replica") -> int:

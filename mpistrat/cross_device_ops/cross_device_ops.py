@@ -71,8 +71,10 @@ def components_of(value: Any) -> tuple[Any, ...]:
     """The arrays of a per-replica operand; a plain one is a single component."""
     if isinstance(value, DistributedValues):
         components = value.values
-    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        components = (arrays.as_array(value),)
+    elif arrays.is_number(value) or (
+        isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    ):
+        components = (arrays.as_operand(value),)
     else:
         components = (value,)
     return tuple(
@@ -136,7 +138,7 @@ class CrossDeviceOps:
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on `destinations`: `Mirrored` for several devices, else an array."""
         check_destinations(destinations)
-        return self.broadcast_implementation(arrays.as_array(tensor), destinations)
+        return self.broadcast_implementation(arrays.as_operand(tensor), destinations)
 
     def gather(
         self,
@@ -145,11 +147,11 @@ class CrossDeviceOps:
         axis: int,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Concatenate the components along `axis`, in replica order, on `destinations`."""
+        """Concatenate the components along `axis`, in replica order, on `destinations`; `IndexedSlices` dense."""
         with self._checks():
             check_destinations(destinations)
-            value = PerReplica(components_of(per_replica_value))
-            accumulation.check_no_slices(value.values)
+            accumulation.check_no_slices(per_replica_value)
+            value = PerReplica([accumulation.as_dense(c) for c in components_of(per_replica_value)])
             options = check_options(options)
         return self.gather_implementation(value, destinations, axis, options)
 

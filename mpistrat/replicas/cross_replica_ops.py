@@ -162,7 +162,9 @@ class CrossReplicaOps:
         counts: list[list[Any]] = []
         try:
             for leaf in flat:
-                components = [_as_dense(component) for component in self.components(leaf)]
+                components = [
+                    accumulation.as_dense(component) for component in self.components(leaf)
+                ]
                 axes = [arrays.check_axes(component, axis) for component in components]
                 sums.append(
                     [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
@@ -281,8 +283,9 @@ class CrossReplicaOps:
         """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""
         plain = not isinstance(value, PerReplica)
         if self.num_replicas == 1 or (plain and self.communicator.size == 1):
-            accumulation.check_no_slices([value])
-            return value.values[0] if isinstance(value, DistributedValues) else value
+            self._check_no_slices(value)
+            own = value.values[0] if isinstance(value, DistributedValues) else value
+            return accumulation.as_dense(own) if isinstance(own, IndexedSlices) else own
         return self._join(value, axis, None, label)
 
     def all_gather(
@@ -298,10 +301,15 @@ class CrossReplicaOps:
         if self.communicator.size == 1 and self.custom is not None:
             return self.custom.gather(value, self.components(value)[0], axis, options)
         with self.communicator.raising_together():
-            components = components_of(PerReplica(self._components_of_rank(value)))
-            accumulation.check_no_slices(components)
+            self._check_no_slices(value)
+            components = [accumulation.as_dense(c) for c in self._components_of_rank(value)]
             merged = self.over_ranks.merged(options)
         return self.over_ranks.all_gather(components, axis, label, merged)
+
+    def _check_no_slices(self, value: Any) -> None:
+        """Where a rank has one replica, they are what `run` returned."""
+        if self.num_local_replicas > 1:
+            accumulation.check_no_slices(value)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies of `tensor` on this rank's `destinations`. Communicates nothing."""
@@ -339,11 +347,3 @@ class CrossReplicaOps:
             host = arrays.copy(arrays.to_host(arrays.as_array(arrays.detach_read(value))))
         self.communicator.broadcast(host, label=label)
         return arrays.to_device_of(host, value)
-
-
-def _as_dense(component: Any) -> arrays.Array:
-    """A component of any kind, a number or sparse rows too, as an array cut off from autograd."""
-    if isinstance(component, IndexedSlices):
-        zeros = arrays.zeros([int(size) for size in component.dense_shape], component.values)
-        return arrays.scatter(zeros, component.indices, component.values, "add")
-    return arrays.as_array(arrays.detach_read(component))

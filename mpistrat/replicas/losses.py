@@ -44,13 +44,13 @@ def compute_average_loss(
         ValueError: `global_batch_size` is not a positive integer. RuntimeError: outside `run`.
     """
     replicas = _replicas("compute_average_loss")
-    loss = arrays.as_array(per_example_loss)
+    loss = arrays.as_operand(per_example_loss)
     if loss.ndim == 0:
         raise ValueError(
             "per_example_loss must have a dimension of examples, got a scalar; use reduction='none'"
         )
     if sample_weight is not None:
-        weight = arrays.as_array(sample_weight)
+        weight = arrays.as_operand(sample_weight)
         if tuple(weight.shape) != tuple(loss.shape[: weight.ndim]):
             raise ValueError(
                 "sample_weight must have per_example_loss's shape or its first dimensions, got "
@@ -81,4 +81,4 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         regularization_loss: an array or a number; its sum is scaled.
     """
     replicas = _replicas("scale_regularization_loss")
-    return arrays.as_array(regularization_loss).sum() / replicas
+    return arrays.as_operand(regularization_loss).sum() / replicas

@@ -92,7 +92,7 @@ class Replicas:
                 return select_replica(0, merge_fn(self._strategy, *args, **kwargs))
 
         def merge(operands: list[tuple[Any, ...]]) -> Any:
-            grouped, keywords = regroup(operands, wrap_numbers=False)
+            grouped, keywords = regroup(operands)
             with entered(self._strategy, None):
                 return merge_fn(self._strategy, *grouped, **keywords)
 

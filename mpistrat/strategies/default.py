@@ -67,9 +67,6 @@ class _DefaultStrategy(Strategy):
         """What `dataset_fn(InputContext())` makes."""
         return dataset_fn(InputContext())
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError("the default strategy cannot be copied")
-
 
 class _NoScope:
     def __init__(self, strategy: Strategy) -> None:

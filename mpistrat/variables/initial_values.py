@@ -23,9 +23,7 @@ def initial_array(
     value = initial_value() if callable(initial_value) else initial_value
     read = arrays.detach_read(value)
     if not arrays.is_array(read):
-        read = arrays.as_array(read)
-        if dtype is None and arrays.dtype_name(read) == "float64":
-            dtype = "float32"  # Python's floats, as in tf.distribute and torch
+        read = arrays.as_operand(read) if dtype is None else arrays.as_array(read)
     if getattr(read.dtype, "hasobject", False):  # other ranks would take its pointers for their own
         raise TypeError(f"a variable holds numbers, got an array of {read.dtype} objects")
     if shape is not None and tuple(read.shape) != shape:

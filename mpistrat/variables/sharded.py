@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ class ShardedVariable(Variable):
 
     It reads, and is indexed, as the whole would be: by integers, slices, `...`, None and masks. What touches some rows
     only asks the shards that have them. `assign` and its like take the whole value; they and the `scatter` methods
-    return the variable. Arithmetic with it puts the whole together.
+    return the variable. Arithmetic with it puts the whole together. Iteration gives the variables.
 
     Args:
         variables: of one dtype, and of shapes that differ in their first size only.
@@ -94,6 +94,9 @@ class ShardedVariable(Variable):
             ]
             or [self.variables[0].read_value()[:0]]
         )
+
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(self.variables)
 
     def __getitem__(self, key: Any) -> Array:
         keys = key if isinstance(key, tuple) else (key,)

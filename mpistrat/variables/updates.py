@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
@@ -49,7 +51,7 @@ def fitting_operand(method: str, array: Array, operand: Any, name: str) -> Any:
 
 def fitting(array: Array, operand: Any, name: str) -> Array:
     """`operand` as an array of `array`'s library and dtype, of a shape that needs no stretching of `array`."""
-    operand = arrays.detach_read(operand)
+    operand = _converted(arrays.detach_read(operand), array)
     if not arrays.is_array(operand):
         try:
             number = arrays.as_array(operand)
@@ -73,6 +75,18 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
             f"variable {name!r} has shape {list(array.shape)}, the operand {list(value.shape)}"
         )
     return value
+
+
+def _converted(operand: Any, array: Array) -> Any:
+    """NumPy's numbers, and its arrays where `array` is another library's, as `array` has them; others as they are.
+
+    So does tf.distribute, for which arrays of NumPy are no tensors.
+    """
+    if not isinstance(operand, (np.ndarray, np.generic)):
+        return operand
+    foreign = operand.ndim == 0 or not isinstance(array, (np.ndarray, np.generic))
+    fits = operand.dtype.kind in _kinds_that_fit(array)
+    return arrays.cast_like(operand, array) if foreign and fits else operand
 
 
 def _kinds_that_fit(array: Array) -> str:

@@ -170,7 +170,7 @@ class ReplicasOnCores(RecordedReplicas):
         def of_all(leaf: Any) -> Any:
             if isinstance(leaf, IndexedSlices) or arrays.is_on_xla(leaf):
                 return PerReplica(self._ops.components(leaf))
-            return leaf
+            return PerReplica([leaf] * self._num_local) if arrays.is_number(leaf) else leaf
 
         merged_args, merged_kwargs = nest.map_structure(of_all, (args, kwargs))
         return super().merge_call(context, merge_fn, merged_args, merged_kwargs)

@@ -31,6 +31,15 @@ def _wrap(encoded: Any, n: int) -> Any:
     return _map(encoded, lambda child: _wrap(child, n))
 
 
+def numbers_as_per_replica_types(case: Case) -> Any:
+    """The name of the class that a merge function sees in the place of a Python number."""
+
+    def types(encoded: Any) -> Any:
+        return "PerReplica" if encoded == "int" else _map(encoded, types)
+
+    return types(case["expect"])
+
+
 def replica_ids_as_numbers(case: Case) -> Any:
     """Replica ids, which TensorFlow gives as int32 scalars, as Python numbers."""
 

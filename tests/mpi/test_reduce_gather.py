@@ -165,6 +165,21 @@ def test_sparse_rows_are_put_one_after_the_other(strategy):
 
 
 @every_library
+def test_sparse_rows_are_gathered_as_dense_ones(strategy, make):
+    n = strategy.num_replicas_in_sync
+
+    def rows(i):
+        return ms.IndexedSlices(make([[i + 1.0], [5.0]]), make([i % 2, 1]), (2, 1))
+
+    expected = [row for i in range(n) for row in ([[i + 1], [5]], [[0], [i + 6]])[i % 2]]
+    assert strategy.gather(per_replica(strategy, rows), axis=0).tolist() == expected
+    error = "NotImplementedError" if strategy.extended.num_local_replicas > 1 else "ValueError"
+    without_shape = ms.IndexedSlices(make([[1.0]]), make([0]))
+    errors = errors_of_ranks(lambda: strategy.gather(without_shape, axis=0))
+    assert [name for name, _, _ in errors] == [error] * SIZE
+
+
+@every_library
 def test_gather_of_uneven_shapes(strategy, make):
     n = strategy.num_replicas_in_sync
     value = per_replica(strategy, lambda i: make([[float(i), 1.0]] * (i + 1))[:i])

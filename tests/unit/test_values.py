@@ -39,7 +39,6 @@ def test_regroup_is_the_inverse():
 def test_numbers_are_wrapped_even_if_they_are_one_object():
     assert regroup([3, 3]).values == (3, 3)
     assert regroup([True, True]).values == (True, True)
-    assert regroup([3, 3], wrap_numbers=False) == 3
     assert regroup([None, None]) is None
     assert regroup(["a", "a"]) == "a"
 
@@ -81,3 +80,24 @@ def test_per_replica_values_convert_inside_run_only():
     assert strategy.experimental_local_results(own) == ([1.0], [2.0])
     with pytest.raises(ValueError, match=r"strategy\.reduce"):
         np.asarray(value)
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (1, 2), (0.5, 0.5)])
+def test_merge_call_and_run_treat_numbers_alike(numbers):
+    """Whether two equal ones are one object is chance."""
+    strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def own():
+        return numbers[ms.get_replica_context().replica_id_in_sync_group]
+
+    def merged(strategy, number, *, nested):
+        assert nested["number"].values == number.values == numbers
+        assert nested["text"] == "same"
+        return strategy.reduce("sum", number, axis=None)
+
+    def step():
+        nested = {"number": own(), "text": "same"}
+        return ms.get_replica_context().merge_call(merged, (own(),), {"nested": nested})
+
+    assert strategy.run(step).values == (sum(numbers),) * 2
+    assert strategy.run(own).values == numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
@@ -105,16 +106,21 @@ class DatasetOfWorker:
                 f"a dataset function must return a dataset, which can be iterated; got {dataset!r:.60}"
             )
         self._dataset = with_safe_workers(dataset)
-        self._begun: Iterator[Any] | None = None  # for its first element, which it still gives
+        self._begun: IteratorOfWorker | None = None  # for its spec; the next one
+        self._last: weakref.ref[IteratorOfWorker] | None = None
 
     def iterate(self) -> IteratorOfWorker:
-        elements, self._begun = self._begun or iter(self._dataset), None
-        return IteratorOfWorker(elements)
+        iterator, self._begun = self._begun or IteratorOfWorker(iter(self._dataset)), None
+        self._last = weakref.ref(iterator)
+        return iterator
 
     def element_spec(self) -> Any:
-        elements = self._begun or iter(self._dataset)
-        first = [*itertools.islice(elements, 1)]
-        self._begun = itertools.chain(first, elements)
+        """Of the iterator that goes on, where there is one: a generator has no other elements."""
+        running = None if self._last is None else self._last()
+        first = running.peek() if running else []
+        if not first:
+            self._begun = self._begun or IteratorOfWorker(iter(self._dataset))
+            first = self._begun.peek()
         if not first:
             raise ValueError("the dataset has no elements: what they look like is not known")
         return spec_of(first[0])
@@ -128,6 +134,12 @@ class IteratorOfWorker(Iterator[Any]):
 
     def __next__(self) -> Any:
         return next(self._elements)
+
+    def peek(self) -> list[Any]:
+        """The next element, which stays the next; none at the end."""
+        first = [*itertools.islice(self._elements, 1)]
+        self._elements = itertools.chain(first, self._elements)
+        return first
 
     def get_next(self) -> Any:
         """The next element. Raises: OutOfRangeError at the end."""

@@ -159,3 +159,28 @@ def test_tensors_on_gpus_of_their_own_are_added_by_torch(monkeypatch):
     calls.reset_mock()
     assert policy.combine(ms.ReduceOp.SUM, [values[0], values[0]]).tolist() == [2, 2]  # on one GPU
     calls.assert_not_called()
+
+
+def test_python_s_floats_are_float32(ops):
+    for value in ([1.0, 5.0], (1.0, 5.0), 2.0):
+        total = ops.reduce(SUM, value, "cpu:0")
+        assert total.dtype == np.float32
+        assert np.array_equal(total, value)
+        assert ops.broadcast(value, "cpu:0").dtype == np.float32
+        (batched,) = ops.batch_reduce(SUM, [(value, "cpu:0")])
+        assert batched.dtype == np.float32
+    assert ops.reduce(SUM, np.array([1.0]), "cpu:0").dtype == np.float64
+    assert ops.reduce(SUM, [1, 5], "cpu:0").dtype.kind == "i"
+    assert ms.IndexedSlices([[1.0]], [0]).values.dtype == np.float32
+
+
+@every_library
+def test_slices_of_replicas_are_gathered_as_dense_arrays(ops, make):
+    rows = [ms.IndexedSlices(make([[i + 1.0]]), make([i]), (2, 1)) for i in range(2)]
+    gathered = ops.gather(ms.PerReplica(rows), "cpu:0", axis=0)
+    assert gathered.tolist() == [[1], [0], [0], [2]]
+    assert type(gathered) is type(make([1.0]))
+    with pytest.raises(NotImplementedError, match="cannot be gathered"):
+        ops.gather(rows[0], "cpu:0", axis=0)
+    with pytest.raises(ValueError, match="dense_shape"):
+        ops.gather(ms.PerReplica([ms.IndexedSlices(make([[1.0]]), make([0]))] * 2), "cpu:0", axis=0)

@@ -130,3 +130,13 @@ def test_lists_are_taken() -> None:
     variable = sharded([3, 3])
     variable.assign([[1, 2]] * 6)
     assert variable.numpy().tolist() == [[1, 2]] * 6
+
+
+def test_iteration_gives_the_shards() -> None:
+    shards = [ms.Variable(np.full((rows, 2), float(rows))) for rows in (2, 1)]
+    whole = ms.ShardedVariable(shards)
+    assert list(whole) == shards
+    assert [shard.shape for shard in whole] == [(2, 2), (1, 2)]
+    assert [a is b for a, b in zip(whole, shards, strict=True)] == [True, True]
+    assert np.asarray(whole).shape == (3, 2)
+    assert not hasattr(whole, "__len__")

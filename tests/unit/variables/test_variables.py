@@ -1,5 +1,7 @@
 """Variables of one rank: every synchronization and aggregation, in and outside `run`."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -217,3 +219,63 @@ def test_a_variable_made_outside_is_changed_by_every_replica(pair, make):
     v = ms.Variable(make(0.0))
     pair.run(lambda: v.assign_add(make(1.0)))
     assert float(v) == 2
+
+
+NUMBERS = {
+    "float32": [np.float64(2), np.float16(2), np.int64(2), np.array(2.0)],
+    "int64": [np.int8(2), np.array(2), np.uint8(2)],
+    "complex64": [np.complex128(2), np.float64(2)],
+}
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_numbers_of_numpy_are_converted_as_python_s_are(pair, make, dtype):
+    for number in NUMBERS[dtype]:
+        for aggregation in (NONE, FIRST, SUM):
+            v = variable(pair, make(1), dtype=dtype, aggregation=aggregation)
+            kind, n = v.dtype, 2 if aggregation is SUM else 1
+            v.assign_add(number)
+            assert v.numpy() == 1 + number
+            pair.run(lambda v=v, number=number: v.assign_add(number) and None)
+            assert v.numpy() == 1 + number + number * n
+            v.assign(number)
+            assert v.numpy() == number
+            assert v.dtype == kind
+    with pytest.raises(InvalidArgumentError, match="convert it first"):
+        variable(pair, make(1), dtype="int64").assign_add(np.float64(1))
+
+
+def test_arrays_of_numpy_are_converted_to_tensors(pair):
+    v = variable(pair, torch.ones(2), aggregation=SUM)
+    v.assign_add(np.ones(2))
+    pair.run(lambda: v.assign_add(np.ones(2, np.int32)))
+    assert v.read_value().tolist() == [4, 4]
+    assert v.dtype == torch.float32
+    with pytest.raises(InvalidArgumentError, match="shape"):
+        v.assign(np.ones(3))
+    with pytest.raises(InvalidArgumentError, match="dtype float32, the operand complex128"):
+        v.assign(np.ones(2, complex))
+    with pytest.raises(InvalidArgumentError, match="dtype float32, the operand float64"):
+        v.assign(torch.ones(2).double())
+
+
+def test_a_boolean_of_numpy_is_a_number(pair, make):
+    v = variable(pair, make(1.0))
+    v.assign_add(np.bool_(True))
+    assert v.numpy() == 2
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+def test_a_deep_copy_is_the_same_strategy_s(pair, make, synchronization):
+    v = variable(pair, make([1.0, 2.0]), synchronization=synchronization, aggregation=MEAN)
+    assert copy.deepcopy(pair) is pair
+    (twin, strategy) = copy.deepcopy([v, pair])
+    assert strategy is twin.strategy is pair
+    pair.run(lambda: twin.assign_add(make([replica(), 1.0])))
+    assert twin.numpy().tolist() == [1.5, 3]
+    assert v.numpy().tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.copy(pair)
+    alone = ms.Variable(make([1.0]))
+    assert copy.deepcopy({"of the default strategy": alone})["of the default strategy"] is not alone
+    assert copy.deepcopy(ms.get_strategy()) is ms.get_strategy()

@@ -154,6 +154,21 @@ def test_element_spec_takes_no_element(start: Start) -> None:
     assert len(coordinator.schedule(take_all, args=(iterator,)).get()) == 2
 
 
+@pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize("elements", [lambda: [1, 2, 3], lambda: iter([1, 2, 3])])
+def test_element_spec_of_what_goes_on_takes_no_element(
+    start: Start, elements: Callable[[], Any], taken: int
+) -> None:
+    coordinator = start(1).coordinator
+    dataset = coordinator.create_per_worker_dataset(elements)
+    iterator = iter(dataset)
+    for _ in range(taken):
+        coordinator.schedule(next, args=(iterator,)).get()
+    if taken < 3 or isinstance(elements(), list):
+        assert dataset.element_spec == iterator.element_spec == ArraySpec((), "int64")
+    assert coordinator.schedule(take_all, args=(iterator,)).get() == [2, 3][taken - 1 :]
+
+
 def test_a_strategys_dataset_is_for_the_coordinator(start: Start) -> None:
     unbuilt = UnbuiltDataset([7])
     for use in (lambda: iter(unbuilt), lambda: unbuilt.cardinality, lambda: unbuilt.element_spec):
