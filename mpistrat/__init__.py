@@ -1,5 +1,9 @@
 """The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
+from mpistrat.liveness import observation
+
+observation.begin()  # before anything else can fail
+
 from mpistrat import (
     checkpoint,
     cluster_resolver,
@@ -56,6 +60,7 @@ from mpistrat.xla.strategy import TPUStrategy
 __version__ = "0.1.0.dev0"
 
 make_default()
+observation.wait_until_observed()
 
 __all__ = [
     "AutoShardPolicy",

@@ -29,6 +29,9 @@ NODE_NAME = "SLURMD_NODENAME"  # "n9": what Slurm calls the node; the host name 
 # These launchers say a rank and no size
 RANK_ONLY = (("PALS_RANKID", "PALS' mpiexec"), ("PMIX_RANK", "a PMIx launcher"))  # "0"
 
+# Cray's MPICH may number the ranks of the world anew, on the user's wish
+_REORDER = "MPICH_RANK_REORDER_METHOD"
+
 # Set by `mpirun --with-ft ulfm`, on each rank: "1"; "true" where somebody sets it by hand
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 
@@ -80,6 +83,24 @@ def read_claim(environ: Mapping[str, str] | None = None, family: str = "") -> Cl
     Raises: TopologyError when a variable is not a number.
     """
     return next(_claims(os.environ if environ is None else environ, family), None)
+
+
+def certain_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """This process's rank, and of how many, where several were started and MPI can but agree; else None.
+
+    Raises: TopologyError when a variable is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    claim = read_claim(environ)
+    if (
+        claim is None
+        or claim.rank is None
+        or claim.size is None
+        or claim.at_least
+        or _REORDER in environ
+    ):
+        return None
+    return (claim.rank, claim.size) if claim.size > 1 else None
 
 
 def _claims(environ: Mapping[str, str], family: str) -> Iterator[Claim]:
@@ -173,12 +194,7 @@ def check_world(
         if not claim.rank:
             return  # one rank, rank 0
     elif world_size > 1 if claim.at_least else claim.size == world_size:
-        # Cray's MPICH may number the ranks of the world anew, on the user's wish
-        if (
-            claim.rank in (None, world_rank)
-            or claim.at_least
-            or "MPICH_RANK_REORDER_METHOD" in environ
-        ):
+        if claim.rank in (None, world_rank) or claim.at_least or _REORDER in environ:
             return
         raise TopologyError(
             f"the launcher calls this process rank {claim.rank} ({claim.variables}, set by {claim.launcher}), but MPI "

@@ -157,8 +157,7 @@ def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
-    if size != 1 and launcher.is_first_on_node():
-        observation.prepare(launcher.environment_of_children())
+    observation.begin()  # if the launcher's variables were not there when mpistrat was imported
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses from PMI_SIZE what check_world knows
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)

@@ -50,9 +50,14 @@ def outside(frame: FrameType) -> FrameType:
 
 def raised_at(error: BaseException) -> str:
     """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
-    stack = traceback.extract_tb(error.__traceback__)
-    at = next((place for place in reversed(stack) if not _is_between(place.filename)), None)
-    return f"{at.filename}:{at.lineno} in {at.name}" if at else ""
+    own = [place for place in places_of(error) if not _is_between(place.partition(":")[0])]
+    return own[-1] if own else ""
+
+
+def places_of(error: BaseException) -> list[str]:
+    """Where the frames stood that `error` passed, the innermost last. Reads no source file: that may hang."""
+    stack = traceback.walk_tb(error.__traceback__)
+    return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
 
 
 def _is_between(file: str) -> bool:

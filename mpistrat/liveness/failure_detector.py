@@ -6,21 +6,24 @@ The kernel tells of deaths, by a pidfd for each rank; the ranks' records tell wh
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import select
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mpistrat.liveness.job_folder import ranks_in, record_of, stacks_of
+from mpistrat.liveness.job_folder import line_of, ranks_in, record_of, stacks_of
 from mpistrat.liveness.processes import (
     DEAD,
     KILLED_BY_LAUNCHERS,
     RUNS,
     exit_status,
+    is_exiting,
     open_pidfd,
     state_of,
 )
-from mpistrat.liveness.record import LEAVING, LEFT, RUNNING, Board, RankRecord
+from mpistrat.liveness.record import ENDING, LEAVING, LEFT, RUNNING, Board, RankRecord
 
 # A launcher kills the others while the first may still write its core.
 SECONDS_TO_DIE_TOGETHER = 0.4
@@ -34,9 +37,12 @@ class Rank:
 
     record: RankRecord
     stacks: str
+    inode: int  # of the record's file
     dead: bool = False
     status: int | None = None
     lost: bool = False  # dead, and the others went on without it
+    closed: int = 0  # when it closed its files: counts from 1
+    closed_alive: bool = False  # and lived on
 
     @property
     def number(self) -> int:
@@ -56,6 +62,19 @@ class Rank:
         return self.record.state in (LEAVING, LEFT)
 
     @property
+    def ended_well(self) -> bool:
+        """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
+        state, status = self.record.state, self.status
+        if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
+            return not (
+                status is not None
+                and os.WIFSIGNALED(status)
+                and os.path.exists(self.record.path or "")
+            )
+        never_joined = state == RUNNING and not self.record.boards()
+        return state == ENDING or (never_joined and status == 0)
+
+    @property
     def inside(self) -> bool:
         """Whether it is, or was when it died, in a collective."""
         return any(board.since for board in self.record.boards())
@@ -66,12 +85,13 @@ class Rank:
 
 
 def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
-    """The ranks whose records lie in a job's folder, by number, without those that are `known`."""
+    """The ranks whose records lie in a job's folder, by number, without those whose records' inodes are `known`."""
     found = []
-    for rank in ranks_in(folder):
-        if rank not in known:
+    for rank, inode in ranks_in(folder).items():
+        if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
-                found.append(Rank(RankRecord(record_of(folder, rank)), stacks_of(folder, rank)))
+                record = RankRecord(record_of(folder, rank))
+                found.append(Rank(record, stacks_of(folder, rank), inode))
     return found
 
 
@@ -125,26 +145,41 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
 class FailureDetector:
     """The ranks of a job on this node, and those of them that have died.
 
+    Args: when_one_dies: called at once with a rank that closes its files, or dies, before others are waited for.
     Attributes:
         ranks: that were found so far, by number.
         deaths: the dead, in the order that the kernel reported.
         first_died: when the first died, by `time.monotonic`; 0.0 while all live, and once the others have gone on.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, when_one_dies: Callable[[Rank], None]) -> None:
         self.ranks: dict[int, Rank] = {}
         self.deaths: list[Rank] = []
         self.first_died = 0.0
         self._folder = folder
         self._epoll = select.epoll()
         self._by_pidfd: dict[int, Rank] = {}
+        self._by_line: dict[int, Rank] = {}
+        self._closings = itertools.count(1)
         self._without_pidfd: list[Rank] = []
+        self._when_one_dies = when_one_dies
 
     def find(self) -> list[Rank]:
-        """The ranks whose records are new in the folder; from now on they are watched."""
-        found = find_ranks(self._folder, known=self.ranks)
+        """The ranks whose records are new in the folder; from now on they are watched.
+
+        A new record takes the place of one of the same number: the launcher's script runs one program after another.
+        """
+        found = find_ranks(self._folder, known={rank.inode for rank in self.ranks.values()})
         for rank in found:
+            before = self.ranks.get(rank.number)
+            self.deaths = [dead for dead in self.deaths if dead is not before]
             self.ranks[rank.number] = rank
+            with contextlib.suppress(OSError):
+                line = os.open(
+                    line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                )
+                self._by_line[line] = rank
+                self._epoll.register(line, select.EPOLLHUP | select.EPOLLET)
             try:
                 pidfd = open_pidfd(rank.pid)
             except ProcessLookupError:
@@ -175,7 +210,16 @@ class FailureDetector:
 
     def unexplained(self) -> list[Rank]:
         """The dead that had not said that they leave or end the job."""
-        return [r for r in self.deaths if r.record.state in (RUNNING, LEAVING) and not r.lost]
+        # Of those at their end, the launcher may kill some when one has returned an exit code.
+        failed = any(
+            r.status is not None and os.WIFEXITED(r.status) and r.status for r in self.deaths
+        )
+        return [
+            r
+            for r in self.deaths
+            if not (r.ended_well or r.lost)
+            and not (r.record.state == LEFT and failed and r.status in KILLED_BY_LAUNCHERS)
+        ]
 
     def in_state(self, state: int) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.record.state == state]
@@ -187,7 +231,11 @@ class FailureDetector:
         self.first_died = 0.0
 
     def _wait(self, seconds: float) -> None:
-        for pidfd, _ in self._epoll.poll(seconds):
+        for pidfd, _ in self._epoll.poll(seconds):  # in the order in which they came
+            if pidfd in self._by_line:
+                self._closes(self._by_line.pop(pidfd))
+                os.close(pidfd)
+                continue
             rank = self._by_pidfd[pidfd]
             if not rank.dead:
                 self._dies(rank, exit_status(rank.pid, pidfd))
@@ -197,18 +245,29 @@ class FailureDetector:
             if not rank.dead and state_of(rank.pid) in DEAD:
                 self._dies(rank, exit_status(rank.pid, None))
 
+    def _closes(self, rank: Rank) -> None:
+        rank.closed = next(self._closings)
+        rank.closed_alive = not is_exiting(rank.pid)
+        if self.ranks[rank.number] is rank:
+            self._when_one_dies(rank)
+
     def _dies(self, rank: Rank, status: int | None) -> None:
         rank.dead, rank.status = True, status
-        self.deaths.append(rank)
-        self.first_died = self.first_died or time.monotonic()
+        if self.ranks[rank.number] is rank:
+            self.deaths.append(rank)
+            self.first_died = self.first_died or time.monotonic()
+            self._when_one_dies(rank)
 
 
 def first_death(deaths: list[Rank]) -> Rank:
     """The rank whose death was the cause of the others': the launcher may have killed those in its clean-up.
 
-    Under load the kernel may report one of those first: a process closes its connection to the launcher a while before
-    it counts as dead. A rank that was killed in a collective which another had not entered was waiting.
+    The kernel may report one of those first: a process closes its connection to the launcher a while before it counts
+    as dead. It closes its files in the same moment. A rank that was killed in a collective which another had not
+    entered was waiting.
     """
+    if all(rank.closed for rank in deaths):
+        deaths = sorted(deaths, key=lambda rank: rank.closed)
     own_end = [
         r for r in deaths if r.status is not None and r.status & 0x7F not in KILLED_BY_LAUNCHERS
     ]

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Iterator
 
 from mpistrat.machine.private_files import create, make_folder
 
@@ -19,12 +20,14 @@ SHARED_MEMORY = "/dev/shm"
 _LOCK = ".lock"
 _MAPPINGS = "mappings-"
 _RECORD = "rank-"
+_OBSERVER = "observer"
 
 
-def ranks_in(folder: str) -> list[int]:
-    """The ranks that have a record there, or are just making it."""
-    names = (name.removeprefix(_RECORD) for name in os.listdir(folder) if name.startswith(_RECORD))
-    return sorted(int(rank) for rank in names)
+def ranks_in(folder: str) -> dict[int, int]:
+    """The inodes of the records there, some of which may just be being made, by rank."""
+    with os.scandir(folder) as entries:
+        found = [(e.name, e.inode()) for e in entries if e.name.startswith(_RECORD)]
+    return dict(sorted((int(name.removeprefix(_RECORD)), inode) for name, inode in found))
 
 
 def record_of(folder: str, rank: int) -> str:
@@ -34,6 +37,16 @@ def record_of(folder: str, rank: int) -> str:
 def stacks_of(folder: str, rank: int) -> str:
     """What faulthandler writes for the rank."""
     return os.path.join(folder, f"stacks-{rank}")
+
+
+def line_of(folder: str, rank: int) -> str:
+    """A FIFO that the rank holds open: its end is seen when the rank closes its files."""
+    return os.path.join(folder, f"line-{rank}")
+
+
+def words_of(folder: str, rank: int) -> str:
+    """What the rank has the observer say."""
+    return os.path.join(folder, f"words-{rank}")
 
 
 def report_of(folder: str) -> str:
@@ -58,20 +71,27 @@ _INIT = "1"  # of that namespace: never a rank
 _OF_A_JOB = re.compile(r"[0-9A-Za-z-]{8,80}")
 
 
-def _roots() -> list[str]:
+def _places() -> Iterator[str]:
+    yield SHARED_MEMORY
     import tempfile  # here, because it makes importing mpistrat slower
 
-    return [
-        os.path.join(place, f"mpistrat-{os.getuid()}")
-        for place in (SHARED_MEMORY, tempfile.gettempdir())
-    ]
+    yield tempfile.gettempdir()
 
 
-def _is_ours(root: str) -> bool:
+def _of_this_user() -> str:
+    return f"mpistrat-{os.getuid()}"
+
+
+def _is_ours(folder: str) -> bool:
     """Whether it is a folder, no link, of this user's, that nobody else can write to."""
-    status = os.lstat(root)
+    status = os.lstat(folder)
     private = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return stat.S_ISDIR(status.st_mode) and private
+
+
+def _check(folder: str) -> None:
+    if not _is_ours(folder):
+        raise PermissionError(f"{folder} is not a folder of this user's alone")
 
 
 class JobFolder:
@@ -80,8 +100,9 @@ class JobFolder:
     def __init__(self, path: str) -> None:
         """Join the folder that another process of the job has made."""
         self.path = path
-        self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._observing: int | None = None
 
     @classmethod
     def create(cls, name: str) -> tuple[JobFolder, bool]:
@@ -90,12 +111,17 @@ class JobFolder:
         Raises: OSError.
         """
         error: OSError | None = None
-        for root in _roots():
+        for place in _places():
             try:
+                root = os.path.join(place, _of_this_user())
                 make_folder(root)
-                if not _is_ours(root):
-                    raise PermissionError(f"{root} is not a folder of this user's alone")
+                _check(root)
                 return cls._locked(os.path.join(root, name))
+            except OSError as failed:
+                error = failed
+        for place in _places():  # somebody else has taken those: a name that nobody could foresee
+            try:
+                return cls._locked(os.path.join(place, f"{_of_this_user()}-{name}"))
             except OSError as failed:
                 error = failed
         raise error or OSError("no folder for temporary files")
@@ -103,15 +129,29 @@ class JobFolder:
     @classmethod
     def _locked(cls, path: str) -> tuple[JobFolder, bool]:
         while True:
-            os.close(os.open(path + _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            os.close(os.open(path + _LOCK, flags, 0o600))
             with contextlib.suppress(FileNotFoundError):  # a cleaner was faster than our lock
                 folder = cls(path)
-                if os.stat(path + _LOCK).st_ino == os.fstat(folder._lock).st_ino:
+                status = os.fstat(folder._lock)
+                if status.st_uid != os.getuid():
+                    raise PermissionError(f"{path}{_LOCK} is another user's")
+                if os.stat(path + _LOCK).st_ino == status.st_ino:
                     try:
                         os.mkdir(path, 0o700)
                     except FileExistsError:
+                        _check(path)
                         return folder, False
                     return folder, True
+
+    def observe_alone(self) -> bool:
+        """Whether no other process observes the job's ranks; from now on this one does."""
+        path = os.path.join(self.path, _OBSERVER)
+        self._observing = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._observing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
 
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""
@@ -145,11 +185,19 @@ def _shared_mappings(pid: str = "self") -> set[tuple[int, str]]:
 def remove_leftovers() -> list[str]:
     """Remove what this user's killed jobs left on this machine; returns the folders and files removed."""
     removed = []
-    for root in _roots():
+    for place in _places():
+        root = os.path.join(place, _of_this_user())
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(root)) if _is_ours(root) else ():
-                path = os.path.join(root, name.removesuffix(_LOCK))
-                of_a_job = name.endswith(_LOCK) and _OF_A_JOB.fullmatch(os.path.basename(path))
+            names = os.listdir(root) if _is_ours(root) else []
+            found = [os.path.join(root, name) for name in names]
+            found += [
+                os.path.join(place, n)
+                for n in os.listdir(place)
+                if n.startswith(f"{_of_this_user()}-")
+            ]
+            for lock in sorted(found):
+                path = lock.removesuffix(_LOCK)
+                of_a_job = path != lock and _OF_A_JOB.fullmatch(os.path.basename(path))
                 if of_a_job and _remove_if_abandoned(path):
                     removed.append(path)
     with contextlib.suppress(OSError):
@@ -206,8 +254,11 @@ def _remove_if_abandoned(path: str) -> bool:
         file = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path)
-            return True
+            if os.fstat(file).st_uid == os.getuid() and (
+                not os.path.lexists(path) or _is_ours(path)
+            ):
+                _remove(path)
+                return True
         finally:
             os.close(file)
     return False

@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
-import uuid
 import warnings
 from typing import cast
 
 from mpi4py import MPI
 
 from mpistrat.liveness import observation
-from mpistrat.liveness.job_folder import JobFolder, record_of, remove_leftovers, stacks_of
+from mpistrat.liveness.job_folder import JobFolder, remove_leftovers
 from mpistrat.liveness.processes import job_of
 from mpistrat.liveness.record import END, RAISE, RankRecord
 from mpistrat.liveness.revocable_group import revocable_group_of
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.settings import raises_on_stall, stall_seconds
-
-SECONDS_TO_BE_SEEN = 1.0
 
 
 class NodeRecords:
@@ -32,7 +28,7 @@ class NodeRecords:
 
     def __init__(self) -> None:
         self.own = RankRecord(None)
-        self._folder: JobFolder | None = None  # held as long as this process lives
+        self._has_joined = False
         self._read: dict[str, RankRecord] = {}  # by path
 
     def watch_of(self, comm: MPI.Intracomm, name: str) -> CommunicatorWatch:
@@ -71,29 +67,39 @@ class NodeRecords:
     def _join(self, node: MPI.Intracomm) -> None:
         """Have this rank's record in the job's folder, and its node's observer know of it.
 
-        Collective over `node`, also where this process has its record already.
+        Collective over `node`, also where this process has joined already.
         """
-        folder, new = self._folder, False
-        if node.rank == 0 and not self.own.started:
+        observed, new = observation.observed(), False
+        folder = observed and observed.folder
+        if node.rank == 0 and not self._has_joined:
             with contextlib.suppress(OSError):
                 remove_leftovers()
-                # The same for strategies over other ranks of the node: one observer watches them all.
-                folder, new = JobFolder.create(job_of(os.getpid()) or uuid.uuid4().hex)
-        path, namespace = node.bcast((folder and folder.path, _process_namespace()))
-        if not self.own.started:
+                if folder is None:
+                    # The same for strategies over other ranks of the node: one observer watches them all.
+                    name = job_of(os.getpid()) or os.urandom(16).hex()
+                    folder, new = JobFolder.create(name)
+        held = node.allgather((folder and folder.path, _process_namespace()))
+        path, namespace = next((each for each in held if each[0]), (None, 0))
+        if not self._has_joined:
             with contextlib.suppress(OSError):
                 if path is not None and _process_namespace() == namespace:
-                    folder = folder or JobFolder(path)
-                    self.own = _new_record(folder)
-                    self._folder = folder
-        if not self.own.started:
+                    if observed is None or observed.folder.path != path:
+                        held_folder = folder if folder and folder.path == path else JobFolder(path)
+                        world = MPI.COMM_WORLD
+                        observed = observation.join(held_folder, world.rank, world.size)
+                    observed.folder.remember_mappings(observed.record.rank)
+                    self.own = observed.record
             _start(self.own)
+            self._has_joined = True
         node.Barrier()
-        if new:
-            observation.observe(path)
-        elif self._folder is not None:
-            _wait_to_be_seen(self.own)
-        unseen = node.gather(self._folder is None)
+        if new and path:
+            observation.start_observer(path)
+        if self.own.path:
+            observation.wait_until_observed()
+            if not self.own.looked and node.rank == 0:
+                observation.start_observer(self.own.folder)
+                observation.wait_until_observed()
+        unseen = node.gather(self.own.path is None)
         if unseen and any(unseen):
             warnings.warn(
                 f"{sum(unseen)} of {node.size} ranks on {socket.gethostname()} have no record in /dev/shm or among the "
@@ -110,27 +116,12 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _wait_to_be_seen(record: RankRecord) -> None:
-    """By an observer that runs already: of a rank that died before, it would not learn how."""
-    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
-    while not record.looked and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def _process_namespace() -> int:
     """What numbers this process: in a container of its own, its pid says nothing to the observer."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-
-
-def _new_record(folder: JobFolder) -> RankRecord:
-    rank = MPI.COMM_WORLD.rank
-    record = RankRecord(record_of(folder.path, rank), create=True)
-    observation.speak_on_signal(record, stacks_of(folder.path, rank))
-    folder.remember_mappings(rank)
-    return _start(record)
 
 
 def _start(record: RankRecord) -> RankRecord:

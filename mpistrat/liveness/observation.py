@@ -1,19 +1,26 @@
-"""Starting the observer, and what a rank does to be observed."""
+"""What a rank does to be observed: its record in the job's folder, and the node's observer.
+
+It begins when mpistrat is imported, if a launcher started this process: a rank may die before it has built a strategy.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
 import signal
-from typing import TYPE_CHECKING
+import time
+from dataclasses import dataclass
 
-from mpistrat.liveness.record import RankRecord
+from mpistrat.cluster_resolver import launcher
+from mpistrat.errors import TopologyError
+from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
+from mpistrat.liveness.processes import DEAD, job_of, state_of
+from mpistrat.liveness.record import LEFT, RUNNING, RankRecord
 from mpistrat.machine.interpreter import python_of_helpers
-from mpistrat.machine.private_files import private
-
-if TYPE_CHECKING:
-    import subprocess
+from mpistrat.machine.private_files import create, private
+from mpistrat.settings import rank_pid
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # mpistrat's own __init__ would load NumPy: the observer gets an empty package with the same folder.
@@ -26,45 +33,135 @@ package = types.ModuleType("mpistrat")
 package.__path__ = [sys.argv[1]]
 sys.modules["mpistrat"] = package
 from mpistrat.liveness.observer import main
-from mpistrat.machine.private_files import private
-main()
+main(sys.argv[2])
 """
 
 SECONDS_TO_START = 10.0
+SECONDS_TO_BE_SEEN = 1.0
+SECONDS_TO_BE_SAID = 1.5
 
-_prepared: list[subprocess.Popen[bytes]] = []  # the observer, until it observes
+
+@dataclass(frozen=True)
+class Observed:
+    """This process's record, and what is held as long as the process lives: the folder, and a FIFO in it."""
+
+    folder: JobFolder
+    record: RankRecord
+    line: int
 
 
-def prepare(environ: dict[str, str] | None = None) -> None:
-    """Start the observer of this node, which then waits for `observe` or for this process's end. Once.
+_observed: Observed | None = None
 
-    It is started before MPI where that is possible: forking with MPI's network open is undefined on some.
+
+def begin() -> None:
+    """Be observed from now on, if a launcher says which of its ranks this process is. Starts no MPI, raises nothing."""
+    try:
+        rank_and_size = launcher.certain_rank()
+    except TopologyError:  # whoever asks for the topology is told
+        return
+    if (
+        rank_and_size is None or _observed is not None or rank_pid()
+    ):  # the last: what a rank has started
+        return
+    name = job_of(os.getpid())
+    if not name and launcher.is_first_on_node():
+        name = os.urandom(16).hex()  # the others will learn of it when they have MPI
+    if name:
+        with contextlib.suppress(OSError):
+            folder, new = JobFolder.create(name)
+            atexit.register(_leave, join(folder, *rank_and_size).record)
+            if new:
+                start_observer(folder.path)
+
+
+def observed() -> Observed | None:
+    """What `join` returned last; None before."""
+    return _observed
+
+
+def join(folder: JobFolder, rank: int, size: int) -> Observed:
+    """Have this process's record in `folder`. The record's limits are not set yet.
+
+    Raises: OSError, also when another process that lives has the rank's record.
+    """
+    global _observed
+    if _observed is not None:
+        _observed.record.state = LEFT
+        os.unlink(record_of(_observed.folder.path, _observed.record.rank))
+    path = record_of(folder.path, rank)
+    with contextlib.suppress(FileNotFoundError):
+        # Of a program that the launcher's script ran before, or that this process ran before an exec.
+        before = RankRecord(path).pid
+        if before == os.getpid() or state_of(before) in DEAD:
+            os.unlink(path)
+    line = line_of(folder.path, rank)
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(line, 0o600)
+    held = os.open(line, os.O_RDWR | os.O_CLOEXEC)
+    record = RankRecord(path, create=True)
+    speak_on_signal(record, stacks_of(folder.path, rank))
+    record.start(rank, size, os.uname().nodename)
+    _observed = Observed(folder, record, held)
+    return _observed
+
+
+def wait_until_observed() -> None:
+    """Return once an observer watches this process, or after a while: it could not tell how one died before."""
+    record = _observed and _observed.record
+    until = time.monotonic() + SECONDS_TO_BE_SEEN
+    while record and not record.looked and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+def start_observer(folder: str) -> None:
+    """Have a process observe the ranks whose records are in `folder`, or will be; it ends if there is one already.
+
+    It has no descriptor of ours: it outlives this process, and who waits for the end of a pipe would wait for it.
     """
     import subprocess  # here, because it makes importing mpistrat slower
 
     python = python_of_helpers()
-    if python is not None and not _prepared:
-        command, pipe = [python, "-I", "-S", "-c", _MAIN, _PACKAGE], subprocess.PIPE
-        with contextlib.suppress(OSError):  # no memory, no process: the ranks run unobserved
-            _prepared.append(
-                subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, start_new_session=True, env=environ
-                )
-            )
+    if python is not None:
+        command = [python, "-I", "-S", "-c", _MAIN, _PACKAGE, folder]
+        nothing, environ = subprocess.DEVNULL, launcher.environment_of_children()
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory, no process
+            subprocess.Popen(
+                command,
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                start_new_session=True,
+                env=environ,
+            ).wait(SECONDS_TO_START)  # it forks, and ends
 
 
-def observe(folder: str) -> None:
-    """Have the ranks observed whose records lie in `folder`, and those whose records appear there later.
+def say(text: str) -> bool:
+    """Have the observer write `text` to stderr, of another process; returns whether it has.
 
-    Returns once those that are there are watched: a rank that died before would leave no exit status.
+    For a rank that has no usable stderr of its own. It may end as soon as this returns.
     """
-    import subprocess
+    if _observed is None or os.getpid() != _observed.record.pid:
+        return False
+    record = _observed.record
+    with contextlib.suppress(OSError):
+        with create(words_of(_observed.folder.path, record.rank)) as file:
+            file.write(text)
+        record.say = 1
+        until = time.monotonic() + SECONDS_TO_BE_SAID
+        while record.say and time.monotonic() < until:
+            time.sleep(0.01)
+        return not record.say
+    return False
 
-    prepare()
-    while _prepared:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            # It closes its output once it watches; the process that forked has ended before.
-            _prepared.pop().communicate(os.fsencode(folder) + b"\n", timeout=SECONDS_TO_START)
+
+def _leave(record: RankRecord) -> None:
+    """The program ends. Whoever is in a strategy has said so (`JobEnd`); the others end as they like."""
+    if os.getpid() == record.pid:
+        if record.state == RUNNING and not record.boards():
+            record.state = LEFT
+        if state_of(record.observer) == "T":  # stopped, it would stay for ever
+            with contextlib.suppress(OSError):
+                os.kill(record.observer, signal.SIGCONT)
 
 
 def speak_on_signal(record: RankRecord, stacks: str) -> None:

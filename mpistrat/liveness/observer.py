@@ -1,11 +1,12 @@
 """The observer: one small process per node, which outlives the ranks that it watches by moments, and speaks for them.
 
-It runs in a session of its own, where the launcher's clean-up does not reach it, and reads the path of the job's folder
-from its standard input. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second.
+It runs in a session of its own, where the launcher's clean-up does not reach it, and holds no descriptor of the
+launcher's. It sleeps in epoll, which tells of deaths at once, and looks at the records twice a second.
 
-It reports once, on stderr and in a file: a rank that dies without a word, or a collective that lasts longer than the
-limit. Then it has the ranks end the job, and kills those that do not react. MPICH's launcher may still return 0 when a
-rank ended by os._exit(0): then the observer kills it, too.
+It reports once, on a rank's stderr and in a file: a rank that dies without a word, or a collective that lasts longer
+than the limit. It speaks, and has the ranks end the job, before it writes the file: the file system may be what hangs.
+It kills ranks that do not react. MPICH's launcher may still return 0 when a rank ended by os._exit(0): then the
+observer kills it, too.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
+import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from mpistrat.liveness.borrowed_stderr import BorrowedStderr
+from mpistrat.liveness.call_site import places_of
 from mpistrat.liveness.failure_detector import (
     FailureDetector,
     Pauses,
+    Rank,
     Wait,
     calls_differ,
     first_death,
     waits,
 )
-from mpistrat.liveness.job_folder import JobFolder, report_of
+from mpistrat.liveness.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.other_accounts import Account, find_accounts
 from mpistrat.liveness.processes import (
     DEAD,
@@ -38,11 +42,15 @@ from mpistrat.liveness.processes import (
 )
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.report import death_report, leaving_notice, stall_report
-from mpistrat.machine.notices import say
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_FIRST_LOOKS = 0.05  # ranks are there in a moment, and wait to be seen
+SECONDS_OF_THE_START = 10.0
 SECONDS_TO_BE_READ = 0.2
+SECONDS_TO_SPEAK = 2.0  # stderr may be a file
+SECONDS_TO_WRITE = 0.1  # the report; more only when no rank is left that could end meanwhile
+SECONDS_TO_WRITE_AT_THE_END = 2.0
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
 SECONDS_FOR_OTHER_NODES = 3.0
 SECONDS_TO_END_THE_JOB = 2.0
@@ -59,9 +67,12 @@ class Observer:
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._detector = FailureDetector(folder.path)
+        self._started = time.monotonic()
+        self._detector = FailureDetector(folder.path, self._be_ready_to_speak)
         self._pauses = Pauses()
         self._launcher: int | None = None  # where none is found
+        self._stderr = BorrowedStderr()
+        self._report_file = ReportFile()
         self._reported = 0.0  # when; 0.0: nothing was reported
         self._ending_since = 0.0  # when a rank was seen to end the job
         self._killed = False
@@ -71,23 +82,23 @@ class Observer:
     def run(self) -> None:
         """Until no rank is left."""
         detector, alone_since = self._detector, time.monotonic()
-        self._find_ranks()
-        os.write(1, b"watching\n")
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # nobody reads further
-        os.close(null)
         while not detector.all_are_dead or time.monotonic() - alone_since < self._patience():
             if not detector.all_are_dead:
                 alone_since = time.monotonic()
             elif detector.ranks and self._folder.remove_if_last():
                 break
             self._find_ranks()
-            detector.wait(SECONDS_BETWEEN_LOOKS)
+            starting = time.monotonic() - self._started < SECONDS_OF_THE_START
+            detector.wait(SECONDS_BETWEEN_FIRST_LOOKS if starting else SECONDS_BETWEEN_LOOKS)
             self._pauses.notice(detector.ranks.values())
+            self._speak_for_ranks()
             self._judge_deaths()
             self._judge_waits()
             self._see_to_the_end()
             self._tell_who_waits_at_the_end()
+            self._tell_where_the_report_is(0.0)
+        self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
+        self._stderr.give_back()
         # MPICH's launcher returns the first one's.
         codes = [rank.status for rank in detector.unexplained()]
         if self._reported and self._launcher and (0 in codes or None in codes):
@@ -100,8 +111,34 @@ class Observer:
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
+            rank.record.observer = os.getpid()
             self._launcher = self._launcher or launcher_of(rank.pid)
         self._promise_to_look(0.0)
+
+    def _speakers(self) -> Iterator[int]:
+        """The processes whose stderr may be used, those of ranks first."""
+        yield from (rank.pid for rank in self._detector.ranks.values() if not rank.dead)
+        if self._launcher is not None:
+            yield self._launcher
+
+    def _be_ready_to_speak(self, dead: Rank) -> None:
+        """The launcher kills the other ranks in a moment, and ends when nobody holds their stderr."""
+        if not dead.ended_well or dead.record.say:
+            self._stderr.borrow(self._speakers())
+
+    def _say(self, text: str) -> None:
+        within(SECONDS_TO_SPEAK, lambda: self._stderr.say(text, self._speakers()))
+
+    def _speak_for_ranks(self) -> None:
+        """For those that have no stderr of their own."""
+        for rank in self._detector.ranks.values():
+            if rank.record.say:
+                with (
+                    contextlib.suppress(OSError),
+                    open(words_of(self._folder.path, rank.number), encoding="utf-8") as file,
+                ):
+                    self._say(file.read())
+                rank.record.say = 0
 
     def _promise_to_look(self, seconds: float) -> None:
         """The ranks trust in us until then, and some more."""
@@ -121,9 +158,8 @@ class Observer:
         if self._others_went_on() and all(rank.record.expendable for rank in unexplained):
             detector.let_go(unexplained)
             for rank in unexplained:  # the others say how many they are
-                say(
-                    f"\nmpistrat: {rank.who} {describe_exit(rank.status)}; the others go on without it\n"
-                )
+                how = describe_exit(rank.status)
+                self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
             return
         ranks = list(detector.ranks.values())
         # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it.
@@ -185,25 +221,34 @@ class Observer:
         if wait is not None and not wait.lasts():
             return
         end = "Ending the job." if action == END else "Raising StallError on the ranks that wait."
-        written = write_report(f"{text}\n")
-        with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
-            file.write(text)
-        where = f" This report is in {written}." if written else ""
-        say(f"\nmpistrat: {text}\nmpistrat: {end}{where}\n")
+        self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
+        if action == RAISE:  # with this text
+            with contextlib.suppress(OSError), create(report_of(self._folder.path)) as file:
+                file.write(text)
         self._reported = time.monotonic()
         for rank in self._detector.ranks.values():
             rank.record.code, rank.record.stalled = code, wait.group if wait else 0
             rank.record.abort = action  # last: the rank acts on it
+        self._report_file.write(f"{text}\n")
+        self._tell_where_the_report_is(SECONDS_TO_WRITE)
+
+    def _tell_where_the_report_is(self, seconds: float) -> None:
+        """Once it is written; until then, but not for long, the launcher is kept."""
+        if self._report_file.is_written(seconds):
+            self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
+        elif self._reported and time.monotonic() - self._reported < SECONDS_TO_WRITE_AT_THE_END:
+            return
+        if not self._detector.unexplained() or self._reported:
+            self._stderr.give_back()
 
     def _compose(self, compose: Callable[[], str]) -> str:
         """What `compose` returns, which may take a while: ranks are asked what they do."""
         self._promise_to_look(SECONDS_TO_REPORT)
         try:
             return compose()
-        except Exception:  # the verdict stands, however little can be said
-            return (
-                f"ranks failed, or wait too long; why could not be told:\n{traceback.format_exc()}"
-            )
+        except Exception as error:  # the verdict stands, however little can be said
+            places = "".join(f"\n      {place}" for place in places_of(error))
+            return f"ranks failed, or wait too long; {error!r} kept the observer from telling why:{places}"
         finally:
             self._pauses.restart()
             self._promise_to_look(0.0)
@@ -239,13 +284,43 @@ class Observer:
         limit, waited = leaving[0].record.limit, self._pauses.seconds_since(self._leaving_since)
         if limit and waited > limit and any(not rank.dead and not rank.has_left for rank in ranks):
             self._noticed_leaving = True
-            say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
+            self._say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
+
+
+def within(seconds: float, action: Callable[[], object]) -> None:
+    """Do it, and wait for it so long at most: it may touch a file system that hangs."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+class ReportFile:
+    """A report, written by a thread of its own. `path` is "" where it cannot be written."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self._thread: threading.Thread | None = None
+
+    def write(self, text: str) -> None:
+        def write() -> None:
+            self.path = write_report(text)
+
+        self._thread = threading.Thread(target=write, daemon=True)
+        self._thread.start()
+
+    def is_written(self, seconds: float) -> bool:
+        """Whether it is there, after at most so long. True once."""
+        if self._thread is None:
+            return False
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
+        self._thread = None
+        return bool(self.path)
 
 
 def write_report(text: str) -> str:
     """The path of a new file in the working directory, else among the temporary ones; "" if neither can be written."""
-    import tempfile  # here, because it makes importing mpistrat slower
-
     name = f"mpistrat-report-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for place in (".", tempfile.gettempdir()):
         with contextlib.suppress(OSError):  # the working directory may be gone
@@ -256,15 +331,14 @@ def write_report(text: str) -> str:
     return ""
 
 
-def main() -> None:
+def main(path: str) -> None:
+    """Observe the ranks whose records lie in a job's folder."""
     # What is sent to all processes of a job is for the ranks, which may go on for a while; it ends with them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    path = sys.stdin.readline().rstrip("\n")
-    if path:  # else the process that started us has ended
-        with contextlib.suppress(FileNotFoundError):
-            Observer(JobFolder(path)).run()
+    import shutil  # noqa: F401 - removing the folder needs it, when a file system may hang
 
-
-if __name__ == "__main__":
-    main()
+    with contextlib.suppress(FileNotFoundError):
+        folder = JobFolder(path)
+        if folder.observe_alone():
+            Observer(folder).run()

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 
 SECONDS_FOR_A_STACK = 1.5  # less than SECONDS_FOR_OTHER_NODES in observer.py
+_EXITING = 0x4  # PF_EXITING, <linux/sched.h>
 RUNS, DEAD = frozenset("RSD"), frozenset(("Z", "X", ""))  # letters of `state_of`
 KILLED_BY_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)  # wait statuses
 _STATES = {
@@ -34,6 +35,12 @@ def state_of(pid: int) -> str:
     """Its letter in /proc/PID/stat; "" when it is gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether it is dead, or will be in a moment."""
+    fields = _stat(pid)
+    return not fields or bool(int(fields[6]) & _EXITING)
 
 
 def describe_state(letter: str) -> str:

@@ -39,7 +39,9 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     ASK,  # 1: the observer wants to know of the ranks on other nodes; see `other_nodes`
     ASKED,  # when the observer of another node asked
     EXPENDABLE,  # 1: if this rank dies, the others go on without it
-) = range(17)
+    OBSERVER,  # the pid of the process that observes this rank
+    SAY,  # 1: the observer is to say what the rank has left in the job's folder
+) = range(19)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
@@ -81,6 +83,7 @@ class RankRecord:
     state, expendable = map(_Word, (STATE, EXPENDABLE))
     abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
     looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
+    observer, say = map(_Word, (OBSERVER, SAY))
 
     def __init__(self, path: str | None, *, create: bool = False) -> None:
         self.path = path
@@ -101,8 +104,10 @@ class RankRecord:
         if not create and path is not None and not self.started:
             raise OSError(f"{path} is not a record of this version")
 
-    def start(self, rank: int, size: int, host: str, limit: float, on_stall: int) -> None:
-        """Fill in the header; from here on others may read."""
+    def start(
+        self, rank: int, size: int, host: str, limit: float = 0.0, on_stall: int = END
+    ) -> None:
+        """Fill in the header; from here on others may read. Called again when the limit is known."""
         self.pid, self.rank, self.size = os.getpid(), rank, size
         self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
         encoded = host.encode(errors="replace")[: _HOST_BYTES - 1]

@@ -43,19 +43,7 @@ def say(text: str, *, last: bool = False) -> bool:
             stream.write(text)
             stream.flush()
             return True
-    return _is_stderr(2) and not (last and _ends_with_us(2)) and _write(2, text)
-
-
-def say_through(pid: int, text: str) -> bool:
-    """`say` on descriptor 2 of another process of this user's."""
-    with contextlib.suppress(OSError):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        descriptor = os.open(f"/proc/{pid}/fd/2", flags)
-        try:
-            return not _ends_with_us(descriptor) and _write(descriptor, text)
-        finally:
-            os.close(descriptor)
-    return False
+    return _is_stderr(2) and not (last and _ends_with_us(2)) and write(2, text)
 
 
 def _is_stderr(place: Any) -> bool:
@@ -88,7 +76,8 @@ def _descriptor_of(place: Any) -> int | None:
     return descriptor if isinstance(descriptor, int) else None
 
 
-def _write(descriptor: int, text: str) -> bool:
+def write(descriptor: int, text: str) -> bool:
+    """Write `text` there; returns whether all of it could be written. A full pipe is waited for, but not for long."""
     data = text.encode(errors="replace")
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

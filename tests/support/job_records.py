@@ -16,9 +16,9 @@ def new_record(path: str | None, rank: int = 0) -> RankRecord:
 
 
 OTHER_PROCESS = """
-import os, sys
+import os, sys, tempfile
 from mpistrat.liveness import job_folder
-job_folder.SHARED_MEMORY = sys.argv[1]
+job_folder.SHARED_MEMORY = tempfile.tempdir = sys.argv[1]
 folder, new = job_folder.JobFolder.create(sys.argv[2])
 print(folder.path, "new" if new else "old", flush=True)
 input()

@@ -47,8 +47,9 @@ def test_only_job_folders_are_removed(folders: Path, tmp_path: Path) -> None:
     (project / "12345678-1").mkdir()
     folders.symlink_to(project)
     assert remove_leftovers() == []
-    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
-        JobFolder.create("job-1234")
+    folder, _ = JobFolder.create("job-1234")
+    assert Path(folder.path) == tmp_path / f"{folders.name}-job-1234"  # beside it
+    assert folder.remove_if_last()
     folders.unlink()
     project.rename(folders)
     folders.chmod(0o777)
@@ -56,6 +57,55 @@ def test_only_job_folders_are_removed(folders: Path, tmp_path: Path) -> None:
     folders.chmod(0o700)
     assert remove_leftovers() == [str(folders / "12345678-1")]
     assert (folders / "uv").exists()
+
+
+@pytest.mark.parametrize("trap", ["link", "file", "of another user", "for all"])
+def test_a_place_that_somebody_else_has_taken(folders: Path, tmp_path: Path, trap: str) -> None:
+    """The job's processes agree on a name that nobody could foresee, and it is removed like any other."""
+    if trap == "link":
+        folders.symlink_to(tmp_path)
+    elif trap == "file":
+        folders.touch()
+    else:
+        folders.mkdir()
+        folders.chmod(0o777 if trap == "for all" else 0o700)
+        if trap == "of another user":
+            if os.getuid():
+                pytest.skip("needs root")
+            os.chown(folders, 12345, 12345)
+    before = sorted(tmp_path.iterdir())
+    first, new = JobFolder.create("job-1234")
+    other, path, also_new = other_process(folders, "job-1234")
+    assert (first.path, new, also_new) == (path, True, False)
+    assert Path(path).parent == tmp_path
+    assert remove_leftovers() == []
+    other.communicate("\n")
+    assert first.remove_if_last()
+    other, path, _ = other_process(folders, "job-5678")
+    other.communicate("\n")
+    assert remove_leftovers() == [path]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_others_put_beside_it_is_left_alone(folders: Path, tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("needs root")
+    folders.touch()
+    planted = tmp_path / f"{folders.name}-job-1234"
+    planted.mkdir()
+    lock = Path(f"{planted}.lock")
+    lock.touch()
+    os.chown(lock, 12345, 12345)
+    assert remove_leftovers() == []
+    with pytest.raises(OSError, match="another user's"):
+        JobFolder.create("job-1234")
+    lock.chmod(0o600)
+    os.chown(lock, 0, 0)
+    os.chown(planted, 12345, 12345)
+    assert remove_leftovers() == []
+    with pytest.raises(OSError, match="not a folder of this user's alone"):
+        JobFolder.create("job-1234")
+    assert planted.exists()
 
 
 def test_noted_mappings_go_with_the_folder(folders: Path, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.liveness.job_folder import JobFolder
+from mpistrat.liveness.job_folder import JobFolder, record_of
+from mpistrat.liveness.record import RankRecord
 from support.job_records import other_process
 
 RANK = """
@@ -24,15 +25,39 @@ input()
 OBSERVER = """
 import errno, os, sys
 from mpistrat.liveness import observer
-observer.launcher_of = lambda pid: None  # not the one that runs these tests
+observer.launcher_of = lambda pid: os.getppid()  # whose stderr is used once the ranks are dead
 if sys.argv[1] == "kernel without":
     def pidfd_open(pid):
         raise OSError(errno.ENOSYS, "Function not implemented")
     os.pidfd_open = pidfd_open
 elif sys.argv[1] == "python without":
     del os.pidfd_open
-observer.main()
+observer.main(sys.argv[2])
 """
+
+
+# Stands in for the launcher: starts the observer, which inherits nothing of it.
+LAUNCHER = f"""
+import subprocess, sys
+nothing = subprocess.DEVNULL
+observer = subprocess.Popen([sys.executable, "-c", {OBSERVER!r}, *sys.argv[1:]],
+    stdin=nothing, stdout=nothing, stderr=nothing)
+sys.exit(observer.wait())
+"""
+
+
+def observer_of(path: str, cwd: Path, how: str = "with") -> "subprocess.Popen[str]":
+    """The observer of a job's folder, which speaks through the process that is returned."""
+    command = [sys.executable, "-c", LAUNCHER, how, path]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, cwd=cwd, text=True)
+
+
+def wait_until_seen(path: str, rank: int) -> None:
+    record = RankRecord(record_of(path, rank))
+    until = time.monotonic() + 30
+    while not record.looked:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("pidfds", ["with", "kernel without", "python without"])
@@ -44,15 +69,8 @@ def test_the_observer_reports_only_who_is_dead(folders: Path, tmp_path: Path, pi
     alone = [folder.path, "0", "1", "0"]
     rank = subprocess.Popen([*program, RANK, *alone], **pipes)  # type: ignore[call-overload]
     assert rank.stdout.readline() == "ready\n"
-    observer = subprocess.Popen(
-        [*program, OBSERVER, pidfds],
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-        **pipes,  # type: ignore[call-overload]
-    )
-    observer.stdin.write(folder.path + "\n")
-    observer.stdin.flush()
-    assert observer.stdout.readline() == "watching\n"
+    observer = observer_of(folder.path, tmp_path, pidfds)
+    wait_until_seen(folder.path, 0)
     time.sleep(1.5)
     assert rank.poll() is None
     assert observer.poll() is None
@@ -72,10 +90,7 @@ def test_the_observer_removes_the_folder(folders: Path, tmp_path: Path) -> None:
     )
     dead.communicate(b"\n")
     other.communicate("\n")
-    observer = subprocess.Popen(
-        [sys.executable, "-c", OBSERVER, "with"], stdin=subprocess.PIPE, cwd=tmp_path
-    )
-    observer.communicate(f"{path}\n".encode(), timeout=50)
+    observer_of(path, tmp_path).communicate(timeout=50)
     assert list(folders.iterdir()) == []
 
 
@@ -99,19 +114,9 @@ def test_a_node_that_loses_all_its_ranks(
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == b"ready\n"
-    observer = subprocess.Popen(
-        [*program, OBSERVER, "with"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-        text=True,
-    )
-    assert observer.stdin is not None
-    assert observer.stdout is not None
-    observer.stdin.write(f"{path}\n")
-    observer.stdin.flush()
-    assert observer.stdout.readline() == "watching\n"
+    observer = observer_of(path, tmp_path)
+    for number in range(2):
+        wait_until_seen(path, number)
     other.communicate("\n")
     for rank in ranks:
         rank.kill()

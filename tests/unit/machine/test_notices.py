@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.machine.notices import say, say_through
+from mpistrat.machine.notices import say
 
 WORDS = "mpistrat: words\n"
 
@@ -126,20 +126,6 @@ def test_what_pytest_captures_is_passed_over_at_the_end(full: bool) -> None:
         return say(WORDS, last=True) or (not full and not say(WORDS))
 
     assert said_by(child) == ("", 0)
-
-
-def test_words_through_another_process() -> None:
-    def other() -> bool:
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(2)
-            os.write(writer, str(int(say_through(os.getppid(), WORDS))).encode())
-            os._exit(0)
-        os.waitpid(pid, 0)
-        return os.read(reader, 1) == b"1"
-
-    assert said_by(other) == (WORDS, 1)
 
 
 def test_a_full_pipe_that_nobody_reads() -> None:
