@@ -38,7 +38,7 @@ class Interrupts:
 
     def unanswered(self) -> bool:
         """Whether the main thread has not reacted for 3 s. Called again and again, in any thread."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing to read
             if signal.SIGINT in os.read(self._reader, 1024) and self._waiting_since is None:
                 self._waiting_since = time.monotonic()
         if self._waiting_since is None:

@@ -28,6 +28,7 @@ from mpi4py import MPI
 
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.exit_group import ExitGroup
 from mpistrat.liveness.interrupts import Interrupts
@@ -36,6 +37,7 @@ from mpistrat.liveness.program_exit import ProgramExit, program_exit, remember_e
 from mpistrat.liveness.rank_losses import RankLosses
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.revocable_group import means_rank_lost
+from mpistrat.liveness.stand_in import StandIn
 from mpistrat.liveness.watch import WatchedCalls
 from mpistrat.machine.notices import say
 
@@ -145,10 +147,14 @@ class JobEnd:
         os._exit(code)
 
     def _look_out(self) -> None:
+        stand_in = StandIn()
         while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             action = self.records.own.abort
+            if observation.has_lost_files():
+                self._end_without_files()
             if action == END:  # the observer has reported a failure
                 self.abort(self.records.own.code)
+            stand_in.look()
             for group in list(self._groups):
                 try:
                     if not group.lost:
@@ -167,6 +173,16 @@ class JobEnd:
                     f"ending the job: {self._who} was interrupted, but stays in a call at {site}",
                     130,
                 )
+
+    def _end_without_files(self) -> NoReturn:
+        """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
+        self.records.own.state = ENDING
+        say(
+            f"\nmpistrat: ending the job: {self._who} has closed files that it had not opened, MPI's among them, as "
+            "os.closerange() does in programs that leave their terminal. Close only what you have opened.\n",
+            last=True,
+        )
+        os._exit(1)
 
     def _end_if_stuck_in_mpi(self) -> None:
         """No error can be raised in a thread that does not come back from MPI."""

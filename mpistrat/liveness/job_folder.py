@@ -20,7 +20,6 @@ SHARED_MEMORY = "/dev/shm"
 _LOCK = ".lock"
 _MAPPINGS = "mappings-"
 _RECORD = "rank-"
-_OBSERVER = "observer"
 
 
 def ranks_in(folder: str) -> dict[int, int]:
@@ -102,7 +101,6 @@ class JobFolder:
         self.path = path
         self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        self._observing: int | None = None
 
     @classmethod
     def create(cls, name: str) -> tuple[JobFolder, bool]:
@@ -144,14 +142,19 @@ class JobFolder:
                         return folder, False
                     return folder, True
 
-    def observe_alone(self) -> bool:
-        """Whether no other process observes the job's ranks; from now on this one does."""
-        path = os.path.join(self.path, _OBSERVER)
-        self._observing = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._observing, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
+    @contextlib.contextmanager
+    def alone(self, role: str) -> Iterator[bool]:
+        """Whether no other process of the job is in a block of the same role."""
+        path = os.path.join(self.path, role)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+        finally:
+            os.close(file)
 
     def remember_mappings(self, rank: int) -> None:
         """Note which files in memory this process maps: MPI's, which nobody else removes when it is killed."""

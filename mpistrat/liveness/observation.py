@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import stat
 import time
 from dataclasses import dataclass
 
@@ -154,14 +155,29 @@ def say(text: str) -> bool:
     return False
 
 
+def wake_observer(record: RankRecord) -> None:
+    """If it is stopped: it would stay for ever."""
+    if state_of(record.observer) == "T":
+        with contextlib.suppress(OSError):
+            os.kill(record.observer, signal.SIGCONT)
+
+
+def has_lost_files() -> bool:
+    """Whether the program has closed a descriptor that it did not open: MPI's are then closed, too."""
+    if _observed is None or os.getpid() != _observed.record.pid:
+        return False
+    try:
+        return not stat.S_ISFIFO(os.fstat(_observed.line).st_mode)
+    except OSError:
+        return True
+
+
 def _leave(record: RankRecord) -> None:
     """The program ends. Whoever is in a strategy has said so (`JobEnd`); the others end as they like."""
     if os.getpid() == record.pid:
         if record.state == RUNNING and not record.boards():
             record.state = LEFT
-        if state_of(record.observer) == "T":  # stopped, it would stay for ever
-            with contextlib.suppress(OSError):
-                os.kill(record.observer, signal.SIGCONT)
+        wake_observer(record)
 
 
 def speak_on_signal(record: RankRecord, stacks: str) -> None:

@@ -88,6 +88,8 @@ class Observer:
             elif detector.ranks and self._folder.remove_if_last():
                 break
             self._find_ranks()
+            for rank in detector.ranks.values():
+                rank.record.observer = os.getpid()
             starting = time.monotonic() - self._started < SECONDS_OF_THE_START
             detector.wait(SECONDS_BETWEEN_FIRST_LOOKS if starting else SECONDS_BETWEEN_LOOKS)
             self._pauses.notice(detector.ranks.values())
@@ -105,13 +107,18 @@ class Observer:
             time.sleep(SECONDS_TO_BE_READ)
             end_launcher(self._launcher)
 
+    def report_stall(self) -> None:
+        """If there is one. Called by: a rank, where no observer runs."""
+        self._find_ranks()
+        self._judge_waits()
+        self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
+
     def _patience(self) -> float:
         """Somebody holds the folder: a rank that is about to make its record, or what a rank has forked."""
         return SECONDS_FOR_A_LATE_RANK if self._detector.ranks else SECONDS_TO_START
 
     def _find_ranks(self) -> None:
         for rank in self._detector.find():
-            rank.record.observer = os.getpid()
             self._launcher = self._launcher or launcher_of(rank.pid)
         self._promise_to_look(0.0)
 
@@ -187,8 +194,10 @@ class Observer:
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
         wait = next(iter(waits(ranks)), None)
-        if self._reported or wait is None or any(rank.record.state == ENDING for rank in ranks):
+        if self._reported or wait is None:
             return
+        if any(rank.record.state == ENDING or rank.record.abort for rank in ranks):
+            return  # one says why; or a rank did in our place, or another node
         record = wait.waiting[0].record
         grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
         waited = self._pauses.seconds_since(wait.since / 1e9)
@@ -260,13 +269,19 @@ class Observer:
             self._ending_since = now
         ending = now - self._ending_since if self._ending_since else 0.0
         if ending > SECONDS_FOR_THE_LAUNCHER:
-            # Under fault tolerant MPI, MPI_Abort ends one rank only.
+            # Under fault tolerant MPI, MPI_Abort ends one rank only; and before MPI_Init, an exit code no other.
             for record in (rank.record for rank in ranks):
                 if not record.abort and record.state != ENDING:
                     record.code, record.abort = 1, END
         raised = any(rank.record.abort == RAISE for rank in ranks)
         unheard = self._reported and not raised and now - self._reported >= SECONDS_TO_END_THE_JOB
-        if self._killed or not (unheard or ending > SECONDS_TO_END_BY_ITSELF):
+        ended = all(
+            rank.dead for rank in self._detector.in_state(ENDING)
+        )  # and the others were told
+        patience = (
+            SECONDS_TO_END_THE_JOB + SECONDS_FOR_THE_LAUNCHER if ended else SECONDS_TO_END_BY_ITSELF
+        )
+        if self._killed or not (unheard or ending > patience):
             return
         self._killed = True
         for rank in ranks:
@@ -340,5 +355,6 @@ def main(path: str) -> None:
 
     with contextlib.suppress(FileNotFoundError):
         folder = JobFolder(path)
-        if folder.observe_alone():
-            Observer(folder).run()
+        with folder.alone("observer") as alone:
+            if alone:
+                Observer(folder).run()

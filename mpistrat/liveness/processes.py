@@ -83,7 +83,8 @@ def describe_exit(status: int | None) -> str:
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hints: dict[int, str] = {
-            signal.SIGKILL: ": the kernel does that when memory runs out, else somebody did",
+            signal.SIGKILL: ": the kernel does that when memory runs out, MPICH's launcher when a rank closes "
+            "descriptors that are not its own (os.closerange), else somebody did",
             signal.SIGSEGV: ": a segmentation fault",
             signal.SIGBUS: ": a bus error, often a full /dev/shm or a truncated file",
         }

@@ -67,7 +67,10 @@ def stall_report(
 
 
 def death_report(ranks: list[Rank], first: Rank) -> str:
-    lines = [f"{first.who} {describe_exit(first.status)}", f"  it {_last_words(first)}"]
+    how = describe_exit(first.status)
+    if first.closed_alive:
+        how = "closed files that it had not opened, as os.closerange() does, and died: the launcher had lost it"
+    lines = [f"{first.who} {how}", f"  it {_last_words(first)}"]
     spoken = _spoken_at_death(first)
     if spoken:
         lines += ["  its last words:", *(f"      {line}" for line in spoken)]

@@ -42,6 +42,8 @@ def wait_until(
                 return
     record, looked = watch.record, started
     limit = record.limit
+    # Where there are records, one of the ranks reports in its place.
+    patience = SECONDS_FOR_THE_OBSERVER * (1 + (record.path is not None))
     while not arrived():
         now = time.monotonic()
         if now - looked > SECONDS_OF_A_PAUSE:
@@ -54,8 +56,8 @@ def wait_until(
         raise_if_stalled(watch)
         if watch.revocable_group is not None:
             watch.revocable_group.raise_if_lost()
-        observed = now - record.looked / 1e9 < limit + SECONDS_FOR_THE_OBSERVER
-        if limit and waited > limit + SECONDS_FOR_THE_OBSERVER and not observed:
+        observed = now - record.looked / 1e9 < limit + patience
+        if limit and waited > limit + patience and not observed:
             raise StallError(
                 f"rank {record.rank} waited {waited:.1f} s for the other ranks (MPISTRAT_STALL_SECONDS allows "
                 f"{limit:g} s), and no observer runs on this node that could say which are missing"

@@ -107,7 +107,10 @@ def assert_stall(fault: Fault, state: str) -> None:
     assert fault.seconds > LIMIT, fault.output
     assert len(fault.reports) == 1, fault.output
     (report,) = fault.reports
-    assert f"\nmpistrat: {report}mpistrat: Ending the job. This report is in " in fault.job.stderr
+    assert (
+        f"\nmpistrat: {report}mpistrat: Ending the job.\nmpistrat: This report is in "
+        in fault.job.stderr
+    )
     assert re.match(
         r"ranks have waited \d+\.\d s in a collective \(MPISTRAT_STALL_SECONDS allows 3 s\): "
         rf"rank {fault.victim} has not come to it\n"
@@ -126,7 +129,10 @@ def assert_death(fault: Fault, how: str) -> None:
     """One report, which names the victim as the one that died first, and where it was last."""
     assert len(fault.reports) == 1, fault.output
     (report,) = fault.reports
-    assert f"\nmpistrat: {report}mpistrat: Ending the job. This report is in " in fault.job.stderr
+    assert (
+        f"\nmpistrat: {report}mpistrat: Ending the job.\nmpistrat: This report is in "
+        in fault.job.stderr
+    )
     if KERNEL < (6, 15):  # it may forget how a process died as soon as the launcher knows
         how = rf"({how}|died without a word \(killed, or ended by os\._exit\))"
     assert re.match(

@@ -1,0 +1,35 @@
+"""A rank reports a stall in place of its node's observer, if that is gone or stopped."""
+
+from __future__ import annotations
+
+import time
+
+from mpistrat.liveness import observation
+from mpistrat.liveness.observer import Observer
+
+SECONDS_OF_SILENCE = 5.0  # the observer looks twice a second, and says so when it is to take longer
+SILENT_TIMES = 10  # in a row that find it silent: when a job that was suspended goes on, the observer needs a moment
+
+
+class StandIn:
+    """Called by: the thread of each rank that looks a few times a second."""
+
+    def __init__(self) -> None:
+        self._silent = 0
+
+    def look(self) -> None:
+        """Report, if this rank waits for too long and the observer says nothing; of a node's ranks, one does."""
+        observed = observation.observed()
+        if observed is None or observed.record.abort:
+            return
+        record, now = observed.record, time.monotonic()
+        since = min((board.since for board in record.boards() if board.since), default=None)
+        waits = since is not None and 0 < record.limit < now - since / 1e9
+        is_silent = now - record.looked / 1e9 > SECONDS_OF_SILENCE
+        self._silent = self._silent + 1 if waits and is_silent else 0
+        if self._silent < SILENT_TIMES:
+            return
+        with observed.folder.alone("stand-in") as alone:
+            if alone:
+                Observer(observed.folder).report_stall()
+                observation.wake_observer(record)
