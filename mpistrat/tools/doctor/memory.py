@@ -133,11 +133,14 @@ def _files(memory: Memory, all_ranks: int) -> Iterator[Finding]:
         return
     most = math.inf if memory.files_most is None else memory.files_most
     fix = f"ulimit -n {'unlimited' if math.isinf(most) else most} in the job script"
-    if most < FEW_FILES:
-        fix += " (the hard limit; the administrators can raise it)"
+    if most < max(needed, FEW_FILES):
+        fix = (
+            f"have the hard limit, {most}, raised: LimitNOFILE= of slurmd or sshd, /etc/security/limits.conf (by the "
+            "administrators), docker run --ulimit nofile=65536"
+        )
     open_files = f"A process may open {memory.files} files and connections (ulimit -n)"
     if memory.files < needed:
-        yield problem(f"{open_files}; {all_ranks} ranks may need {needed}.", fix)
+        yield problem(f"{open_files}; {count(all_ranks, 'rank')} may need {needed}.", fix)
     else:
         yield warning(f"{open_files}; workers of a DataLoader can need more.", fix)
 

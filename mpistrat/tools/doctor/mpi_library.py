@@ -46,6 +46,12 @@ _OTHER_NETWORK = (
     "--mca pml ob1 --mca btl tcp,sm,self (Open MPI)"
 )
 
+# What a process dies of that finds no room, by what its end or its last words say.
+_OUT_OF = {
+    "SIGBUS": "make room in /dev/shm, where MPI and mpistrat share memory; 'memory' says here how much it has",
+    "Too many open files": "ulimit -n 65536 in the job script: MPI needs a file for each connection and shared segment",
+}
+
 
 def check(job: Job) -> Iterator[Finding]:
     launch, library = job.first.launch, job.first.library
@@ -111,6 +117,9 @@ def _failure(first: Rank, failure: Failure) -> Finding:
         return problem(f"{failure.text}.", _fix_mismatch(launch, library))
     words = f" Its last words: {failure.words}" if failure.words else ""
     text = f"{failure.stage} of rank {first.rank} on {first.host}: {failure.text}.{words}"
+    for cause, fix in _OUT_OF.items():
+        if cause in text:
+            return problem(text, fix)
     if failure.kind == "late":
         return problem(text, _LATE if several else _LATE_ALONE)
     launchers = command_family(launch.launcher)

@@ -128,6 +128,19 @@ def test_no_mpi4py(make_job: MakeJob) -> None:
     assert problem(job).fix == "pip install mpi4py"
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "fix"),
+    [
+        ("killed by SIGBUS", "", "make room in /dev/shm"),
+        ("exit code 1", "shm_open(…) failed: Too many open files", "ulimit -n 65536"),
+    ],
+)
+def test_an_mpi_init_that_finds_no_room(make_job: MakeJob, text: str, words: str, fix: str) -> None:
+    found = problem(failed(make_job(), "ended", text, words=words))
+    assert text in found.text
+    assert fix in found.fix
+
+
 def test_an_mpi_init_that_ends_the_process(make_job: MakeJob) -> None:
     """Open MPI 4 under an srun that it was not built for: its own words are told."""
     words = "OMPI was not built with SLURM's PMI support"
