@@ -85,7 +85,7 @@ def get_strategy() -> Any:
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is in force on this thread."""
     modes = per_thread.modes
-    return bool(modes) and not modes[-1].strategy.is_default
+    return len(modes) > 0 and not modes[-1].strategy.is_default
 
 
 def get_replica_context() -> Any:

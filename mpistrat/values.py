@@ -27,7 +27,11 @@ class ReadsAsArray:
         return np.asarray(array) if isinstance(array, np.generic) else array
 
     def __dlpack__(self, **how: Any) -> Any:  # torch.as_tensor, torch.tensor, from_dlpack
-        return self._read_array().__dlpack__(**how)
+        array = self._read_array()
+        try:
+            return array.__dlpack__(**how)
+        except TypeError:  # NumPy before 2.1 takes no max_version
+            return array.__dlpack__()
 
     def __dlpack_device__(self) -> Any:
         return self._read_array().__dlpack_device__()

@@ -83,7 +83,7 @@ class ShardedVariable(Variable):
         """
         positions = _positions(indices)
         owners = self._owners(positions)
-        self._check_division("sparse_read")
+        _check_division(self, "sparse_read")
         return _joined(
             [
                 variable.sparse_read(positions[owners == shard] - offset)
@@ -159,7 +159,7 @@ class ShardedVariable(Variable):
             )
         positions = _positions(slices.indices)
         owners = self._owners(positions)
-        self._check_division(method)
+        _check_division(self, method)
         parts = []
         for shard, offset in enumerate(self.offsets):
             # Also where there are none: updates of distributed variables are collective.
@@ -181,15 +181,16 @@ class ShardedVariable(Variable):
             )
         return [whole[start:end] for start, end in zip(self.offsets, self._ends, strict=True)]
 
-    def _check_division(self, method: str) -> None:
-        """As TensorFlow has it: rows are shared out as equally as they can be, the first shards have more."""
-        each, more = divmod(self.shape[0], len(self.variables))
-        sizes = [variable.shape[0] for variable in self.variables]
-        if sizes != [each + (shard < more) for shard in range(len(sizes))]:
-            raise NotImplementedError(
-                f"variable {self.name!r}: {method} needs shards of equal sizes, of which the first ones may have a row "
-                f"more; they have {sizes} rows"
-            )
+
+def _check_division(whole: ShardedVariable, method: str) -> None:
+    """As TensorFlow has it: rows are shared out as equally as they can be, the first shards have more."""
+    each, more = divmod(whole.shape[0], len(whole.variables))
+    sizes = [variable.shape[0] for variable in whole.variables]
+    if sizes != [each + (shard < more) for shard in range(len(sizes))]:
+        raise NotImplementedError(
+            f"variable {whole.name!r}: {method} needs shards of equal sizes, of which the first ones may have a row "
+            f"more; they have {sizes} rows"
+        )
 
 
 def _joined(parts: list[Array]) -> Array:
