@@ -17,6 +17,7 @@ from mpistrat.input.distributed_dataset import (
 )
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.extended import StrategyExtended
 from mpistrat.trace import spans
@@ -80,6 +81,7 @@ class Strategy:
         """
         return _Scope(self)
 
+    @not_compiled
     def run(
         self,
         fn: Callable[..., Any],
@@ -124,6 +126,7 @@ class Strategy:
                 explain_empty_batch(error, (args, kwargs))
             raise
 
+    @not_compiled
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
@@ -152,6 +155,7 @@ class Strategy:
             reduced = self._extended.cross_replica_ops.reduce(op, flat, axis, label)
             return nest.pack_like(value, reduced) if nest.is_structure(value) else reduced[0]
 
+    @not_compiled
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate what the replicas hold along `axis`, in replica order, equal on every rank.
 
@@ -239,6 +243,7 @@ class Strategy:
 
     # PyTorch
 
+    @not_compiled
     def mirror(self, module: torch.nn.Module) -> torch.nn.Module:
         """Make a torch module's parameters and buffers equal on all ranks: rank 0's.
 

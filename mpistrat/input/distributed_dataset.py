@@ -14,6 +14,7 @@ from mpistrat.input.file_reader import FileReader
 from mpistrat.input.readers import BatchReader, FunctionReader, IndexReader, Reader
 from mpistrat.input.step_source import Progress, StepSource
 from mpistrat.options import AutoShardPolicy, InputOptions
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.input_plan import Share
 from mpistrat.trace import spans
 
@@ -44,6 +45,7 @@ class DistributedDataset(Iterable[Any]):
     def partial(self) -> bool:
         return self._source.partial
 
+    @not_compiled
     def __iter__(self) -> DistributedIterator:
         source = self._source
         iterator: DistributedIterator = source.peeked or DistributedIterator(source)

@@ -13,6 +13,7 @@ from mpistrat.input.agreed_steps import AgreedSteps, has_examples
 from mpistrat.input.batches import without_examples
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.input.step_source import Progress, StepSource
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.trace import spans
 from mpistrat.values import regroup
 
@@ -64,6 +65,7 @@ class DistributedIterator(Iterator[Any]):
         self._source.epoch = max(self._source.epoch, done.epoch + 1)
         self._begin(done.epoch + 1 if done.steps else done.epoch, 0)
 
+    @not_compiled
     def __next__(self) -> Any:
         """The next step, for all replicas of this rank. Raises: StopIteration after the last one.
 

@@ -26,6 +26,7 @@ from mpistrat.parameter_server.joining import (
     resolver_of,
 )
 from mpistrat.parameter_server.modules.object_references import ObjectReferences
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategy import Strategy, checked_input_options
@@ -159,6 +160,7 @@ class ParameterServerStrategy(Strategy):
         if self._modules.made is not None:
             self._modules.made.before_run()
 
+    @not_compiled
     def run(
         self,
         fn: Callable[..., Any],

@@ -21,6 +21,7 @@ from mpistrat.parameter_server.joining import (
     resolver_of_task,
 )
 from mpistrat.parameter_server.staleness import WorkerClock
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.strategies.arguments import check_strategy_arguments
 from mpistrat.strategies.binding import bind
@@ -136,6 +137,7 @@ class BetweenGraphStrategy(Strategy):
         if clock.combines:
             self.workers_combined = len(job.trainers)
 
+    @not_compiled
     def run(
         self,
         fn: Callable[..., Any],

@@ -6,7 +6,9 @@ optimizers: what it copies, saves, exports or scripts is torch's alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +22,53 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import get_replica_context, has_strategy
+from mpistrat.pytorch.compilation import not_compiled, when_dynamo_loads
 
 original_backward = torch.autograd.backward
 original_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
 
+_NOTHING = contextlib.nullcontext()
 _before_state_dict: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by module: a weak reference
+_twins: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
 
 
 def replace_backward(replacement: Callable[..., None]) -> None:
     """Have programs, and `Tensor.backward`, call `replacement` instead of `torch.autograd.backward`."""
     if torch.autograd.backward is original_backward:
-        torch.autograd.backward = replacement
+        torch.autograd.backward = not_compiled(replacement)
+        when_dynamo_loads(_keep_backward_out_of_graphs)
+
+
+def _keep_backward_out_of_graphs() -> None:
+    """Have `torch.compile` break its graph at `loss.backward()` whatever `trace_autograd_ops` says.
+
+    With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook.
+    """
+    from torch._dynamo import config, exc
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if not hasattr(config, "trace_autograd_ops"):  # before torch 2.11 it always does
+        return
+
+    def method_backward(self: Any, *_: Any, **__: Any) -> Any:
+        exc.unimplemented(
+            gb_type="backward() that mpistrat reduces",
+            context=f"call_method {self} backward",
+            explanation="A graph that contains backward() would not reduce its gradients over replicas.",
+            hints=["Leave backward() out of what is compiled with fullgraph=True."],
+        )
+
+    TensorVariable.method_backward = method_backward  # type: ignore[method-assign]
+
+
+def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:
+    """Have the autograd engine itself do the backwards inside: it calls hooks when gradients are there."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
+        return _NOTHING
+    disabled: contextlib.AbstractContextManager[None] = compiled_autograd._disable()
+    return disabled
 
 
 def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
@@ -87,19 +124,30 @@ def has_closure(args: Any, kwargs: Any) -> bool:
 def twin_of(
     optimizer: Optimizer, instead: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Optimizer:
-    """An optimizer that shares all attributes, but has `instead(parameters)` in each of its groups."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
+    """An optimizer that shares all attributes, but has `instead(parameters)` in each of its groups.
+
+    It is the same object at each step, as compiled steps want; `dismiss_twin` after the step.
+    """
+    twin = _twins.get(optimizer)
+    if twin is None:
+        twin = _twins[optimizer] = object.__new__(type(optimizer))
+    twin.__dict__ = dict(optimizer.__dict__)
     twin.param_groups = [{**g, "params": instead(g["params"])} for g in optimizer.param_groups]
     return twin
+
+
+def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
+    """Drop what `stepped` shares if it is the optimizer's twin, for that may refer to the optimizer."""
+    if stepped is not optimizer:
+        stepped.__dict__.clear()
 
 
 @functools.cache
 def watch_steps(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
     """Have every optimizer call `before`, and `after`, around each step, as torch's hooks of steps are called."""
-    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_pre_hook(not_compiled(before))
     if after is not None:
-        register_optimizer_step_post_hook(after)
+        register_optimizer_step_post_hook(not_compiled(after))
 
 
 @functools.cache

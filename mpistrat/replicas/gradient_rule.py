@@ -36,7 +36,7 @@ class GradientRule:
                 f"{call} scales the loss for the {rule} of gradients, but {self}: gradients are divided by the number "
                 "of replicas twice",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def decided(self, call: str) -> str:

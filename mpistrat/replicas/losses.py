@@ -66,12 +66,16 @@ def compute_average_loss(
     else:
         _check_positive_integer(global_batch_size)
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
-        extended = get_strategy().extended
         # A replica's own mean is right with gradients="mean".
-        contradicts = replicas > 1 and global_batch_size != loss.shape[0]
-        warn = contradicts and extended.communicator.rank == 0
-        extended.modules.rule.ask_for("sum", "compute_average_loss", warn=warn)
+        choose_sum(bool(replicas > 1 and global_batch_size != loss.shape[0]))
     return loss.sum() / global_batch_size
+
+
+def choose_sum(contradicts_mean: bool) -> None:
+    """Gradients of the loss that `compute_average_loss` scales here are to be summed; some would be wrong averaged."""
+    extended = get_strategy().extended
+    warn = contradicts_mean and extended.communicator.rank == 0
+    extended.modules.rule.ask_for("sum", "compute_average_loss", warn=warn)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:

@@ -62,7 +62,7 @@ class TorchModules:
     def get(self) -> Any:
         if self.made is None:
             self.made = self._make(self._parts)
-            spans.current.watch_optimizers()
+            spans.current.watch_optimizers(self.made.watch_steps)
         return self.made
 
     @property

@@ -37,4 +37,6 @@ def trace_ranges(communicator: Communicator) -> None:
 
     ranges.begin(timeline)
     if "torch" in sys.modules:
-        spans.current.watch_optimizers()
+        from mpistrat.pytorch import hooks
+
+        spans.current.watch_optimizers(hooks.watch_steps)

@@ -41,16 +41,11 @@ class Ranges(spans.NoSpans):
         kind = self._kind_of_run(getattr(fn, "__qualname__", type(fn).__name__))
         return _Range(self._timeline, kind, "strategy.run")
 
-    def watch_optimizers(self) -> None:
+    def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
         """By torch's hooks; its profiler shows the steps by itself."""
         if self._watches_optimizers:
             return
         self._watches_optimizers = True
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
         begun = threading.local()
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -60,8 +55,7 @@ class Ranges(spans.NoSpans):
             kind = self._kind(f"{type(optimizer).__name__}.step")
             self._timeline.add(kind, begun.at, self._timeline.now())
 
-        register_optimizer_step_pre_hook(begin)
-        register_optimizer_step_post_hook(end)
+        watch_steps(begin, end)
 
 
 class _Range(contextlib.AbstractContextManager[None]):

@@ -24,8 +24,11 @@ class NoSpans:
         """Around a `Strategy.run` of `fn`."""
         return _NOTHING
 
-    def watch_optimizers(self) -> None:
-        """Show the steps of torch's optimizers from now on. Torch is loaded."""
+    def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
+        """Show the steps of torch's optimizers from now on. Torch is loaded.
+
+        Args: watch_steps: has every optimizer call two functions around each step, as torch's hooks are called.
+        """
 
 
 NO_SPANS = NoSpans()

@@ -64,6 +64,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return (hooks.twin_of(optimizer, lambda _: []), *args[1:]), kwargs
 
 
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    hooks.dismiss_twin(optimizer, args[0])
+
+
 def _inside_run() -> bool:
     """Whether a replica runs here of a strategy that has its variables on servers."""
     mode = current_mode()
@@ -93,7 +97,7 @@ class RemoteSteps:
             weakref.WeakKeyDictionary()
         )
         optimizers.install()  # whose hook comes first: it hides the gradients of all replicas but the first
-        hooks.watch_steps(_before_step)
+        hooks.watch_steps(_before_step, _after_step)
 
     def add(self, parameter: torch.Tensor, remote: RemoteTensor) -> None:
         """From now on the servers step `parameter`."""

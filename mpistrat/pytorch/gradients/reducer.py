@@ -29,6 +29,7 @@ from mpistrat.communicators import Reduction, reducing
 from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.pytorch import hooks
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.pytorch.gradients.agreement import agree
 from mpistrat.pytorch.gradients.buckets import Buckets
 from mpistrat.pytorch.gradients.overlap import Overlap
@@ -81,7 +82,7 @@ def reducing_backward(
             "the inner derivative, and call backward() on the loss that contains it"
         )
     context, reducer = here
-    with spans.current.range("backward"):
+    with spans.current.range("backward"), hooks.without_compiled_autograd():
         reducer.backward(context, functools.partial(hooks.original_backward, *arguments))
 
 
@@ -239,7 +240,7 @@ class GradientReducer:
         required = parameter.requires_grad
         # Torch takes hooks only then, and the parameter may be unfrozen later.
         parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(hook)
+        parameter.register_post_accumulate_grad_hook(not_compiled(hook))
         parameter.requires_grad_(required)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:

@@ -28,6 +28,8 @@ class StrategyModules(abc.ABC):
         reducer: reduces gradients over the replicas.
     """
 
+    watch_steps = staticmethod(hooks.watch_steps)
+
     def __init__(self, parts: ModuleParts, registry: Registry, reducer: GradientReducer) -> None:
         self.parts, self.registry, self.reducer = parts, registry, reducer
         _all.add(self)

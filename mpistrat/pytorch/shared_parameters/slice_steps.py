@@ -63,6 +63,7 @@ class SliceSteps:
         """`step` was called on `stepped`. Collective."""
         if stepped is not optimizer:
             self._slices[optimizer].end(optimizer, stepped)
+            hooks.dismiss_twin(optimizer, stepped)
         elif optimizer in self._whole:
             self.shared.settle()
 
