@@ -260,18 +260,6 @@ def test_backward_of_several_tensors_with_given_gradients(strategy: ms.Strategy)
     Pair(strategy).train(step)
 
 
-@pytest.mark.time_limit(120)
-def test_compiled_models(one_per_rank: ms.Strategy) -> None:
-    pair = Pair(one_per_rank)
-    torch._dynamo.reset()
-    compiled = torch.compile(pair.model, backend="aot_eager", dynamic=True)
-
-    def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
-        plain_step(compiled if model is pair.model else model, optimizer, x, y)
-
-    pair.train(step)
-
-
 def test_compute_average_loss_with_weights_and_regularization(one_per_rank: ms.Strategy) -> None:
     pair = Pair(one_per_rank)
     weights = torch.linspace(0, 1, BATCH, dtype=torch.float64)
