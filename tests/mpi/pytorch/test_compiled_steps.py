@@ -262,11 +262,11 @@ def test_strategies_and_variables_are_left_alone(way: str) -> None:
     def outside(x: torch.Tensor) -> Any:
         return 2 * strategy.reduce("sum", strategy.run(step, (x * 2,)), axis=None)
 
-    one, replicas = torch.ones(()), strategy.num_replicas_in_sync
-    compiled = graphs.compile(outside)(one)
-    torch.testing.assert_close(compiled, outside(one))
+    ones, replicas = torch.ones(()), strategy.num_replicas_in_sync
+    compiled = graphs.compile(outside)(ones)
+    torch.testing.assert_close(compiled, outside(ones))
     assert total.numpy() == 4 * replicas
-    results = strategy.experimental_local_results(strategy.run(graphs.compile(step), (one,)))
+    results = strategy.experimental_local_results(strategy.run(graphs.compile(step), (ones,)))
     assert total.numpy() == 5 * replicas
     assert [len(result) for result in results] == [replicas] * len(results)
     assert graphs.places
