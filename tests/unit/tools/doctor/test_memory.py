@@ -1,6 +1,7 @@
 """Shared memory, and limits on memory, files and disk space."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,14 @@ def test_limits(
     assert finding[0] == level
     assert words in finding[1]
     assert fix in finding[2]
+
+
+def test_the_table_of_errors_names_what_is_short_as_well() -> None:
+    table = (Path(__file__).parents[4] / "docs" / "troubleshooting.md").read_text()
+    for seen, remedy in (("Too many open files", "ulimit -n"), ("Bus error", "--shm-size")):
+        (row,) = [line for line in table.splitlines() if line.startswith(f'| "{seen}"')]
+        assert remedy in row
+        assert "`mpistrat doctor` says how" in row
 
 
 def test_locked_memory_matters_with_infiniband_only(make_job: MakeJob) -> None:
