@@ -261,7 +261,10 @@ class CheckpointManager:
     def _restore_newest(self) -> _Restored:
         communicator = self._communicator
         found: tuple[list[str], list[str]] = [], []
-        with RaisingOnAll(communicator, "could not look for checkpoints"):
+        with (
+            RaisingOnAll(communicator, "could not look for checkpoints"),
+            on_rank(communicator.rank),
+        ):
             if communicator.rank == 0:
                 whole, damaged = self._directory.checkpoints()
                 found = (

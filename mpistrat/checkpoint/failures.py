@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def naming(path: str, sizes: Callable[[], str]) -> Iterator[None]:
-    """An OSError of the body names `path`, and says what `sizes` says then."""
+    """An OSError of the body names `path`, and says what `sizes` says then. It is the only one that is printed."""
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} ({sizes()})", path) from error
+        raise OSError(error.errno, f"{error.strerror} ({sizes()})", path) from None
 
 
 @contextlib.contextmanager
@@ -25,9 +25,9 @@ def on_rank(rank: int) -> Iterator[None]:
         if error.errno is None:  # a sentence of ours
             raise
         text = f"{error.strerror}, {on_ranks([rank])}"
-        raise OSError(error.errno, text, error.filename, None, error.filename2) from error
+        raise OSError(error.errno, text, error.filename, None, error.filename2) from None
     except ValueError as error:
-        raise ValueError(f"{error}, {on_ranks([rank])}") from error
+        raise ValueError(f"{error}, {on_ranks([rank])}") from None
 
 
 def on_ranks(ranks: Sequence[int]) -> str:

@@ -109,7 +109,7 @@ class StoredCheckpoint:
             what = (
                 str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             )
-            raise ValueError(f"{os.path.join(self.path, name)} is damaged: {what}") from error
+            raise ValueError(f"{os.path.join(self.path, name)} is damaged: {what}") from None
 
     def _read(self, name: str) -> np.ndarray:
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import traceback
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -509,6 +510,7 @@ def test_what_cannot_be_written_is_named_once(
     assert f"{written} of {size} bytes are written" in text
     assert re.search(r"\d+ bytes are free", text)
     assert text.count("model.safetensors") == text.count("on rank 0") == 1
+    assert "".join(traceback.format_exception(raised.value)).count("Error: [Errno") == 1
     assert raised.value.errno == number
     assert raised.value.filename.endswith("model.safetensors")
 
