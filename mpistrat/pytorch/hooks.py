@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ original_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get_
 original_sync_batch_norm = torch.nn.SyncBatchNorm.forward
 
 _NOTHING = contextlib.nullcontext()
-_before_state_dict: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by module: a weak reference
 _twins: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
+# By module or optimizer: a weak reference to a method.
+_before_state_dict: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_before_copy: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_state_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def replace_backward(replacement: Callable[..., None]) -> None:
@@ -90,20 +94,99 @@ def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module],
     _before_state_dict[module] = weakref.WeakMethod(call)
 
 
+def before_copy(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:
+    """As `before_state_dict`, which it includes; also before `module` is pickled, saved or copied."""
+    before_state_dict(module, call)
+    _replace_reductions()
+    _before_copy[module] = weakref.WeakMethod(call)
+
+
+def state_of_copies(optimizer: Optimizer, state: Callable[[Optimizer], Any]) -> None:
+    """Let whoever pickles, saves or copies `optimizer` find what `state`, a method, returns in place of its state."""
+    _replace_reductions()
+    _state_of_copies[optimizer] = weakref.WeakMethod(state)
+
+
+@contextlib.contextmanager
+def copied_as_it_is() -> Iterator[None]:
+    """Inside, on this thread, `before_copy` and `state_of_copies` do nothing."""
+    before, _copying.as_it_is = _copying.as_it_is, True
+    try:
+        yield
+    finally:
+        _copying.as_it_is = before
+
+
+def before_export(check: Callable[[torch.nn.Module], None]) -> None:
+    """Have `torch.export.export` call `check` with a module first, and `torch.jit.script` with each embedding in it."""
+    _replace_exports(check)
+
+
+class _Copying(threading.local):
+    as_it_is = False
+
+
+_copying = _Copying()
+
+
+def _call_for(module: torch.nn.Module, calls: WeakIdKeyDictionary) -> None:
+    reference = calls.get(module)
+    call = None if reference is None else reference()
+    # Inside run a replica reads its own.
+    if call is not None and not (has_strategy() and get_replica_context() is not None):
+        call(module)
+
+
 @functools.cache
 def _replace_state_dict() -> None:
     original = torch.nn.Module.state_dict
 
     @functools.wraps(original)
     def state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        reference = _before_state_dict.get(self)
-        call = None if reference is None else reference()
-        # Inside run a replica reads its own.
-        if call is not None and not (has_strategy() and get_replica_context() is not None):
-            call(self)
+        _call_for(self, _before_state_dict)
         return original(self, *args, **kwargs)
 
     torch.nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+
+
+@functools.cache
+def _replace_reductions() -> None:
+    original, original_state = torch.nn.Module.__reduce_ex__, Optimizer.__getstate__
+
+    @functools.wraps(original)
+    def reduce(self: torch.nn.Module, protocol: Any) -> Any:
+        if not _copying.as_it_is:
+            _call_for(self, _before_copy)
+        return original(self, protocol)
+
+    @functools.wraps(original_state)
+    def state_of(self: Optimizer) -> dict[str, Any]:
+        kept = original_state(self)
+        reference = None if _copying.as_it_is else _state_of_copies.get(self)
+        state = None if reference is None else reference()
+        return kept if state is None else {**kept, "state": state(self)}
+
+    torch.nn.Module.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+    Optimizer.__getstate__ = state_of  # type: ignore[method-assign]
+
+
+@functools.cache
+def _replace_exports(check: Callable[[torch.nn.Module], None]) -> None:
+    original = torch.export.export
+
+    @functools.wraps(original)
+    def export(mod: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(mod)
+        return original(mod, *args, **kwargs)
+
+    def prepare(self: torch.nn.Module) -> torch.nn.Module:
+        check(self)
+        return self
+
+    torch.export.export = export
+    embeddings: tuple[Any, ...] = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    for cls in embeddings:
+        cls.__prepare_scriptable__ = prepare
 
 
 def inside_backward() -> bool:

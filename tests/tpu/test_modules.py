@@ -1,10 +1,13 @@
 """Modules of the scope are on the device, the same objects as before; variables too."""
 
+import copy
+import pickle
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import mpistrat as ms
 
@@ -54,6 +57,11 @@ def test_parameters_stay_the_same_objects_and_shared_ones_shared() -> None:
     assert module.lazy.bias.tolist() == pytest.approx([b - moved for b in old], rel=1e-5)
     states = strategy.extended.communicator.all_gather_object(module.first.weight.tolist())
     assert all(state == states[0] for state in states)
+    for value in module, copy.deepcopy(module), AveragedModel(module), optimizer:
+        assert b"mpistrat" not in pickle.dumps(value)
+    copied = pickle.loads(pickle.dumps(module))
+    assert type(copied.first.weight) is torch.nn.Parameter
+    assert copied.lazy.bias.tolist() == module.lazy.bias.tolist()
 
 
 def test_a_module_that_was_moved_by_hand_and_is_frozen_in_part() -> None:

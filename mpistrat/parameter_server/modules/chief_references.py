@@ -19,6 +19,7 @@ from mpistrat.parameter_server.modules.remote_modules import RemoteModules
 from mpistrat.parameter_server.modules.remote_steps import has_remote_parameters
 from mpistrat.parameter_server.modules.tensor_references import TensorReferences
 from mpistrat.parameter_server.modules.worker_modules import SCHEDULER, arrive
+from mpistrat.pytorch import hooks
 
 
 class ChiefReferences:
@@ -72,7 +73,8 @@ class ChiefReferences:
             value._opt_called = True  # type: ignore[attr-defined]  # else schedulers say that they step too early
         else:
             return None
-        reduced = value.__reduce_ex__(4)  # the lowest protocol that keeps the state apart
+        with hooks.copied_as_it_is():  # what is on servers is sent as its place there
+            reduced = value.__reduce_ex__(4)  # the lowest protocol that keeps the state apart
         if len(reduced) < 3 or any(reduced[3:]):
             return None
         make, args, state = reduced[:3]

@@ -106,7 +106,7 @@ class RemoteModules(StrategyModules):
                 tensors.add(buffer, self._place(name, buffer.detach()))
         for root in self.recorder.roots():
             for module in root.modules():
-                hooks.before_state_dict(module, self.refresh)
+                hooks.before_copy(module, self.refresh)
 
     def _is_looked_up(self, parameter: torch.Tensor, split: bool) -> bool:
         """Whether it is an embedding's alone, which wants sparse gradients, or is split."""

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from mpistrat.parameter_server.modules.remote_tensors import RemoteTensor
+from mpistrat.pytorch import hooks
 
 _LOOKUPS = (functional.embedding, functional.embedding_bag)
 # Of a tensor, what is known without its numbers.
@@ -39,6 +40,7 @@ def looks_up(module: torch.nn.Module) -> bool:
 
 def leave_on_servers(parameter: torch.Tensor, remote: RemoteTensor) -> None:
     """Free the parameter's memory: its values are those on the servers."""
+    hooks.before_export(_refuse_rows)
     shape = parameter.shape
     parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
     parameter.__class__ = RemoteRows
@@ -87,6 +89,16 @@ class RemoteRows(torch.nn.Parameter):
         return torch.nn.Parameter(self.remote.pull(self), self.requires_grad).__reduce_ex__(
             protocol
         )
+
+
+def _refuse_rows(module: torch.nn.Module) -> None:
+    """RuntimeError for a module that is to be exported or scripted, for what is done to memory is not asked here."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, RemoteRows):
+            raise RuntimeError(
+                f"{name} of {type(module).__name__}: an embedding whose rows are on servers cannot be exported or "
+                "scripted; take copy.deepcopy(model), which has all rows"
+            )
 
 
 @functools.cache

@@ -5,6 +5,7 @@ The optimizer's state is on the servers, too: `state_dict()` reads it there.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable
@@ -150,6 +151,7 @@ class RemoteOptimizer:
         self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
         optimizer.register_state_dict_pre_hook(_while_alive(self._fetch))
         optimizer.register_state_dict_post_hook(_while_alive(self._drop))
+        hooks.state_of_copies(optimizer, self._state)
 
     def make(self, optimizer: Optimizer) -> None:
         """Have the servers keep state for all parameters: the state that was loaded here, if there is some."""
@@ -196,7 +198,13 @@ class RemoteOptimizer:
                         name: _as_torch(value, parameter, layout) for name, value in state.items()
                     }
 
-    def _drop(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _state(self, optimizer: Optimizer) -> Any:
+        self._fetch(optimizer)
+        state = copy.copy(optimizer.state)
+        self._drop(optimizer)
+        return state
+
+    def _drop(self, optimizer: Optimizer, state_dict: Any = None) -> None:
         """The servers have the state: it is not kept here."""
         for parameter in self._made:
             optimizer.state.pop(parameter, None)

@@ -98,6 +98,12 @@ def test_what_else_computes_with_an_embedding() -> None:
         for copied in copy.deepcopy(table), pickle.loads(pickle.dumps(table)):
             assert torch.equal(copied.weight, plain.weight)
             assert copied.weight.untyped_storage().nbytes() == ROWS * 4 * 4
+        look_up = torch.tensor([2, 1])
+        for export in torch.jit.script, lambda module: torch.export.export(module, (look_up,)):
+            with pytest.raises(RuntimeError, match=r"cannot be exported or .* copy.deepcopy"):
+                export(torch.nn.Sequential(table))
+        scripted = torch.jit.script(copy.deepcopy(table))
+        assert torch.equal(scripted(look_up), plain(look_up))
         with pytest.raises(RuntimeError, match="cannot be moved"):
             table.double()
         torch.nn.functional.linear(x, weight).sum().backward()

@@ -1,6 +1,7 @@
 """What workers see of torch modules whose parameters are on servers: values, buffers, optimizers' state."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -61,6 +62,42 @@ def test_state_of_optimizers(split: bool) -> None:
 
     partitioner = ms.experimental.partitioners.FixedShardsPartitioner(2) if split else None
     train(body, max_staleness=0, gradients="sum", variable_partitioner=partitioner)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_what_is_saved_and_copied(name: str) -> None:
+    """Plain modules with what the servers have, and optimizers with the state that is there."""
+
+    def body(strategy: Any, worker: int) -> None:
+        with strategy.scope():
+            model = net(seed=worker)
+            optimizer = MAKERS[name](model.parameters())
+
+        def step(x: torch.Tensor) -> None:
+            loss_of(model, x).backward()
+            optimizer.step()
+
+        for number in range(2):
+            strategy.run(step, args=(batch(worker, number),))
+        COMM_OF_WORKERS.Barrier()
+        values = [model, optimizer, torch.optim.swa_utils.AveragedModel(model)]
+        dumped = pickle.dumps(values)
+        assert b"mpistrat" not in dumped
+        copies = pickle.loads(dumped), copy.deepcopy(values)
+        states = model.state_dict(), optimizer.state_dict()
+        assert len(states[1]["state"]) == 4
+        for copied, its, averaged in copies:
+            assert all(type(parameter) is torch.nn.Parameter for parameter in copied.parameters())
+            assert [*its.param_groups[0]["params"]] == [*copied.parameters()]
+            torch.testing.assert_close(dict(copied.state_dict()), dict(states[0]), rtol=0, atol=0)
+            torch.testing.assert_close(its.state_dict(), states[1], rtol=0, atol=0)
+            torch.testing.assert_close(
+                dict(averaged.module.state_dict()), dict(states[0]), rtol=0, atol=0
+            )
+        assert not optimizer.state
+        COMM_OF_WORKERS.Barrier()
+
+    train(body, max_staleness=0, gradients="sum")
 
 
 def test_what_worker_0_writes_is_everybody_s() -> None:
