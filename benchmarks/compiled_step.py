@@ -69,7 +69,7 @@ def contestant(name: str) -> None:
 
 
 def run(name: str, ranks: int) -> dict[str, Any]:
-    """What `contestant` prints in new processes; torch's rank 0 alone prints if there are several."""
+    """What the first of new processes prints, with the warnings per process."""
     with tempfile.TemporaryDirectory() as empty:
         launch = [] if ranks == 1 else ["mpiexec", "-n", str(ranks)]
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -89,17 +89,12 @@ def run(name: str, ranks: int) -> dict[str, Any]:
 def rows(ranks: int, num_rounds: int) -> list[dict[str, Any]]:
     rounds = [{name: run(name, ranks) for name in (OURS, THEIRS)} for _ in range(num_rounds)]
     seconds = {name: [taken[name]["s"] for taken in rounds] for name in (OURS, THEIRS)}
-    ratio = {
-        OURS: 1.0,
-        THEIRS: statistics.median(
-            ours / theirs for ours, theirs in zip(seconds[OURS], seconds[THEIRS], strict=True)
-        ),
-    }
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     return [
         {
             "first step": name,
-            "s": statistics.median(seconds[name]),
-            "mpistrat / this": ratio[name],
+            "s": medians[name],
+            "mpistrat / this": medians[OURS] / medians[name],
             **{key: rounds[-1][name][key] for key in ("graphs", "breaks", "warnings", "loss")},
             "wrong": ranks == 1 and rounds[-1][OURS]["loss"] != rounds[-1][name]["loss"],
             "samples": seconds[name],
@@ -118,7 +113,7 @@ def main() -> None:
         return
     found = rows(arguments.ranks, arguments.rounds)
     path = arguments.json("compiled_step")
-    report(f"first step of torch.compile, {arguments.ranks} ranks", found, path)
+    report(f"first step of torch.compile by {arguments.ranks} ranks at once", found, path)
 
 
 if __name__ == "__main__":

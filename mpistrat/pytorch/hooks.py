@@ -49,7 +49,7 @@ def _keep_backward_out_of_graphs() -> None:
 
     With that option a graph writes gradients itself, and calls neither `torch.autograd.backward` nor any hook.
     """
-    from torch._dynamo import config, exc
+    from torch._dynamo import config, exc, reset
     from torch._dynamo.variables.tensor import TensorVariable
 
     if not hasattr(config, "trace_autograd_ops"):  # before torch 2.11 it always does
@@ -64,6 +64,7 @@ def _keep_backward_out_of_graphs() -> None:
         )
 
     TensorVariable.method_backward = method_backward  # type: ignore[method-assign]
+    reset()  # a graph that was made before may have it
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[None]:

@@ -1,10 +1,10 @@
-"""What `torch.compile` leaves alone, where Dynamo was loaded before mpistrat; in tests/mpi it comes later."""
+"""`torch.compile` where Dynamo was loaded, and has compiled, before mpistrat; in tests/mpi it comes later."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = """
+LEFT_ALONE = """
 import torch._dynamo
 from mpistrat.pytorch.compilation import not_compiled
 
@@ -34,9 +34,37 @@ else:
     raise AssertionError("no break")
 """
 
+# A graph that writes gradients itself, of a model that is mirrored later.
+COMPILED_BEFORE = """
+import torch
+torch._dynamo.config.trace_autograd_ops = True
+model = torch.nn.Linear(1, 1)
 
-def test_a_function_that_is_not_compiled() -> None:
+@torch.compile(backend="eager")
+def backward(x):
+    model(x).sum().backward()
+
+backward(torch.ones(1, 1))
+model.zero_grad()
+import mpistrat as ms
+
+strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], gradients="sum")
+strategy.mirror(model)
+strategy.run(lambda: backward(torch.full((1, 1), ms.get_replica_context().replica_id_in_sync_group + 1.0)))
+assert model.weight.grad.item() == 1 + 2
+"""
+
+
+def run(program: str) -> None:
     top = Path(__file__).parents[3]
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=top, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_function_that_is_not_compiled() -> None:
+    run(LEFT_ALONE)
+
+
+def test_no_gradient_of_an_earlier_graph_goes_unreduced() -> None:
+    run(COMPILED_BEFORE)
