@@ -1,8 +1,8 @@
 """The model of `tf.distribute.Strategy` for PyTorch, NumPy and CuPy programs that MPI starts."""
 
-from mpistrat.liveness import observation
+from mpistrat.liveness import observation, rank_end
 
-observation.begin()  # before anything else can fail
+rank_end.begin()  # before anything else can fail
 
 from mpistrat import (
     checkpoint,

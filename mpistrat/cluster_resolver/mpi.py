@@ -13,7 +13,7 @@ from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.cluster_resolver import ClusterResolver
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.errors import TopologyError
-from mpistrat.liveness import observation
+from mpistrat.liveness import rank_end
 from mpistrat.liveness.start_deadline import init_deadline, start_deadline
 from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
@@ -157,7 +157,7 @@ def _initialize(mpi: Any, claim: launcher.Claim | None) -> None:
     rc = importlib.import_module("mpi4py").rc
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     rank, size = (None, 1) if claim is None else (claim.rank, claim.size)
-    observation.begin()  # if the launcher's variables were not there when mpistrat was imported
+    rank_end.begin()  # if the launcher's variables were not there when mpistrat was imported
     with init_deadline(rank=rank, size=size), warnings.catch_warnings():
         # mpi4py guesses from PMI_SIZE what check_world knows
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)

@@ -12,7 +12,7 @@ from types import FrameType
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.liveness.call_site import standing_for
-from mpistrat.machine.notices import tell
+from mpistrat.liveness.rank_end import rank_end
 
 _threads: dict[Communicator, CommunicationThread] = {}
 
@@ -84,8 +84,9 @@ class CommunicationThread:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
         last = self._unfinished
         if os.getpid() == self._pid and last is not None and not last.done():
-            tell(
-                f"ending the job: rank {self.communicator.rank} came to its end while a reduction of "
-                "gradients, which other ranks did not take part in, was under way"
+            end = rank_end()
+            end.end_job(
+                f"ending the job: {end.who} came to its end while a reduction of gradients, which other ranks did not "
+                "take part in, was under way",
+                1,
             )
-            self.communicator.contract.abort(1)

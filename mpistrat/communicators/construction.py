@@ -51,7 +51,7 @@ def communicator_for(
     for earlier in list(cached.values())[:1]:  # the same on all ranks: they were made together
         earlier.barrier(label=f"{what}, check={check!r}")
     if check not in cached:
-        with start_deadline("the duplication of a communicator"):
+        with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
             duplicate = comm.Dup()
             checks = duplicate.allgather(check)
             if len(set(checks)) > 1:

@@ -35,7 +35,7 @@ class Survivors:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         # A program of its own may use `comm`, and ours must not be revoked with others.
-        with start_deadline("the duplication of a communicator"):
+        with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
             duplicate = comm.Dup()
         self._group = RevocableGroup(duplicate)
 

@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Iterable
 
-from mpistrat.liveness.processes import open_pidfd
+from mpistrat.liveness.processes import launcher_of, open_pidfd
 from mpistrat.machine.notices import write
 
 _SILENT = ("/dev/null", "/dev/full")
@@ -45,6 +45,12 @@ class BorrowedStderr:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def say_on_launcher(pid: int, text: str) -> bool:
+    """On stderr of what started the process on this node; returns whether it was written."""
+    launcher = launcher_of(pid)
+    return launcher is not None and BorrowedStderr().say(text, (launcher,))
 
 
 def _stderr_of(pid: int) -> int | None:

@@ -20,6 +20,7 @@ from mpistrat.liveness.processes import (
     RUNS,
     exit_status,
     is_exiting,
+    is_launched,
     open_pidfd,
     state_of,
 )
@@ -38,6 +39,7 @@ class Rank:
     record: RankRecord
     stacks: str
     inode: int  # of the record's file
+    replaceable: bool  # a program that the launcher's script runs next may become this rank
     dead: bool = False
     status: int | None = None
     lost: bool = False  # dead, and the others went on without it
@@ -91,7 +93,8 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
         if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
-                found.append(Rank(record, stacks_of(folder, rank), inode))
+                replaceable = not is_launched(record.pid)
+                found.append(Rank(record, stacks_of(folder, rank), inode, replaceable))
     return found
 
 
@@ -140,6 +143,14 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
             first = min(since.values())
             found.append(Wait(call, board.size, first, [*since], missing, group, board.first))
     return sorted(found, key=lambda wait: wait.since)
+
+
+def absentees(ranks: Collection[Rank]) -> list[Rank]:
+    """The ranks that have come to their ends while others wait for all to start: they will not join them."""
+    if not any(rank.record.starting for rank in ranks):
+        return []
+    ended = [rank for rank in ranks if rank.has_left or (rank.dead and rank.ended_well)]
+    return [rank for rank in ended if not (rank.dead and rank.replaceable)]
 
 
 class FailureDetector:

@@ -13,38 +13,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import io
 import os
-import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
-from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.exit_group import ExitGroup
 from mpistrat.liveness.interrupts import Interrupts
 from mpistrat.liveness.node_records import NodeRecords
 from mpistrat.liveness.program_exit import ProgramExit, program_exit, remember_exits
+from mpistrat.liveness.rank_end import rank_end
 from mpistrat.liveness.rank_losses import RankLosses
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.revocable_group import means_rank_lost
 from mpistrat.liveness.stand_in import StandIn
 from mpistrat.liveness.watch import WatchedCalls
-from mpistrat.machine.notices import say
 
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_FOR_RANK_0 = 1.0
-SECONDS_TO_BE_READ = 0.2
-SECONDS_TO_BE_KILLED = 2.0
 SECONDS_TO_RAISE = 2.0
 SECONDS_FOR_EXIT_HANDLERS = 60.0
 
@@ -58,25 +50,21 @@ class JobEnd:
     """
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
-        world = MPI.COMM_WORLD  # numbered as the launcher does, whatever the groups are
-        self._who = f"rank {world.rank} of {world.size} ({socket.gethostname()}, pid {self._pid})"
+        self._rank = rank_end()
+        self._rank.catch_exceptions()
         self.records = NodeRecords()
         self.losses = RankLosses(self.records)
         self._groups: list[ExitGroup] = []
-        self._streams: list[Any] = []
         self._last_actions: list[Callable[[], None]] = []
         self._leaves_together = self._has_left = self._has_warned = False
         self._raises_since = 0  # ns: when the thread saw that a stall is to be raised
-        self._previous_excepthook = sys.excepthook
-        if not sys.flags.interactive and not hasattr(sys, "ps1"):
-            sys.excepthook = self._excepthook
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="mpistrat job end", daemon=True)
         self._watches = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if self._watches:
             self._interrupts = Interrupts()  # of interest to the thread alone
             remember_exits()
+            self._rank.decides_exits = False
             self._thread.start()
             # Handlers run last in, first out, and mpi4py finalizes MPI after all of them.
             atexit.register(self._leave)
@@ -102,7 +90,7 @@ class JobEnd:
         self._groups = [group for group in self._groups if not group.lost]
         group = next((group for group in self._groups if group.covers(comm)), None)
         if group is None:
-            group = ExitGroup(comm, self._who, self.records.own, self.losses)
+            group = ExitGroup(comm, self._rank.who, self.records.own, self.losses)
             self._groups.append(group)
         group.add(calls)
 
@@ -124,27 +112,12 @@ class JobEnd:
     def finish_with(self, stream: Any, action: Callable[[], None]) -> None:
         """Flush `stream` wherever standard output is flushed; call `action` once all ranks have come to their ends,
         before MPI_Finalize."""
-        self._streams.append(stream)
+        self._rank.streams.append(stream)
         self._last_actions.append(action)
 
     def end_job(self, text: str, code: int) -> NoReturn:
         """Say `text`, and end all processes of the job with exit code `code`."""
-        self.records.own.state = ENDING  # before the observer can wonder why ranks die
-        say(f"\nmpistrat: {text}\n", last=True)
-        self.abort(code)
-
-    def abort(self, code: int) -> NoReturn:
-        """End all processes of the job with exit code `code`."""
-        self.records.own.state = ENDING
-        self._flush()
-        time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
-        if not why_not_fault_tolerant(MPI.Get_library_version()):
-            # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) now and then waits for ever for a lock that it has
-            # freed; an exit code other than 0 ends the job there, too.
-            os._exit(code or 1)
-        MPI.COMM_WORLD.Abort(code)
-        time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once the launcher knows
-        os._exit(code)
+        self._rank.end_job(text, code)
 
     def _look_out(self) -> None:
         stand_in = StandIn()
@@ -153,13 +126,13 @@ class JobEnd:
             if observation.has_lost_files():
                 self._end_without_files()
             if action == END:  # the observer has reported a failure
-                self.abort(self.records.own.code)
+                self._rank.abort(self.records.own.code)
             stand_in.look()
             for group in list(self._groups):
                 try:
                     if not group.lost:
                         if group.look():
-                            self._flush()  # what was printed so far may be all that this rank will ever say
+                            self._rank.flush()  # what was printed so far may be all that this rank will ever say
                         if verdict := group.verdict():
                             self.end_job(*verdict)
                 except MPI.Exception as error:
@@ -170,17 +143,16 @@ class JobEnd:
             if self._interrupts.unanswered():
                 site = call_site(sys._current_frames()[threading.main_thread().ident or 0])
                 self.end_job(
-                    f"ending the job: {self._who} was interrupted, but stays in a call at {site}",
+                    f"ending the job: {self._rank.who} was interrupted, but stays in a call at {site}",
                     130,
                 )
 
     def _end_without_files(self) -> NoReturn:
         """MPI has lost its launcher: it may write about that for ever, and MPI_Abort cannot be heard."""
         self.records.own.state = ENDING
-        say(
-            f"\nmpistrat: ending the job: {self._who} has closed files that it had not opened, MPI's among them, as "
-            "os.closerange() does in programs that leave their terminal. Close only what you have opened.\n",
-            last=True,
+        self._rank.say_last(
+            f"ending the job: {self._rank.who} has closed files that it had not opened, MPI's among them, as "
+            "os.closerange() does in programs that leave their terminal. Close only what you have opened."
         )
         os._exit(1)
 
@@ -194,25 +166,25 @@ class JobEnd:
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
             self.end_job(
-                f"ending the job: {self._who} cannot raise StallError inside MPI, at {site}", 1
+                f"ending the job: {self._rank.who} cannot raise StallError inside MPI, at {site}", 1
             )
 
     def _leave(self) -> None:
         """This rank has come to its end: wait until all ranks have."""
-        if self._has_left or not self._is_running():
+        if self._has_left or not self._rank.is_running():
             return
         self._has_left = True
         end = program_exit()
         if self._leaves_together and not end.failed:
             end = ProgramExit(0, end.how)
         if end.failed:
-            self.end_job(f"ending the job: {self._who} {end.how}", end.code)
-        self._flush()
+            self.end_job(f"ending the job: {self._rank.who} {end.how}", end.code)
+        self._rank.flush()
         try:
             self._stop.set()
             self._thread.join()
             record = self.records.own
-            record.state = LEAVING
+            record.end, record.state = end.how, LEAVING
             waiting = [group for group in self._groups if not group.lost]
             with self.losses.tolerated():
                 for group in waiting:
@@ -226,19 +198,21 @@ class JobEnd:
 
             self._wait_for(waiting, has_waited)
             if record.abort:
-                self.end_job(f"ending the job: {self._who} {end.how} after a stall", end.code or 1)
+                self.end_job(
+                    f"ending the job: {self._rank.who} {end.how} after a stall", end.code or 1
+                )
             for action in self._last_actions:
                 action()
             record.state = LEFT
             if not self.losses.happened and any(group.lost for group in self._groups):
                 os._exit(end.code)  # lost since: too late for `end_without_finalize`
         except KeyboardInterrupt:
-            self.end_job(f"ending the job: {self._who} was interrupted", 130)
+            self.end_job(f"ending the job: {self._rank.who} was interrupted", 130)
         except MPI.Exception as error:
             if not means_rank_lost(error):
                 raise
             self.end_job(
-                f"ending the job: a rank failed while {self._who} waited for all at its end", 1
+                f"ending the job: a rank failed while {self._rank.who} waited for all at its end", 1
             )
 
     def _wait_for(self, groups: list[ExitGroup], has_waited: Callable[[], bool]) -> None:
@@ -268,9 +242,9 @@ class JobEnd:
         code = program_exit().code
         atexit.unregister(self._end_here)
         atexit._run_exitfuncs()
-        self._flush()
+        self._rank.flush()
         try:
-            if self._watches and self._is_running():
+            if self._watches and self._rank.is_running():
                 until = time.monotonic() + SECONDS_FOR_EXIT_HANDLERS
                 with contextlib.suppress(MPI.Exception):  # one is lost now
                     waiting = [group for group in self._groups if not group.lost]
@@ -279,31 +253,6 @@ class JobEnd:
                     self._wait_for(waiting, lambda: time.monotonic() > until)
         finally:  # also where a signal has raised: what Python does next may hang
             os._exit(code)
-
-    def _excepthook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not self._is_running() or hasattr(sys, "ps1"):
-            self._previous_excepthook(kind, error, trace)
-            return
-        of_all = isinstance(error, CollectiveMismatchError) and not error.__cause__
-        if of_all and MPI.COMM_WORLD.rank:
-            time.sleep(SECONDS_FOR_RANK_0)  # all ranks say the same: once is enough
-        # Written in one piece: other ranks may write at the same time.
-        text = io.StringIO()
-        with contextlib.redirect_stderr(text):
-            self._previous_excepthook(kind, error, trace)
-        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        self.end_job(f"{self._who} failed; ending the job\n{text.getvalue()}", code)
-
-    def _is_running(self) -> bool:
-        """Whether this is the rank, no fork of it, and MPI still runs."""
-        return os.getpid() == self._pid and not MPI.Is_finalized()
-
-    def _flush(self) -> None:
-        for stream in (sys.stdout, sys.stderr, *self._streams):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
-                stream.flush()
 
 
 @functools.cache

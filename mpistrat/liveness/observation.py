@@ -19,22 +19,18 @@ from mpistrat.errors import TopologyError
 from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
 from mpistrat.liveness.processes import DEAD, job_of, state_of
 from mpistrat.liveness.record import LEFT, RUNNING, RankRecord
-from mpistrat.machine.interpreter import python_of_helpers
+from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# mpistrat's own __init__ would load NumPy: the observer gets an empty package with the same folder.
 # It gives itself to init, so that a program that waits for its children does not wait for it.
-_MAIN = """
-import os, sys, types
+_MAIN = f"""
+import os
 if os.fork():
     os._exit(0)
-package = types.ModuleType("mpistrat")
-package.__path__ = [sys.argv[1]]
-sys.modules["mpistrat"] = package
+{IMPORT_WITHOUT_INIT}
 from mpistrat.liveness.observer import main
-main(sys.argv[2])
+main(sys.argv[1])
 """
 
 SECONDS_TO_START = 10.0
@@ -54,25 +50,31 @@ class Observed:
 _observed: Observed | None = None
 
 
-def begin() -> None:
-    """Be observed from now on, if a launcher says which of its ranks this process is. Starts no MPI, raises nothing."""
+def begin() -> bool:
+    """Be observed from now on, if a launcher says which of its ranks this process is. Starts no MPI, raises nothing.
+
+    Returns: whether it is a rank and no process that a rank has started; False once it is observed.
+    """
     try:
         rank_and_size = launcher.certain_rank()
     except TopologyError:  # whoever asks for the topology is told
-        return
-    if (
-        rank_and_size is None or _observed is not None or rank_pid()
-    ):  # the last: what a rank has started
-        return
+        return False
+    if rank_and_size is None or _observed is not None or rank_pid():
+        return False
     name = job_of(os.getpid())
     if not name and launcher.is_first_on_node():
         name = os.urandom(16).hex()  # the others will learn of it when they have MPI
-    if name:
-        with contextlib.suppress(OSError):
+    try:
+        if name:
             folder, new = JobFolder.create(name)
             atexit.register(_leave, join(folder, *rank_and_size).record)
             if new:
                 start_observer(folder.path)
+    except FileExistsError:  # the rank lives, and has started this process
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def observed() -> Observed | None:
@@ -123,7 +125,7 @@ def start_observer(folder: str) -> None:
 
     python = python_of_helpers()
     if python is not None:
-        command = [python, "-I", "-S", "-c", _MAIN, _PACKAGE, folder]
+        command = [python, "-I", "-S", "-c", _MAIN, folder]
         nothing, environ = subprocess.DEVNULL, launcher.environment_of_children()
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no memory, no process
             subprocess.Popen(

@@ -26,6 +26,7 @@ from mpistrat.liveness.failure_detector import (
     Pauses,
     Rank,
     Wait,
+    absentees,
     calls_differ,
     first_death,
     waits,
@@ -41,7 +42,7 @@ from mpistrat.liveness.processes import (
     state_of,
 )
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
-from mpistrat.liveness.report import death_report, leaving_notice, stall_report
+from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -52,6 +53,7 @@ SECONDS_TO_SPEAK = 2.0  # stderr may be a file
 SECONDS_TO_WRITE = 0.1  # the report; more only when no rank is left that could end meanwhile
 SECONDS_TO_WRITE_AT_THE_END = 2.0
 SECONDS_TO_LEAVE_TOGETHER = 1.0  # ranks that all end with os._exit(0) have finished
+SECONDS_TO_START_AFTER_ALL = 1.0
 SECONDS_FOR_OTHER_NODES = 3.0
 SECONDS_TO_END_THE_JOB = 2.0
 SECONDS_TO_END_BY_ITSELF = 10.0  # a rank that says that it ends the job
@@ -76,6 +78,9 @@ class Observer:
         self._reported = 0.0  # when; 0.0: nothing was reported
         self._ending_since = 0.0  # when a rank was seen to end the job
         self._killed = False
+        self._absent_since = (
+            0.0  # when ranks at their end were seen, while others wait for all to start
+        )
         self._leaving_since = 0.0  # when ranks were seen to wait at their end
         self._noticed_leaving = False
 
@@ -94,6 +99,7 @@ class Observer:
             detector.wait(SECONDS_BETWEEN_FIRST_LOOKS if starting else SECONDS_BETWEEN_LOOKS)
             self._pauses.notice(detector.ranks.values())
             self._speak_for_ranks()
+            self._judge_starts()
             self._judge_deaths()
             self._judge_waits()
             self._see_to_the_end()
@@ -151,6 +157,20 @@ class Observer:
         """The ranks trust in us until then, and some more."""
         for rank in self._detector.ranks.values():
             rank.record.looked = time.monotonic_ns() + int(seconds * 1e9)
+
+    def _judge_starts(self) -> None:
+        """Ranks that wait for all ranks to start wait in vain for those that have come to their ends."""
+        ranks = list(self._detector.ranks.values())
+        absent = absentees(ranks)
+        if not absent or self._reported or self._detector.in_state(ENDING):
+            self._absent_since = 0.0
+            return
+        self._absent_since = self._absent_since or time.monotonic()
+        waiting = [rank for rank in ranks if rank.record.starting]
+        # Open MPI's launcher ends the job then, without a word about why the others die.
+        ended_by_launcher = any(rank.dead for rank in waiting)
+        if ended_by_launcher or time.monotonic() - self._absent_since > SECONDS_TO_START_AFTER_ALL:
+            self._report(lambda: absence_report(absent, waiting), END, 1)
 
     def _judge_deaths(self) -> None:
         detector = self._detector

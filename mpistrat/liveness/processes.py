@@ -147,6 +147,12 @@ def launcher_of(pid: int) -> int | None:
     return daemon
 
 
+def is_launched(pid: int) -> bool:
+    """Whether a launcher has started the process itself, and no script that may start others after it."""
+    name = next((name for _, name in _ancestors(pid)), "")
+    return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
+
+
 def end_launcher(pid: int) -> None:
     """Kill it, so that its exit code is not 0: for when no rank is left that could see to that."""
     for number in (signal.SIGHUP, signal.SIGKILL):

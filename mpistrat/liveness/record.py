@@ -5,6 +5,7 @@ and in the machine's byte order: a reader sees an old or a new one, never half o
 
     0      header, see the constants below
     1024   host name, UTF-8, ends at a zero byte
+    1280   how the rank came to its end, likewise
     3072   64 sums of ns spent waiting, by second (modulo 64); at 3584 the seconds they belong to
     4096   256 boards of 64 bytes, one for each communicator
     20480  64 ring entries of 256 bytes
@@ -41,7 +42,8 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     EXPENDABLE,  # 1: if this rank dies, the others go on without it
     OBSERVER,  # the pid of the process that observes this rank
     SAY,  # 1: the observer is to say what the rank has left in the job's folder
-) = range(19)
+    STARTING,  # since when the rank waits for all others in MPI_Init, or to build a strategy; 0: it does not
+) = range(20)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
@@ -51,7 +53,7 @@ END, RAISE = 1, 2
 # the communicator's size, the hash of its name, its first rank's number in the job, and the call's entry in the ring
 WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY = range(7)
 
-_HOST, _HOST_BYTES, WAITED, _WAITED_SECOND = 1024, 256, 3072 // 8, 3584 // 8
+WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
 _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
 _FIRST_ENTRY, _ENTRY_BYTES, RING = 4096 + 64 * MAX_BOARDS, 256, 64
 BYTES = _FIRST_ENTRY + RING * _ENTRY_BYTES
@@ -76,6 +78,21 @@ class _Word:
         record.words[self._index] = value
 
 
+class _Text:
+    """Some bytes of the header as an attribute of its record; "" before it is set. Too long a text loses its end."""
+
+    def __init__(self, first: int, size: int) -> None:
+        self._first, self._size = first, size
+
+    def __get__(self, record: RankRecord, owner: type[RankRecord] | None = None) -> str:
+        written = record.map[self._first : self._first + self._size]
+        return written.split(b"\0", 1)[0].decode(errors="replace")
+
+    def __set__(self, record: RankRecord, value: str) -> None:
+        encoded = value.encode(errors="replace")[: self._size - 1] + b"\0"
+        record.map[self._first : self._first + len(encoded)] = encoded
+
+
 class RankRecord:
     """A rank's own record, or a view of another's. `path` None is memory that nobody else sees."""
 
@@ -83,12 +100,14 @@ class RankRecord:
     state, expendable = map(_Word, (STATE, EXPENDABLE))
     abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
     looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
-    observer, say = map(_Word, (OBSERVER, SAY))
+    observer, say, starting = map(_Word, (OBSERVER, SAY, STARTING))
+    host = _Text(1024, 256)
+    end = _Text(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
 
     def __init__(self, path: str | None, *, create: bool = False) -> None:
         self.path = path
         if path is None:
-            self._map = mmap.mmap(-1, BYTES)
+            self.map = mmap.mmap(-1, BYTES)
         else:
             file = os.open(
                 path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600
@@ -96,10 +115,10 @@ class RankRecord:
             try:
                 if create:
                     os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
-                self._map = mmap.mmap(file, BYTES)
+                self.map = mmap.mmap(file, BYTES)
             finally:
                 os.close(file)
-        self.words = memoryview(self._map).cast("Q")
+        self.words = memoryview(self.map).cast("Q")
         self._numbers = itertools.count(1)  # of entries; threads may take them at the same time
         if not create and path is not None and not self.started:
             raise OSError(f"{path} is not a record of this version")
@@ -110,8 +129,7 @@ class RankRecord:
         """Fill in the header; from here on others may read. Called again when the limit is known."""
         self.pid, self.rank, self.size = os.getpid(), rank, size
         self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
-        encoded = host.encode(errors="replace")[: _HOST_BYTES - 1]
-        self._map[_HOST : _HOST + len(encoded)] = encoded
+        self.host = host
         self.words[VERSION] = MAGIC
 
     def new_board(self, name_hash: int, size: int, first: int = 0) -> int | None:
@@ -136,7 +154,7 @@ class RankRecord:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
         now = time.monotonic_ns()
         site_bytes = len(text) - call_bytes
-        _ENTRY.pack_into(self._map, offset, calls, now, -1, board, call_bytes, site_bytes, text)
+        _ENTRY.pack_into(self.map, offset, calls, now, -1, board, call_bytes, site_bytes, text)
         words[ENTRIES] = words[board + ENTRY] = number
         words[board + CALLS] = calls
         words[board + SINCE] = now
@@ -189,10 +207,6 @@ class RankRecord:
         """The job's folder, in which this record lies; "" if nobody else sees it."""
         return os.path.dirname(self.path or "")
 
-    @property
-    def host(self) -> str:
-        return self._map[_HOST : _HOST + _HOST_BYTES].split(b"\0", 1)[0].decode(errors="replace")
-
     def boards(self) -> list[Board]:
         words = self.words
         end = _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS
@@ -215,7 +229,7 @@ class RankRecord:
 
     def _entry(self, number: int) -> Entry:
         offset = _FIRST_ENTRY + number % RING * _ENTRY_BYTES
-        calls, entered, waited, board, *ends, text = _ENTRY.unpack_from(self._map, offset)
+        calls, entered, waited, board, *ends, text = _ENTRY.unpack_from(self.map, offset)
         call, site = (
             part.decode(errors="replace") for part in (text[: ends[0]], text[ends[0] : sum(ends)])
         )

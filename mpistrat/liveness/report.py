@@ -85,6 +85,18 @@ def death_report(ranks: list[Rank], first: Rank) -> str:
     return "\n".join(lines)
 
 
+def absence_report(absent: list[Rank], waiting: list[Rank]) -> str:
+    """That ranks have come to their ends, and others wait for all ranks to start."""
+    first, *more = absent
+    how = first.record.end or (describe_exit(first.status) if first.dead else "came to its end")
+    so_did = f" (so did {_ranks(more)})" if more else ""
+    return (
+        f"{first.who} {how}{so_did}, but {_ranks(waiting)} {_verb(waiting, 'wait')} for all ranks to start MPI, or to "
+        "build the strategy.\nEvery rank must do so. Does an `if rank == 0:` stand around it, or did a rank find "
+        "nothing to do, and end?"
+    )
+
+
 def account_of(ranks: list[Rank]) -> list[str]:
     """What the ranks of a node do, for the report of another."""
     inside = [rank for rank in ranks if rank.inside and not rank.stands_still]

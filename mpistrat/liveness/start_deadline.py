@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
-from mpistrat.machine.interpreter import python_of_helpers
-from mpistrat.machine.notices import say
+from mpistrat.liveness import observation
+from mpistrat.liveness.rank_end import rank_end
+from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.settings import start_seconds
 
 # Runs while its parent is inside MPI_Init: reads the end of its input when the parent goes on or is gone.
-_WATCHER = """
+_WATCHER = f"""
 import os, select, sys
 parent, seconds, message = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-if not select.select([0], [], [], seconds)[0] and os.getppid() == parent:
-    os.write(2, message.encode())
-    os.kill(parent, 9)
+if select.select([0], [], [], seconds)[0] or os.getppid() != parent:
+    os._exit(0)
+{IMPORT_WITHOUT_INIT}
+from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.machine.notices import say
+say(message, last=True) or say_on_launcher(parent, message)
+os.kill(parent, 9)
 """
 
 
@@ -35,11 +41,13 @@ def start_deadline(
     if not seconds or size == 1:
         yield
         return
-    timer = threading.Timer(seconds, _end_process, [_message(what, seconds, rank, size)])
+    message = _message(what, seconds, rank, size)
+    timer = threading.Timer(seconds, lambda: rank_end().end_job(message, 1))
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with _starting(size):
+            yield
     finally:
         timer.cancel()
 
@@ -54,31 +62,43 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
         return
     import subprocess  # here, because it makes importing mpistrat slower
 
-    message = _message("MPI_Init", seconds, rank, size)
+    message = f"\nmpistrat: {_message('MPI_Init', seconds, rank, size)}\n"
     command = [python, "-I", "-S", "-c", _WATCHER, str(os.getpid()), str(seconds), message]
     # In a session of its own, so that Ctrl-C does not make it print a traceback; without the launcher's variables;
     # and with no output but stderr, so that it cannot keep anybody's pipe open.
-    with subprocess.Popen(  # whose input is closed at the block's end
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        env=environment_of_children(),
+    with (
+        subprocess.Popen(  # whose input is closed at the block's end
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment_of_children(),
+        ),
+        _starting(size),
     ):
         yield
+
+
+@contextmanager
+def _starting(size: int | None) -> Iterator[None]:
+    """The observer knows that this rank waits for all ranks of the job, if those are `size`."""
+    observed = observation.observed()
+    record = observed.record if observed and observed.record.size == size else None
+    if record is not None:
+        record.starting = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        if record is not None:
+            record.starting = 0
 
 
 def _message(what: str, seconds: float, rank: int | None, size: int | None) -> str:
     who = "a rank" if rank is None else f"rank {rank}"
     started = "started processes" if size is None else f"{size} started processes"
     return (
-        f"\nmpistrat: {who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
+        f"{who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
         "there.\nEvery rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a "
         "rank end or fail before, or is one still busy? "
-        f"{start_seconds.name}=N allows N seconds (0: no limit). Ending the job.\n"
+        f"{start_seconds.name}=N allows N seconds (0: no limit). Ending the job."
     )
-
-
-def _end_process(message: str) -> None:
-    say(message, last=True)
-    os._exit(1)

@@ -6,6 +6,15 @@ import os
 import re
 import sys
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# mpistrat's own __init__ would load NumPy: a helper gets an empty package with the same folder.
+IMPORT_WITHOUT_INIT = f"""
+import sys, types
+package = types.ModuleType("mpistrat")
+package.__path__ = [{_PACKAGE!r}]
+sys.modules["mpistrat"] = package
+"""
+
 
 def python_of_helpers() -> str | None:
     """The interpreter's file; None in a frozen program, whose executable would run the program once more."""

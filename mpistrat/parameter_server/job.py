@@ -82,7 +82,7 @@ class ServerJob:
 
     def __init__(self, comm: MPI.Intracomm, roles: JobRoles, replicated: bool = False) -> None:
         self.roles = roles
-        with start_deadline("the duplication of a communicator"):
+        with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
             duplicate = comm.Dup()
         self.why_not_fault_tolerant = _why_not_fault_tolerant()
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant

@@ -19,7 +19,6 @@ from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site, outside
-from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.record import ABORT
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -96,9 +95,6 @@ class Contract(Unchecked):
         with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
             mark_raised_by_all(error)
             raise error
-
-    def abort(self, code: int) -> NoReturn:
-        job_end().abort(code)
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
         part = Contract(mpi, name, watch, self.check, self.timeline)

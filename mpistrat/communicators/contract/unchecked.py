@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -67,10 +66,6 @@ class Unchecked:
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
         """The contract of some of the ranks. Collective over them. `name` differs from that of other contracts."""
         return self
-
-    def abort(self, code: int) -> NoReturn:
-        """End the whole job with exit code `code`. Not collective."""
-        os._exit(code)
 
     def has_lost_a_rank(self) -> bool:
         """Whether this rank knows that a rank has failed and the others go on without it. Not collective."""

@@ -53,6 +53,17 @@ def test_long_texts_keep_what_tells_most() -> None:
     assert site.endswith("/train.py:33 in step")
 
 
+def test_how_a_rank_ended() -> None:
+    record = RankRecord(None)
+    assert record.end == ""
+    for how in ("called sys.exit(0) at train.py:7", "came to its end"):
+        record.end = how
+        assert record.end == how
+    record.end = "é" * 1000
+    assert record.end.startswith("é" * 255)
+    assert len(record.end) < 257
+
+
 def test_boards_are_limited() -> None:
     record = new_record(None)
     assert all(record.new_board(i, 2) is not None for i in range(MAX_BOARDS))

@@ -1,0 +1,50 @@
+"""Ends a job where MPI cannot: before this process has initialized it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+
+from mpistrat.cluster_resolver.launcher import SLURM_STEP, describes_daemons
+
+_SECONDS_TO_ANSWER = 0.5
+_SECONDS_TO_BE_KILLED = 2.0
+
+
+def abort_by_launcher(code: int) -> None:
+    """Have the launcher end all processes of the job with exit code `code`; return if it does not.
+
+    Open MPI's launcher does so by itself when a process ends with an exit code other than 0. MPICH's and Slurm's wait
+    for the other processes, which may wait for this one in MPI_Init.
+    """
+    environ = os.environ
+    # Of MPICH's launcher and those that come from it, and of srun --mpi=pmi2
+    if environ.get("PMI_FD", "").isdecimal():
+        asked = _abort_by_pmi(int(environ["PMI_FD"]), code)
+    elif SLURM_STEP[0] in environ and not describes_daemons(environ):
+        asked = _cancel(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
+    else:
+        asked = False
+    if asked:
+        time.sleep(_SECONDS_TO_BE_KILLED)
+
+
+def _abort_by_pmi(descriptor: int, code: int) -> bool:
+    """By version 1 of PMI's wire protocol, over what the launcher has opened for it; returns whether it was sent."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, b"cmd=init pmi_version=1 pmi_subversion=1\n")
+        if select.select([descriptor], (), (), _SECONDS_TO_ANSWER)[0]:
+            os.read(descriptor, 1024)
+        os.write(descriptor, f"cmd=abort exitcode={code}\n".encode())
+        return True
+    return False
+
+
+def _cancel(step: str) -> bool:
+    import subprocess  # here, because it makes importing mpistrat slower
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["scancel", step], capture_output=True, timeout=10).returncode == 0
+    return False

@@ -1,0 +1,182 @@
+"""How a rank that fails ends its job: from `import mpistrat` on, before MPI runs and before there is a strategy.
+
+An uncaught exception, or an exit code other than 0, ends all processes of the job. `JobEnd` decides about exits once
+there are groups of ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import io
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
+from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
+from mpistrat.errors import CollectiveMismatchError
+from mpistrat.liveness import observation
+from mpistrat.liveness.borrowed_stderr import say_on_launcher
+from mpistrat.liveness.failure_detector import find_ranks
+from mpistrat.liveness.processes import DEAD, state_of
+from mpistrat.liveness.program_exit import program_exit, remember_exits
+from mpistrat.liveness.record import ENDING, LEFT
+from mpistrat.machine.notices import say
+
+SECONDS_FOR_RANK_0 = 1.0
+SECONDS_TO_BE_READ = 0.2
+SECONDS_TO_BE_KILLED = 2.0
+SECONDS_TO_EXIT_TOGETHER = 1.0
+
+
+class RankEnd:
+    """What this process says when it ends its job, and how it does. There is one: `rank_end()`.
+
+    Attributes:
+        who: this rank, in words.
+        streams: flushed wherever standard output is.
+        decides_exits: False once `JobEnd` does.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        mpi = _running_mpi()  # numbers ranks as the launcher does, whatever the groups are
+        world = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+        self._rank: int
+        self._size: int
+        self._rank, self._size = world or certain_rank() or (0, 1)
+        self.who = f"rank {self._rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
+        self.streams: list[Any] = []
+        self.decides_exits = True
+        self._excepthook: Any = None
+        self._is_failing = False
+
+    def catch_exceptions(self) -> None:
+        """Have an uncaught exception end the job, also where the program has since put a hook of its own in place."""
+        previous = sys.excepthook
+        if previous is self._excepthook or sys.flags.interactive or hasattr(sys, "ps1"):
+            return
+
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            if self._is_failing or not self.is_running() or hasattr(sys, "ps1"):
+                previous(kind, error, trace)
+                return
+            self._is_failing = True
+            of_all = isinstance(error, CollectiveMismatchError) and not error.__cause__
+            if of_all and self._rank:
+                time.sleep(SECONDS_FOR_RANK_0)  # all ranks say the same: once is enough
+            # Written in one piece: other ranks may write at the same time.
+            text = io.StringIO()
+            with contextlib.redirect_stderr(text):
+                previous(kind, error, trace)
+            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            self.end_job(f"{self.who} failed; ending the job\n{text.getvalue()}", code)
+
+        self._excepthook = sys.excepthook = excepthook
+
+    def catch_exits(self) -> None:
+        """Have an exit code other than 0 end the job, unless all ranks exit."""
+        remember_exits()
+        atexit.register(self._leave)
+
+    def end_job(self, text: str, code: int) -> NoReturn:
+        """Say `text`, and end all processes of the job with exit code `code`."""
+        self._is_ending()  # before the observer can wonder why ranks die
+        self.say_last(text)
+        self.abort(code)
+
+    def say_last(self, text: str) -> None:
+        """Say `text` wherever it can be said, once: this process is about to end."""
+        text = f"\nmpistrat: {text}\n"
+        if not (say(text, last=True) or observation.say(text)):
+            say_on_launcher(self._pid, text)
+
+    def abort(self, code: int) -> NoReturn:
+        """End all processes of the job with exit code `code`."""
+        self._is_ending()
+        self.flush()
+        time.sleep(SECONDS_TO_BE_READ)  # MPICH's launcher drops what it has not read by then
+        mpi = _running_mpi()
+        if mpi is None:
+            abort_by_launcher(code)
+        elif not why_not_fault_tolerant(mpi.Get_library_version()):
+            # After MPI_Abort, a fault tolerant mpirun (PRRTE 3.0) now and then waits for ever for a lock that it has
+            # freed; an exit code other than 0 ends the job there, too.
+            os._exit(code or 1)
+        elif _may_call(mpi):
+            mpi.COMM_WORLD.Abort(code)
+            time.sleep(SECONDS_TO_BE_KILLED)  # MPICH returns once the launcher knows
+        os._exit(code or 1)
+
+    def is_running(self) -> bool:
+        """Whether this is the rank, no fork of it, and it has not finalized MPI."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        return os.getpid() == self._pid and not (mpi and mpi.Is_finalized())
+
+    def flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr, *self.streams):
+            with contextlib.suppress(Exception):  # closed, None, or an object of the program's
+                stream.flush()
+
+    def _is_ending(self) -> None:
+        if observed := observation.observed():
+            observed.record.state = ENDING
+
+    def _leave(self) -> None:
+        """The program has come to its end, and MPI_Finalize has not been called."""
+        if not (self.decides_exits and self.is_running()):
+            return
+        end = program_exit()
+        if observed := observation.observed():
+            observed.record.end = end.how
+        if end.failed or (end.code and not self._all_exit()):
+            self.end_job(f"ending the job: {self.who} {end.how}", end.code)
+
+    def _all_exit(self) -> bool:
+        """Whether all ranks come to their ends now, as when all call sys.exit(2)."""
+        observed = observation.observed()
+        if observed is None:
+            return False
+        observed.record.state = LEFT
+        until = time.monotonic() + SECONDS_TO_EXIT_TOGETHER
+        while True:
+            ranks = find_ranks(observed.folder.path)
+            if sum(rank.has_left or state_of(rank.pid) in DEAD for rank in ranks) == self._size:
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+
+
+@functools.cache
+def rank_end() -> RankEnd:
+    """This process's."""
+    return RankEnd()
+
+
+def begin() -> None:
+    """From now on the job ends when this rank fails, if a launcher says that this process is one of several.
+
+    Starts no MPI, raises nothing. Called by: the package when it is imported, and whoever starts MPI.
+    """
+    if observation.begin():
+        rank_end().catch_exceptions()
+        rank_end().catch_exits()
+
+
+def _running_mpi() -> Any:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def _may_call(mpi: Any) -> bool:
+    """Whether this thread may call MPI."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return in_main_thread or bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
