@@ -1,5 +1,6 @@
 """Jobs in which a rank goes wrong: how long they may take to end, and what they have to leave behind."""
 
+import platform
 import re
 import time
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ from support.harness.mpi_launcher import Job, Launcher
 LIMIT = 3.0  # MPISTRAT_STALL_SECONDS of these jobs
 SECONDS_TO_END = 5.0  # after the limit
 HOST_AND_PID = r" \(\S+, pid \d+\)"
-# How a process died is known since Linux 6.15 only.
+# Linux's version: since 6.15 it tells how a process died.
+KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 DIED = r"was killed by SIGKILL|died without a word"
 STOPPED = r"is stopped \(state T"
 

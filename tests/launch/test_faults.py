@@ -1,7 +1,6 @@
 """One rank of a real job goes wrong, where a seed says: the job ends in time and tells who, where and why."""
 
 import json
-import platform
 import random
 import re
 import time
@@ -10,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, reports_in
+from launch.fault_jobs import HOST_AND_PID, KERNEL, LIMIT, SECONDS_TO_END, reports_in
 from support.harness.mpi_launcher import Job, Launcher
 
 pytestmark = [pytest.mark.both_mpis("faults"), pytest.mark.waits]
 
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 SLOW_TRAINING = PROGRAM.with_name("slow_training.py")
-KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 23))]
 QUICK = [pytest.param(0, marks=pytest.mark.quick), *SEEDS[1:]]
 

@@ -19,10 +19,12 @@ def line_of(scenario: str) -> int:
     return next(n for n, line in enumerate(lines, 1) if line.endswith(f"  # {scenario}"))
 
 
-def run(launcher: Launcher, folder: Path, scenario: str, ranks: int = 2, **env: str) -> Job:
+def run(
+    launcher: Launcher, folder: Path, scenario: str, *words: str, ranks: int = 2, **env: str
+) -> Job:
     settings = {"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}", **env}
     job = launcher.run_python(
-        ranks, PROGRAM, scenario, folder, env=settings, cwd=folder, seconds=60
+        ranks, PROGRAM, scenario, folder, *words, env=settings, cwd=folder, seconds=60
     )
     assert job.left_behind == (), job.output
     return job
@@ -98,6 +100,35 @@ def test_a_rank_at_its_end_that_another_waits_for(launcher: Launcher, tmp_path: 
     )
     here = line_of("ends_before_the_other_receives")
     assert f"observed.py:{here} in ends_before_the_other_receives" in job.stderr
+
+
+@pytest.mark.parametrize("signal", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+def test_a_stall_without_an_observer(launcher: Launcher, tmp_path: Path, signal: str) -> None:
+    """A rank reports in its place, once, as it would have done; and a stopped one does not stay."""
+    job = run(launcher, tmp_path, "without_observer", signal, "stalls")
+    assert job.returncode != 0
+    assert job.stdout.count("held: []") == 1, job.output
+    assert job.stderr.count("rank 1 has not come to it") == 1, job.output
+    assert f"observed.py:{line_of('without_observer')} in without_observer" in job.stderr
+    assert len(list(tmp_path.glob("mpistrat-report-*.txt"))) == 1
+    assert job.seconds < LIMIT + 5 + 2 + 6
+
+
+def test_a_stopped_observer_keeps_nobody(launcher: Launcher, tmp_path: Path) -> None:
+    job = run(launcher, tmp_path, "without_observer", "SIGSTOP", "ends")
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("finished") == 2
+    assert job.seconds < 10
+
+
+def test_a_rank_that_closes_all_files(launcher: Launcher, tmp_path: Path) -> None:
+    """MPICH's launcher kills it at once; Open MPI would write about it for ever."""
+    job = run(launcher, tmp_path, "closes_all_files")
+    assert job.returncode != 0
+    assert re.search(r"rank 1 of 2 \(.*\) .*os\.closerange", job.stderr), job.output
+    assert not re.search(r"rank 0 of 2 \(.*\) (was killed|closed|has closed)", job.stderr)
+    assert len(job.output) < 100_000
+    assert "Traceback" not in job.stderr, job.output
 
 
 @pytest.mark.parametrize("name", ["MPICH"])  # the launcher of Open MPI returns an error by itself

@@ -25,6 +25,7 @@ def without_job_folders(path: str, mode: int = 0o777) -> None:
 if scenario == "no_record":
     os.mkdir = without_job_folders  # type: ignore[assignment]
 import mpistrat as ms  # noqa: E402 - it makes the record
+from mpistrat.liveness import observation  # noqa: E402
 
 LIMIT = float(os.environ["MPISTRAT_STALL_SECONDS"])
 world = MPI.COMM_WORLD
@@ -134,6 +135,39 @@ def ends_before_the_other_receives() -> None:
         world.recv(source=1)  # ends_before_the_other_receives
 
 
+def without_observer() -> None:
+    """The observer is stopped or killed, and the last rank does not come."""
+    strategy = strategy_of()
+    reduce(strategy)
+    observed = observation.observed()
+    assert observed is not None
+    pid = observed.record.observer
+    if world.rank == 0:
+        held = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+        print(
+            "held:",
+            sorted(name for name in held if name.startswith(("pipe:", "/dev/pts", "socket:"))),
+            flush=True,
+        )
+        os.kill(pid, getattr(signal, sys.argv[3]))
+    world.Barrier()
+    if last and sys.argv[4] == "stalls":
+        time.sleep(600)  # without_observer
+    reduce(strategy)
+    print("finished", flush=True)
+
+
+def closes_all_files() -> None:
+    """As a library does that makes a daemon of its process."""
+    strategy = strategy_of()
+    reduce(strategy)
+    if last:
+        os.closerange(3, 1024)
+    for _ in range(50):
+        time.sleep(0.1)
+        reduce(strategy)
+
+
 scenarios = {
     scenario.__name__: scenario
     for scenario in (
@@ -146,6 +180,8 @@ scenarios = {
         of_one_pair,
         suspended,
         ends_before_the_other_receives,
+        without_observer,
+        closes_all_files,
     )
 }
 scenarios[scenario]()
