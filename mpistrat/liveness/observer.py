@@ -43,6 +43,7 @@ from mpistrat.liveness.processes import (
 )
 from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
 from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
+from mpistrat.liveness.unwaited import within
 from mpistrat.machine.private_files import create, private
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -320,13 +321,6 @@ class Observer:
         if limit and waited > limit and any(not rank.dead and not rank.has_left for rank in ranks):
             self._noticed_leaving = True
             self._say(f"\nmpistrat: {self._compose(lambda: leaving_notice(ranks, waited))}\n")
-
-
-def within(seconds: float, action: Callable[[], object]) -> None:
-    """Do it, and wait for it so long at most: it may touch a file system that hangs."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 class ReportFile:

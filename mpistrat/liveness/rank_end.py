@@ -26,9 +26,11 @@ from mpistrat.liveness.failure_detector import find_ranks
 from mpistrat.liveness.processes import DEAD, state_of
 from mpistrat.liveness.program_exit import program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT
+from mpistrat.liveness.unwaited import within
 from mpistrat.machine.notices import say
 
 SECONDS_FOR_RANK_0 = 1.0
+SECONDS_TO_FLUSH = 1.0  # into files that may hang
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_BE_KILLED = 2.0
 SECONDS_TO_EXIT_TOGETHER = 1.0
@@ -121,6 +123,9 @@ class RankEnd:
         return os.getpid() == self._pid and not (mpi and mpi.Is_finalized())
 
     def flush(self) -> None:
+        within(SECONDS_TO_FLUSH, self._flush)
+
+    def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr, *self.streams):
             with contextlib.suppress(Exception):  # closed, None, or an object of the program's
                 stream.flush()
