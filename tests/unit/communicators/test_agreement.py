@@ -64,7 +64,7 @@ class RecordIn(RankRecord):
     """A record whose words are the test's own."""
 
     def __init__(self, words: Any) -> None:
-        self.words = words
+        self.words, self.path = words, None
 
 
 class Words:
