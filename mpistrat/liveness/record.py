@@ -116,6 +116,10 @@ class RankRecord:
                 if create:
                     os.posix_fallocate(file, 0, BYTES)  # else a full /dev/shm is a SIGBUS later
                 self.map = mmap.mmap(file, BYTES)
+            except OSError:
+                if create:
+                    os.unlink(path)  # it would be taken for a record
+                raise
             finally:
                 os.close(file)
         self.words = memoryview(self.map).cast("Q")

@@ -1,5 +1,7 @@
 """Records outlive their process, and keep what tells most."""
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -42,6 +44,17 @@ for call in range(1, 101):
     assert entries[0].waited >= 0
     (board,) = record.boards()
     assert (board.calls, board.size, board.since > 0) == (100, 2, True)
+
+
+def test_without_room_there_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "rank-0"
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        RankRecord(str(path), create=True)
+    assert not path.exists()
 
 
 def test_long_texts_keep_what_tells_most() -> None:
