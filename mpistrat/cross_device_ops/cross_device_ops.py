@@ -69,16 +69,9 @@ def place(value: Any, destinations: Any) -> Any:
 
 def components_of(value: Any) -> tuple[Any, ...]:
     """The arrays of a per-replica operand; a plain one is a single component."""
-    if isinstance(value, DistributedValues):
-        components = value.values
-    elif arrays.is_number(value) or (
-        isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    ):
-        components = (arrays.as_operand(value),)
-    else:
-        components = (value,)
+    components = value.values if isinstance(value, DistributedValues) else (value,)
     return tuple(
-        c if isinstance(c, IndexedSlices) else arrays.as_array(arrays.detach_read(c))
+        c if isinstance(c, IndexedSlices) else arrays.as_operand(arrays.detach_read(c))
         for c in components
     )
 

@@ -57,7 +57,7 @@ def fitting(array: Array, operand: Any, name: str) -> Array:
             number = arrays.as_array(operand)
         except TypeError as error:
             raise TypeError(f"variable {name!r}: {error}") from None
-        if number.size and number.dtype.kind not in _kinds_that_fit(array):
+        if not _fits(number, array):
             raise TypeError(
                 f"variable {name!r} has dtype {arrays.dtype_name(array)}, which would cut off a part of "
                 f"{operand!r:.60}; convert it first"
@@ -85,8 +85,20 @@ def _converted(operand: Any, array: Array) -> Any:
     if not isinstance(operand, (np.ndarray, np.generic)):
         return operand
     foreign = operand.ndim == 0 or not isinstance(array, (np.ndarray, np.generic))
-    fits = operand.dtype.kind in _kinds_that_fit(array)
-    return arrays.cast_like(operand, array) if foreign and fits else operand
+    return arrays.cast_like(operand, array) if foreign and _fits(operand, array) else operand
+
+
+def _fits(numbers: np.ndarray | np.generic, array: Array) -> bool:
+    """Whether nothing but digits of `numbers` is lost in `array`."""
+    name = arrays.dtype_name(array)
+    if not numbers.size or arrays.dtype_name(numbers) == name:
+        return True
+    if numbers.dtype.kind not in _kinds_that_fit(array):
+        return False
+    if not arrays.is_integer(array):
+        return True
+    limits = np.iinfo(name)
+    return limits.min <= int(numbers.min()) and int(numbers.max()) <= limits.max
 
 
 def _kinds_that_fit(array: Array) -> str:

@@ -169,6 +169,8 @@ def test_python_s_floats_are_float32(ops):
         assert ops.broadcast(value, "cpu:0").dtype == np.float32
         (batched,) = ops.batch_reduce(SUM, [(value, "cpu:0")])
         assert batched.dtype == np.float32
+    total = ops.reduce(SUM, ms.PerReplica([1.0, 5.0]), "cpu:0")
+    assert (total, total.dtype) == (6, np.float32)
     assert ops.reduce(SUM, np.array([1.0]), "cpu:0").dtype == np.float64
     assert ops.reduce(SUM, [1, 5], "cpu:0").dtype.kind == "i"
     assert ms.IndexedSlices([[1.0]], [0]).values.dtype == np.float32

@@ -245,6 +245,18 @@ def test_numbers_of_numpy_are_converted_as_python_s_are(pair, make, dtype):
         variable(pair, make(1), dtype="int64").assign_add(np.float64(1))
 
 
+@pytest.mark.parametrize("number", [300, -129, np.int64(300), np.array(-129), np.uint64(1 << 63)])
+def test_integers_that_do_not_fit_are_refused(pair, make, number):
+    v = variable(pair, make(1), dtype="int8")
+    with pytest.raises((TypeError, InvalidArgumentError), match=r"dtype int8.*; convert it first"):
+        v.assign_add(number)
+    if make is torch.tensor:
+        with pytest.raises(InvalidArgumentError, match="dtype int8, the operand"):
+            variable(pair, make([1]), dtype="int8").assign(np.array([number]))
+    v.assign(np.int64(-128))
+    assert v.numpy() == -128
+
+
 def test_arrays_of_numpy_are_converted_to_tensors(pair):
     v = variable(pair, torch.ones(2), aggregation=SUM)
     v.assign_add(np.ones(2))
