@@ -117,7 +117,7 @@ class DistributedIterator(Iterator[Any]):
         with self._extended.communicator.raising_together():
             batches = [self._filled(entry) for entry in step]
             for batch in batches:
-                self._check_structure(batch)
+                self._structure = _same_structure(batch, self._structure, self._steps_read)
             if self._source.spec is None:
                 self._source.learn_spec(batches[0])
             batches = self._copies.start(batches)
@@ -174,16 +174,15 @@ class DistributedIterator(Iterator[Any]):
             raise ValueError("the dataset has no example that could tell what a batch looks like")
         return without_examples(self._template)
 
-    def _check_structure(self, batch: Any) -> None:
-        """Raises: ValueError when the dataset changes its structure."""
-        structure = nest.describe(batch)
-        if self._structure is None:
-            self._structure = structure
-        elif structure != self._structure:
-            raise ValueError(
-                f"the dataset changes its structure: step {self._steps_read} is {structure}, those before it were "
-                f"{self._structure}"
-            )
+
+def _same_structure(batch: Any, before: str | None, step: int) -> str:
+    """The structure of `batch`, of step `step`. Raises: ValueError where those before it had another."""
+    structure = nest.describe(batch)
+    if before is not None and structure != before:
+        raise ValueError(
+            f"the dataset changes its structure: step {step} is {structure}, those before it were {before}"
+        )
+    return structure
 
 
 def element_spec_of(source: StepSource) -> Any:
