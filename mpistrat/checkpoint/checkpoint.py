@@ -158,7 +158,7 @@ def _strategy_of(objects: Mapping[str, Any]) -> Strategy:
     if ranks > 1:
         raise RuntimeError(
             f"this job has {ranks} ranks, and the objects of this checkpoint ({', '.join(objects)}) are of no strategy "
-            "that could tell which rank writes them: make the Checkpoint inside strategy.scope(), or a variable of it"
+            "that could tell which rank writes them: make the Checkpoint, or one of these, inside strategy.scope()"
         )
     return get_strategy()
 

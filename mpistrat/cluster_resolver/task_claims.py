@@ -22,7 +22,7 @@ _BY_MPI_ALONE = "give cluster_resolver=MPIClusterResolver() to go by MPI alone"
 class TaskClaim:
     """What one rank knows of its task, and sends to the others."""
 
-    source: str = ""  # the class of its resolver
+    source: str = ""  # TF_CONFIG, or the class of its resolver
     cluster_spec: ClusterSpec | None = None
     task_type: str | None = None
     task_id: int | None = None
@@ -61,7 +61,7 @@ def check_same_cluster(claims: Sequence[TaskClaim]) -> None:
 
 def describe_cluster(claim: TaskClaim) -> str:
     if claim.cluster_spec is None:
-        return f"no cluster ({TF_CONFIG} is not set)"
+        return f"no cluster ({TF_CONFIG} names none)"
     return f"the cluster {claim.cluster_spec.as_dict()!r:.300} ({claim.source})"
 
 

@@ -93,9 +93,9 @@ class AnnouncedEnd:
         if meant > _PART_UNTIL_MEASURED * left:
             kept = self._seconds_needed()
             tell(
-                f"warning: the time limit is in {left:.3g} s, and margin={self._margin:g} s of these are for the last "
-                f"checkpoint. {kept:.3g} s are kept for it, which leaves {max(left - kept, 0):.3g} s to train. Ask for "
-                "a longer time limit, or set TerminationConfig(margin=...)"
+                f"warning: the time limit is near, in {left:.3g} s. {kept:.3g} s of these are kept for the last "
+                f"checkpoint, which leaves {max(left - kept, 0):.3g} s to train. Ask for a longer time limit, or set "
+                f"TerminationConfig(margin=...), which is {self._margin:g} s"
             )
 
     def _seconds_left(self) -> float:

@@ -556,7 +556,7 @@ def test_inside_run_and_without_a_strategy(directory):
     for name, message, _ in errors_of_ranks(lambda: Checkpoint(failing=Failing())):
         if SIZE > 1:
             assert name == "RuntimeError"
-            assert "make the Checkpoint inside strategy.scope()" in message
+            assert "make the Checkpoint, or one of these, inside strategy.scope()" in message
 
 
 def test_objects_know_their_strategy():

@@ -49,7 +49,7 @@ CONTRADICTIONS = {
     ),
     "on some ranks": (
         None if RANK == LAST else config(ALL),
-        f"and rank {LAST} no cluster (TF_CONFIG is not set)",
+        f"and rank {LAST} no cluster (TF_CONFIG names none)",
     ),
     "other clusters": (
         config({"worker": ["x:1"] * SIZE} if RANK == LAST else ALL),

@@ -277,7 +277,7 @@ def test_ranks_that_are_given_different_things():
     environs = [tf_config(CLUSTER, *task) for task in TASKS[:3]]
     kind, text = error_of_all([0] * 4, environs=[*environs, {}])
     assert kind is TopologyError
-    assert "rank 3 no cluster (TF_CONFIG is not set)" in text
+    assert "rank 3 no cluster (TF_CONFIG names none)" in text
 
 
 class Failing(SimpleClusterResolver):
