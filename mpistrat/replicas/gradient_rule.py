@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 
 from mpistrat.liveness.call_site import call_site
+
+_numbers = itertools.count()
 
 
 class GradientRule:
@@ -16,9 +19,13 @@ class GradientRule:
 
     Args:
         gradients: the strategy's argument: "sum", "mean" or None.
+
+    Attributes:
+        name: is no other rule's in this process.
     """
 
     def __init__(self, gradients: str | None = None) -> None:
+        self.name = f"rule {next(_numbers)}"
         self._rule = gradients
         self._decided_by = f"the strategy's argument gradients={gradients!r}"
         self._has_warned = False

@@ -67,12 +67,18 @@ def compute_average_loss(
         _check_positive_integer(global_batch_size)
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
         # A replica's own mean is right with gradients="mean".
-        choose_sum(bool(replicas > 1 and global_batch_size != loss.shape[0]))
+        contradicts_mean = bool(replicas > 1 and global_batch_size != loss.shape[0])
+        choose_sum(contradicts_mean, get_strategy().extended.modules.rule.name)
     return loss.sum() / global_batch_size
 
 
-def choose_sum(contradicts_mean: bool) -> None:
-    """Gradients of the loss that `compute_average_loss` scales here are to be summed; some would be wrong averaged."""
+def choose_sum(contradicts_mean: bool, rule: str) -> None:
+    """Gradients of the loss that `compute_average_loss` scales here are to be summed; some would be wrong averaged.
+
+    Args:
+        rule: the name of the strategy's rule. `torch.compile` takes what this function does for a constant of its
+            arguments, so another strategy has it compile once more.
+    """
     extended = get_strategy().extended
     warn = contradicts_mean and extended.communicator.rank == 0
     extended.modules.rule.ask_for("sum", "compute_average_loss", warn=warn)

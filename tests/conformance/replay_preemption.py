@@ -59,7 +59,8 @@ class _Program:
         self.own_saves = 0
         if stage.program.get("save_fn"):
             config["save_fn"] = self._save
-        self.v = ms.Variable(0)
+        with ms.OneDeviceStrategy("cpu:0").scope():  # each rank is a job of its own
+            self.v = ms.Variable(0)
         self.manager = ms.checkpoint.CheckpointManager(
             ms.checkpoint.Checkpoint(v=self.v), folder, keep=1
         )

@@ -14,11 +14,24 @@ schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 distributed = strategy.experimental_distribute_dataset(loader)
 step = 1
 """
+# Without a compiler, which a machine may lack.
+COMPILED = """
+import functools
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+with strategy.scope():
+    build()
+loss_fn = F.cross_entropy
+x, y = next(iter(loader))
+"""
+# Ranks have different examples.
+EQUAL = "torch.testing.assert_close(*strategy.gather(model.weight.detach()[None], axis=0))"
 # Batches of row numbers.
 ROWS = "loader = [np.arange(i, i + 4) for i in range(6)]"
 # How many ranks run the programs of a page, and what comes before and after them.
 PROGRAMS = {
     "README.md": (2, "", ""),
+    "docs/training.md": (2, COMPILED, EQUAL),
     "docs/one_copy.md": (2, "", "assert (total.numpy() == 2).all()"),
     "docs/checkpoints.md": (2, TRAINING, "manager.wait()"),
     "docs/preemption.md": (2, STRATEGY, "assert handler.total_run_calls == STEPS"),

@@ -17,7 +17,7 @@ def test_a_rank_that_is_lost_when_all_are_done(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(job_end(), "end_without_finalize", lambda: skipped.append(True))
     group = SimpleNamespace(stop_looking=lambda: None, has_lost=lambda: lost)
     monkeypatch.setattr(survivors_module, "RevocableGroup", lambda comm: group)
-    comm: Any = SimpleNamespace(Dup=lambda: None)
+    comm: Any = SimpleNamespace(rank=0, size=2, Dup=lambda: None)
     Survivors(comm).end()
     assert skipped == [True] * lost
 
@@ -63,7 +63,7 @@ def test_ranks_go_on_when_all_know_the_step(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(survivors_module, "RevocableGroup", group_of)
     monkeypatch.setattr(survivors_module, "discard", lambda comm: None)
     monkeypatch.setattr(survivors_module, "members", lambda comm, besides: [len(groups)])
-    comm: Any = SimpleNamespace(Dup=lambda: SmallerComm(True, False, True))
+    comm: Any = SimpleNamespace(rank=0, size=2, Dup=lambda: SmallerComm(True, False, True))
     assert Survivors(comm).go_on(7) == ([1, 2], 7)
     assert [group.calls for group in groups] == [["revoke", "stop_looking"]] * 2 + [[]]
     assert [group.comm.agreed_to for group in groups] == [[], [1], [1]]

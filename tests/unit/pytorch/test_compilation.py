@@ -1,11 +1,20 @@
-"""`torch.compile` where Dynamo was loaded, and has compiled, before mpistrat; in tests/mpi it comes later."""
+"""`torch.compile` where Dynamo is loaded, or has compiled, before mpistrat, and after; tests/mpi has what is equal."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+DYNAMO_FIRST = "import torch._dynamo\n"
+# Somebody only asks whether there is a Dynamo.
+ASKED_FOR = """
+import importlib.util, sys, torch
+import mpistrat.pytorch.compilation
+assert "torch._dynamo" not in sys.modules
+assert importlib.util.find_spec("torch._dynamo")
+"""
 LEFT_ALONE = """
-import torch._dynamo
 from mpistrat.pytorch.compilation import not_compiled
 
 def below(x):
@@ -32,6 +41,24 @@ except torch._dynamo.exc.Unsupported as error:
     assert "mpistrat communicates here" in str(error), error
 else:
     raise AssertionError("no break")
+"""
+
+# One graph of a loss for strategies that come one after another.
+COMPILED_LOSS = """
+import torch
+import mpistrat as ms
+
+@torch.compile(backend="eager", fullgraph=True)
+def loss_of(outputs):
+    return ms.compute_average_loss(outputs.square(), global_batch_size=4)
+
+for _ in range(2):
+    strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+    for _ in range(2):
+        strategy.run(lambda: loss_of(model(torch.ones(2, 1)).sum(1)).backward())
+    assert "the sum of gradients, decided by compute_average_loss" in strategy.extended.explain()
 """
 
 # A graph that writes gradients itself, of a model that is mirrored later.
@@ -62,8 +89,13 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_function_that_is_not_compiled() -> None:
-    run(LEFT_ALONE)
+@pytest.mark.parametrize("before", [DYNAMO_FIRST, ASKED_FOR])
+def test_a_function_that_is_not_compiled(before: str) -> None:
+    run(before + LEFT_ALONE)
+
+
+def test_each_strategy_learns_what_its_loss_asks_for() -> None:
+    run(COMPILED_LOSS)
 
 
 def test_no_gradient_of_an_earlier_graph_goes_unreduced() -> None:
