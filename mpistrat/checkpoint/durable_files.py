@@ -12,9 +12,9 @@ import numpy as np
 
 from mpistrat.checkpoint.failures import free_bytes, naming
 from mpistrat.checkpoint.schema import MOST_BYTES_OF_JSON
-from mpistrat.machine.control_groups import memory_left
+from mpistrat.machine.control_groups import most_memory
 
-_SURELY_FREE = 1 << 26
+_SURELY_THERE = 1 << 26
 _BYTES_PER_WRITE = 1 << 24
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # No link is followed, and a pipe in place of a file keeps nobody waiting.
@@ -116,9 +116,10 @@ _KINDS = {
 
 def _filled(path: str, file: int, size: int) -> np.ndarray:
     """What is read of `size` bytes, uint8."""
-    left = memory_left() if size > _SURELY_FREE else size
-    if size > left:
-        raise ValueError(f"{path} has {size} bytes, and there is memory for {left:.0f} more")
+    # What others use now does not count: an older checkpoint would be taken in place of this one.
+    most = most_memory() if size > _SURELY_THERE else size
+    if size > most:
+        raise ValueError(f"{path} has {size} bytes, and this machine memory for {most:.0f}")
     try:
         content = np.empty(size, np.uint8)
     except MemoryError:

@@ -43,13 +43,13 @@ def allowed(groups: str = "/proc/self/cgroup", mounts: str = "/sys/fs/cgroup") -
     return Allowed(min(cpus, default=None), limit_, used_)
 
 
-def memory_left() -> float:
-    """Bytes that this process can still take; inf where nobody knows."""
+def most_memory() -> float:
+    """Bytes that this process could have if it were alone; inf where nobody knows."""
     group = allowed()
-    known = [group.memory - group.memory_used] if group.memory is not None else []
+    known = [group.memory] if group.memory is not None else []
     machine = Path("/proc/meminfo")
-    if available := number_in(machine, "MemAvailable"):
-        known.append(1024 * (available + number_in(machine, "SwapFree")))
+    if total := number_in(machine, "MemTotal"):
+        known.append(1024 * (total + number_in(machine, "SwapTotal")))
     return min(known, default=math.inf)
 
 

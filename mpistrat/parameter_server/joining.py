@@ -14,6 +14,7 @@ from mpistrat.cluster_resolver import (
 )
 from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
+from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.machine.devices import check_devices
 from mpistrat.strategies.binding import bind
@@ -43,10 +44,11 @@ def join_job(
     Args:
         description: the strategy, with what of its arguments all ranks must be given; None where a rank makes none.
         replication: on how many servers each variable is to be.
-    Raises: CollectiveMismatchError on all ranks, when they were given different ones; ValueError when workers have
-        different numbers of devices, or there is but one server for two copies; what `job_roles` raises.
+        devices: of this rank, unless it is a server.
+    Raises, on all ranks: CollectiveMismatchError when they were given different strategies; ValueError when workers
+        have different numbers of devices, or there is but one server for two copies; what `check_devices` and
+        `job_roles` raise.
     """
-    checked = check_devices(devices) if devices else None
     resolver = MPIClusterResolver(comm)
     if resolver.comm is None:  # without MPI: what one rank lacks is told as with it
         job_roles(resolver.topology(), lambda own: [own], cluster_resolver, num_ps, chief=chief)
@@ -58,6 +60,10 @@ def join_job(
         roles = job_roles(
             topology, communicator.all_gather_object, cluster_resolver, num_ps, chief=chief
         )
+        # Servers need no GPU: what a node has is for the others.
+        serves = roles.task_type == "ps"
+        with RaisingOnAll(communicator, "cannot use its devices"):
+            checked = check_devices(devices) if devices and not serves else None
         own = description and f"{description}, replication={replication}"
         asked = own, replication, len(checked) if checked else 1
         strategies, copies, replicas = zip(
@@ -81,8 +87,6 @@ def join_job(
             )
         share_cores(communicator, topology)
         job = ServerJob(resolver.comm, roles, replication > 1)
-        serves = roles.task_type == "ps"
-        # Servers need no GPU: what a node has is for the others.
         bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
     if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
         warnings.warn(
@@ -117,16 +121,12 @@ def resolver_of_task(
     return TFConfigClusterResolver(task_type, task_id)
 
 
-def devices_of_worker(
-    num_gpus_per_worker: int, cluster_resolver: ClusterResolver | None
-) -> list[str] | None:
-    """The first GPUs that this rank sees, or its CPU; None for a server, which needs no GPU."""
+def devices_of_worker(num_gpus_per_worker: int) -> list[str]:
+    """The first GPUs that a rank sees, or its CPU."""
     if type(num_gpus_per_worker) is not int or num_gpus_per_worker < 0:
         raise ValueError(
             f"num_gpus_per_worker must be a number of GPUs, 0 or more, got {num_gpus_per_worker!r:.60}"
         )
-    if cluster_resolver is not None and cluster_resolver.task_type == "ps":
-        return None
     return [f"cuda:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
 
 

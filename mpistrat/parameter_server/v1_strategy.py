@@ -102,7 +102,7 @@ class BetweenGraphStrategy(Strategy):
         if num_gpus_per_worker is not None:
             if devices is not None:
                 raise ValueError("num_gpus_per_worker and devices both name devices: give one")
-            devices = devices_of_worker(num_gpus_per_worker, named)
+            devices = devices_of_worker(num_gpus_per_worker)
         check_strategy_arguments(None, gradients)
         check_partitioner(variable_partitioner)
         check_replication(replication)

@@ -54,6 +54,14 @@ def test_batches_are_of_one_replica_and_dealt_out():
         assert parts == [12 // WORKERS] * len(batches)
 
 
+def test_gpus_that_a_worker_lacks_are_an_error_on_all():
+    """A server may lack them."""
+    errors = errors_of_ranks(lambda: contrib.ParameterServerStrategy(99, CLUSTER, *TASK.values()))
+    assert len(errors) == SIZE
+    assert all("device 'cuda:0' does not exist" in text for _, text, _ in errors)
+    assert f"rank {WORKERS} cannot" not in "".join(text for _, text, _ in errors)
+
+
 def test_a_task_that_one_rank_lacks_is_an_error_on_all():
     task = TASK if RANK else {**TASK, "task_id": None}
     errors = errors_of_ranks(lambda: contrib.ParameterServerStrategy(0, CLUSTER, *task.values()))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.machine.control_groups import Allowed, allowed
+from mpistrat.machine import control_groups
+from mpistrat.machine.control_groups import Allowed, allowed, most_memory
 
 
 def write(folder: Path, **files: str) -> None:
@@ -57,6 +58,13 @@ def test_pages_of_files_are_as_good_as_free(
     assert allowed(str(tmp_path / "cgroup"), str(top)) == Allowed(None, 4000, 1500)
     write(top / "job_7/step_0", **{limit: "max", used: "1500"})
     assert allowed(str(tmp_path / "cgroup"), str(top)) == Allowed(None, 5000, 1990)
+
+
+def test_what_others_use_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_groups, "allowed", lambda: Allowed(memory=1000, memory_used=999))
+    assert most_memory() == 1000
+    monkeypatch.setattr(control_groups, "allowed", Allowed)
+    assert 1 << 28 < most_memory() < 1 << 60
 
 
 def test_a_container(tmp_path: Path) -> None:
