@@ -19,15 +19,16 @@ _WITHOUT_OFFSET = ("pipe:", "/dev/")
 
 
 class BorrowedStderr:
-    """That of one process at a time."""
+    """That of one process, the owner, at a time."""
 
     def __init__(self) -> None:
         self._file: int | None = None
+        self.owner: int | None = None
 
     def borrow(self, pids: Iterable[int]) -> bool:
         """Open that of the first of the processes which has one, unless one is open; returns whether one is."""
         for pid in pids if self._file is None else ():
-            self._file = _stderr_of(pid)
+            self._file, self.owner = _stderr_of(pid), pid
             if self._file is not None:
                 break
         return self._file is not None

@@ -20,7 +20,7 @@ from mpistrat.liveness.processes import (
     RUNS,
     exit_status,
     is_exiting,
-    is_launched,
+    launched,
     open_pidfd,
     state_of,
 )
@@ -39,10 +39,13 @@ class Rank:
     record: RankRecord
     stacks: str
     inode: int  # of the record's file
-    replaceable: bool  # a program that the launcher's script runs next may become this rank
+    # What the launcher has started, if not this process: a script, which may go on, or a program with children.
+    script: int | None
+    script_file: int | None = None  # its pidfd
     dead: bool = False
     status: int | None = None
     lost: bool = False  # dead, and the others went on without it
+    exits: bool = False  # it has said that it is about to end by os._exit(0)
     closed: int = 0  # when it closed its files: counts from 1
     closed_alive: bool = False  # and lived on
 
@@ -67,6 +70,8 @@ class Rank:
     def ended_well(self) -> bool:
         """Whether the dead rank had said that it leaves, or ends the job, or had nothing to say."""
         state, status = self.record.state, self.status
+        if self.script is not None and not self.record.boards():
+            return not self._script_has_failed
         if state == LEFT:  # it may be killed all the same, in MPI_Finalize for one
             return not (
                 status is not None
@@ -75,6 +80,16 @@ class Rank:
             )
         never_joined = state == RUNNING and not self.record.boards()
         return state == ENDING or (never_joined and status == 0)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether a program that the launcher's script runs next may become this rank."""
+        return self.script is not None and state_of(self.script) not in DEAD
+
+    @property
+    def _script_has_failed(self) -> bool:
+        assert self.script is not None
+        return not self.replaceable and bool(exit_status(self.script, self.script_file))
 
     @property
     def inside(self) -> bool:
@@ -93,8 +108,15 @@ def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
         if inode not in known:
             with contextlib.suppress(OSError, ValueError):  # being made just now
                 record = RankRecord(record_of(folder, rank))
-                replaceable = not is_launched(record.pid)
-                found.append(Rank(record, stacks_of(folder, rank), inode, replaceable))
+                script = launched(record.pid)
+                found.append(
+                    Rank(
+                        record,
+                        stacks_of(folder, rank),
+                        inode,
+                        script if script != record.pid else None,
+                    )
+                )
     return found
 
 
@@ -156,7 +178,8 @@ def absentees(ranks: Collection[Rank]) -> list[Rank]:
 class FailureDetector:
     """The ranks of a job on this node, and those of them that have died.
 
-    Args: when_one_dies: called at once with a rank that closes its files, or dies, before others are waited for.
+    Args: when_one_dies: called at once with a rank that says that it is about to end, that closes its files, or dies,
+        before others are waited for.
     Attributes:
         ranks: that were found so far, by number.
         deaths: the dead, in the order that the kernel reported.
@@ -185,12 +208,15 @@ class FailureDetector:
             before = self.ranks.get(rank.number)
             self.deaths = [dead for dead in self.deaths if dead is not before]
             self.ranks[rank.number] = rank
+            if rank.script is not None:
+                with contextlib.suppress(OSError):
+                    rank.script_file = open_pidfd(rank.script)
             with contextlib.suppress(OSError):
                 line = os.open(
                     line_of(self._folder, rank.number), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
                 )
                 self._by_line[line] = rank
-                self._epoll.register(line, select.EPOLLHUP | select.EPOLLET)
+                self._epoll.register(line, select.EPOLLIN | select.EPOLLHUP | select.EPOLLET)
             try:
                 pidfd = open_pidfd(rank.pid)
             except ProcessLookupError:
@@ -221,15 +247,19 @@ class FailureDetector:
 
     def unexplained(self) -> list[Rank]:
         """The dead that had not said that they leave or end the job."""
-        # Of those at their end, the launcher may kill some when one has returned an exit code.
-        failed = any(
-            r.status is not None and os.WIFEXITED(r.status) and r.status for r in self.deaths
-        )
+        # The launcher may kill some when one has returned an exit code.
+        returned = [
+            r for r in self.deaths if r.status is not None and os.WIFEXITED(r.status) and r.status
+        ]
+        by_itself = any(r.ended_well for r in returned)
         return [
             r
             for r in self.deaths
             if not (r.ended_well or r.lost)
-            and not (r.record.state == LEFT and failed and r.status in KILLED_BY_LAUNCHERS)
+            and not (
+                r.status in KILLED_BY_LAUNCHERS
+                and (by_itself or (returned and r.record.state == LEFT))
+            )
         ]
 
     def in_state(self, state: int) -> list[Rank]:
@@ -242,10 +272,14 @@ class FailureDetector:
         self.first_died = 0.0
 
     def _wait(self, seconds: float) -> None:
-        for pidfd, _ in self._epoll.poll(seconds):  # in the order in which they came
+        for pidfd, event in self._epoll.poll(seconds):  # in the order in which they came
             if pidfd in self._by_line:
-                self._closes(self._by_line.pop(pidfd))
-                os.close(pidfd)
+                if event & select.EPOLLIN:  # it says that it is about to end
+                    self._by_line[pidfd].exits = True
+                    self._when_one_dies(self._by_line[pidfd])
+                if event & select.EPOLLHUP:
+                    self._closes(self._by_line.pop(pidfd))
+                    os.close(pidfd)
                 continue
             rank = self._by_pidfd[pidfd]
             if not rank.dead:

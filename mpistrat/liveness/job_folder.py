@@ -102,6 +102,10 @@ class JobFolder:
         self._lock = os.open(path + _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
+    def leave(self) -> None:
+        """Hold it no longer."""
+        os.close(self._lock)
+
     @classmethod
     def create(cls, name: str) -> tuple[JobFolder, bool]:
         """The folder of the job that `name` stands for, in memory if there is any, and whether it is new.

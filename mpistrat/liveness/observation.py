@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import stat
+import sys
 import time
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def begin() -> bool:
         rank_and_size = launcher.certain_rank()
     except TopologyError:  # whoever asks for the topology is told
         return False
-    if rank_and_size is None or _observed is not None or rank_pid():
+    if rank_and_size is None or _observed is not None or rank_pid() or _is_of_multiprocessing():
         return False
     name = job_of(os.getpid())
     if not name and launcher.is_first_on_node():
@@ -67,14 +68,22 @@ def begin() -> bool:
     try:
         if name:
             folder, new = JobFolder.create(name)
-            atexit.register(_leave, join(folder, *rank_and_size).record)
+            try:
+                atexit.register(_leave, join(folder, *rank_and_size).record)
+            except FileExistsError:  # the rank lives, and has started this process
+                folder.leave()
+                return False
             if new:
                 start_observer(folder.path)
-    except FileExistsError:  # the rank lives, and has started this process
-        return False
     except OSError:
         pass
     return True
+
+
+def _is_of_multiprocessing() -> bool:
+    """Whether this is a worker that a Python program has started, and no rank."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
 
 
 def observed() -> Observed | None:
@@ -101,7 +110,11 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     with contextlib.suppress(FileExistsError):
         os.mkfifo(line, 0o600)
     held = os.open(line, os.O_RDWR | os.O_CLOEXEC)
-    record = RankRecord(path, create=True)
+    try:
+        record = RankRecord(path, create=True)
+    except OSError:
+        os.close(held)
+        raise
     speak_on_signal(record, stacks_of(folder.path, rank))
     record.start(rank, size, os.uname().nodename)
     _observed = Observed(folder, record, held)
@@ -155,6 +168,23 @@ def say(text: str) -> bool:
             time.sleep(0.01)
         return not record.say
     return False
+
+
+def announce_exit() -> None:
+    """Have the observer make ready: this process is about to end, and if no other does, that is a failure.
+
+    The launcher may end all in the same moment, and the observer may get a core only then.
+    """
+    if _observed is None or os.getpid() != _observed.record.pid:
+        return
+    record = _observed.record
+    if record.state == RUNNING and record.boards():
+        record.exits = 1
+        with contextlib.suppress(OSError):
+            os.write(_observed.line, b"\n")
+            until = time.monotonic() + SECONDS_TO_BE_SEEN
+            while record.exits and time.monotonic() < until:
+                time.sleep(0.001)
 
 
 def wake_observer(record: RankRecord) -> None:

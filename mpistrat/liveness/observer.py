@@ -107,12 +107,13 @@ class Observer:
             self._tell_who_waits_at_the_end()
             self._tell_where_the_report_is(0.0)
         self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
-        self._stderr.give_back()
-        # MPICH's launcher returns the first one's.
-        codes = [rank.status for rank in detector.unexplained()]
-        if self._reported and self._launcher and (0 in codes or None in codes):
-            time.sleep(SECONDS_TO_BE_READ)
+        if self._reported and self._launcher and self._may_return_0():
+            if (
+                self._stderr.owner != self._launcher
+            ):  # it reads what is said there, and waits for the end of that
+                time.sleep(SECONDS_TO_BE_READ)
             end_launcher(self._launcher)
+        self._stderr.give_back()
 
     def report_stall(self) -> None:
         """If there is one. Called by: a rank, where no observer runs."""
@@ -139,6 +140,7 @@ class Observer:
         """The launcher kills the other ranks in a moment, and ends when nobody holds their stderr."""
         if not dead.ended_well or dead.record.say:
             self._stderr.borrow(self._speakers())
+        dead.record.exits = 0
 
     def _say(self, text: str) -> None:
         within(SECONDS_TO_SPEAK, lambda: self._stderr.say(text, self._speakers()))
@@ -262,13 +264,18 @@ class Observer:
         self._report_file.write(f"{text}\n")
         self._tell_where_the_report_is(SECONDS_TO_WRITE)
 
+    def _may_return_0(self) -> bool:
+        """Whether a rank may have, without a word: MPICH's launcher then returns what one of the ranks has."""
+        exits = any(rank.exits for rank in self._detector.ranks.values())
+        return exits or any(rank.status in (0, None) for rank in self._detector.unexplained())
+
     def _tell_where_the_report_is(self, seconds: float) -> None:
-        """Once it is written; until then, but not for long, the launcher is kept."""
+        """Once it is written; until then, but not for long, the launcher is kept: to the end, if it would return 0."""
         if self._report_file.is_written(seconds):
             self._say(f"mpistrat: This report is in {self._report_file.path}.\n")
         elif self._reported and time.monotonic() - self._reported < SECONDS_TO_WRITE_AT_THE_END:
             return
-        if not self._detector.unexplained() or self._reported:
+        if not self._may_return_0():
             self._stderr.give_back()
 
     def _compose(self, compose: Callable[[], str]) -> str:

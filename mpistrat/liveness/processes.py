@@ -147,14 +147,18 @@ def launcher_of(pid: int) -> int | None:
     return daemon
 
 
-def is_launched(pid: int) -> bool:
-    """Whether a launcher has started the process itself, and no script that may start others after it."""
-    name = next((name for _, name in _ancestors(pid)), "")
-    return bool(_LAUNCHERS.match(name) or _DAEMONS.match(name))
+def launched(pid: int) -> int:
+    """The process, or the ancestor of it, that a launcher has started; the process itself where none is found."""
+    child = pid
+    for ancestor, name in _ancestors(pid):
+        if _LAUNCHERS.match(name) or _DAEMONS.match(name):
+            return child
+        child = ancestor
+    return pid
 
 
 def end_launcher(pid: int) -> None:
-    """Kill it, so that its exit code is not 0: for when no rank is left that could see to that."""
+    """Kill it, so that its exit code is not 0."""
     for number in (signal.SIGHUP, signal.SIGKILL):
         if not _is_launcher(pid):  # it ended, and the number may be another's
             return

@@ -23,8 +23,8 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.failure_detector import find_ranks
-from mpistrat.liveness.processes import DEAD, state_of
-from mpistrat.liveness.program_exit import program_exit, remember_exits
+from mpistrat.liveness.processes import DEAD, launched, state_of
+from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT
 from mpistrat.liveness.unwaited import within
 from mpistrat.machine.notices import say
@@ -67,25 +67,39 @@ class RankEnd:
         def excepthook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            if self._is_failing or not self.is_running() or hasattr(sys, "ps1"):
+            # A program may call this itself, with an error that it has caught: Python has not kept that one.
+            ends_the_program = getattr(sys, "last_value", None) is error
+            if self._is_failing or not (ends_the_program and self._is_the_rank()):
                 previous(kind, error, trace)
                 return
             self._is_failing = True
             of_all = isinstance(error, CollectiveMismatchError) and not error.__cause__
             if of_all and self._rank:
                 time.sleep(SECONDS_FOR_RANK_0)  # all ranks say the same: once is enough
-            # Written in one piece: other ranks may write at the same time.
-            text = io.StringIO()
-            with contextlib.redirect_stderr(text):
-                previous(kind, error, trace)
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-            self.end_job(f"{self.who} failed; ending the job\n{text.getvalue()}", code)
+            if previous is sys.__excepthook__:
+                # Written in one piece: other ranks may write at the same time.
+                text = io.StringIO()
+                with contextlib.redirect_stderr(text):
+                    previous(kind, error, trace)
+                self.end_job(f"{self.who} failed; ending the job\n{text.getvalue()}", code)
+            # It may end the process, or the job, itself.
+            self._is_ending()
+            self.say_last(f"{self.who} failed; ending the job")
+            try:
+                previous(kind, error, trace)
+            except SystemExit as end:
+                code = exit_status(end.code)
+            self.abort(code)
 
         self._excepthook = sys.excepthook = excepthook
 
     def catch_exits(self) -> None:
-        """Have an exit code other than 0 end the job, unless all ranks exit."""
+        """Have an exit code other than 0 end the job, unless all ranks exit, or the program is interactive."""
+        if sys.flags.interactive or hasattr(sys, "ps1"):
+            return
         remember_exits()
+        announce_exits()
         atexit.register(self._leave)
 
     def end_job(self, text: str, code: int) -> NoReturn:
@@ -122,6 +136,18 @@ class RankEnd:
         mpi = sys.modules.get("mpi4py.MPI")
         return os.getpid() == self._pid and not (mpi and mpi.Is_finalized())
 
+    def _is_the_rank(self) -> bool:
+        """Whether the job is to end with it: not when it is only a step of a script, which may go on, before MPI runs.
+
+        The observer tells of that step if the script fails, too.
+        """
+        by_launcher = launched(self._pid) == self._pid
+        return (
+            self.is_running()
+            and not hasattr(sys, "ps1")
+            and (by_launcher or _running_mpi() is not None)
+        )
+
     def flush(self) -> None:
         within(SECONDS_TO_FLUSH, self._flush)
 
@@ -136,7 +162,7 @@ class RankEnd:
 
     def _leave(self) -> None:
         """The program has come to its end, and MPI_Finalize has not been called."""
-        if not (self.decides_exits and self.is_running()):
+        if not (self.decides_exits and self._is_the_rank()):
             return
         end = program_exit()
         if observed := observation.observed():
@@ -158,6 +184,22 @@ class RankEnd:
             if time.monotonic() > until:
                 return False
             time.sleep(0.05)
+
+
+def announce_exits() -> None:
+    """Wrap `os._exit`, once: with code 0 the observer is told first, for MPICH's launcher would return 0."""
+    original = os._exit
+    if getattr(original, "is_announced", False):
+        return
+
+    @functools.wraps(original)
+    def _exit(status: int) -> NoReturn:
+        if status == 0:
+            observation.announce_exit()
+        original(status)
+
+    _exit.is_announced = True  # type: ignore[attr-defined]
+    os._exit = _exit
 
 
 @functools.cache

@@ -43,7 +43,8 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     OBSERVER,  # the pid of the process that observes this rank
     SAY,  # 1: the observer is to say what the rank has left in the job's folder
     STARTING,  # since when the rank waits for all others in MPI_Init, or to build a strategy; 0: it does not
-) = range(20)
+    EXITS,  # 1: the rank is about to end by os._exit(0), and waits for the observer to set 0
+) = range(21)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
@@ -100,7 +101,7 @@ class RankRecord:
     state, expendable = map(_Word, (STATE, EXPENDABLE))
     abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
     looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
-    observer, say, starting = map(_Word, (OBSERVER, SAY, STARTING))
+    observer, say, starting, exits = map(_Word, (OBSERVER, SAY, STARTING, EXITS))
     host = _Text(1024, 256)
     end = _Text(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
 
