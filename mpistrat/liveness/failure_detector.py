@@ -88,8 +88,8 @@ class Rank:
 
     @property
     def _script_has_failed(self) -> bool:
-        assert self.script is not None
-        return not self.replaceable and bool(exit_status(self.script, self.script_file))
+        ended = self.script is not None and not self.replaceable
+        return ended and bool(exit_status(self.script or 0, self.script_file))
 
     @property
     def inside(self) -> bool:

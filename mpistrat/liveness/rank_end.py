@@ -193,13 +193,13 @@ def announce_exits() -> None:
         return
 
     @functools.wraps(original)
-    def _exit(status: int) -> NoReturn:
+    def exit_once_announced(status: int) -> NoReturn:
         if status == 0:
             observation.announce_exit()
         original(status)
 
-    _exit.is_announced = True  # type: ignore[attr-defined]
-    os._exit = _exit
+    exit_once_announced.is_announced = True  # type: ignore[attr-defined]
+    setattr(os, original.__name__, exit_once_announced)
 
 
 @functools.cache
