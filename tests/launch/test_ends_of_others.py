@@ -41,7 +41,7 @@ def assert_goes_on(job: Job) -> None:
 )
 def test_a_child_that_fails(launcher: Launcher, tmp_path: Path, child: str) -> None:
     """The only process of its rank that has imported mpistrat."""
-    text = f"import os, sys, time, mpistrat; time.sleep(0 if {{rank}} else 2); {child}"
+    text = f"import os, sys, time, mpistrat; time.sleep(0 if {{rank}} else 2); {child}"  # rank 1's first
     program = f'subprocess.run([sys.executable, "-c", f"{text}"])\n'
     assert_goes_on(run(launcher, tmp_path, program + GOES_ON))
 
@@ -69,14 +69,16 @@ echo has worked to its end
 
 
 def run_script(launcher: Launcher, folder: Path, then: str) -> Job:
-    """A step fails, or is killed, on rank 1."""
+    """A step fails on rank 1."""
     (folder / "step.py").write_text(
         RANK + "import mpistrat\ntime.sleep(2 - rank)\nsys.exit(rank)\n"
     )
     (folder / "script.sh").write_text(SCRIPT.format(python=sys.executable, then=then))
     path = folder / "program.py"
     path.write_text("import os\nos.execvp('bash', ['bash', 'script.sh'])\n")
-    return launcher.run_python(2, path, cwd=folder)
+    job = launcher.run_python(2, path, cwd=folder)
+    assert job.left_behind == (), job.output
+    return job
 
 
 def test_a_script_goes_on_after_a_step(launcher: Launcher, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mpi4py import MPI
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 
@@ -29,7 +28,6 @@ from support.training.whole_batch import (
 
 pytestmark = [
     pytest.mark.time_limit(120),
-    pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="more ranks compile the same, and for long"),
 ]
 
 WAYS: dict[str, dict[str, Any]] = {
