@@ -134,17 +134,6 @@ def test_a_hook_of_the_program_s_own(launcher: Launcher, tmp_path: Path, end: st
     assert re.search(who, job.stderr), job.output
 
 
-def test_files_of_the_program_stay(tmp_path: Path) -> None:
-    """A script's step has MPICH's variables, and files of its own where the launcher's would be."""
-    program = """
-code = 'import sys, mpistrat; f = [open(f"data-{i}", "wb", 0) for i in range(12)]; sys.exit(1)'
-subprocess.run([sys.executable, "-c", code])
-"""
-    job = run(Launcher.named("MPICH"), tmp_path, program + GOES_ON)
-    assert_goes_on(job)
-    assert {path.read_bytes() for path in tmp_path.glob("data-*")} == {b""}
-
-
 def test_errors_at_a_prompt(launcher: Launcher, tmp_path: Path) -> None:
     """`python -i` shows them, and goes on until its input ends."""
     (tmp_path / "errors.py").write_text("import mpistrat\n1 / 0\n")
