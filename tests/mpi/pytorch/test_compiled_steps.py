@@ -1,6 +1,7 @@
 """`torch.compile` of models, losses and steps: the numbers of eager steps, and each gradient is reduced."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,19 +123,27 @@ def test_a_compiled_step(way: str) -> None:
     torch.testing.assert_close(losses, expected)
 
 
-def test_no_more_graphs_and_breaks_than_torch_alone_has(one_per_rank: ms.Strategy) -> None:
+def warnings_of(step: Callable[[], Any]) -> list[str]:
+    """What three steps warn of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step()
+    return [str(warning.message) for warning in found]
+
+
+def test_no_more_graphs_breaks_and_warnings_than_torch_alone_has(one_per_rank: ms.Strategy) -> None:
     pair, mine, theirs = Pair(one_per_rank, optimizer=adam), Graphs(), Graphs()
     x, y = next(pair.batches)
     compiled = theirs.compile(plain_step)
-    for _ in range(3):
-        compiled(pair.alone, pair.optimizer_alone, x, y)
+    of_torch = warnings_of(lambda: compiled(pair.alone, pair.optimizer_alone, x, y))
     alone = breaks()
     counters.clear()
-    compiled = mine.compile(plain_step)
-    for _ in range(3):
-        one_per_rank.run(compiled, (pair.model, pair.optimizer, x, y))
+    step, arguments = mine.compile(plain_step), (pair.model, pair.optimizer, x, y)
+    ours = warnings_of(lambda: one_per_rank.run(step, arguments))
     assert mine.count == theirs.count
     assert 0 < breaks().total() <= alone.total(), (breaks(), alone)
+    assert len(ours) <= len(of_torch), (ours, of_torch)
 
 
 @ways()
