@@ -19,6 +19,10 @@ ALLOWED = {
     ("tools/bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
     ("communicators/costs/cache.py", "open"): "of a file that mkstemp has made",
     (
+        "cluster_resolver/launcher_abort.py",
+        "socket",
+    ): "what the launcher has opened: it is asked who is at its other end",
+    (
         "parameter_server/coordinator/pickling.py",
         "Unpickler",
     ): "closures and results, sent by this job's ranks",
