@@ -19,7 +19,7 @@ from mpistrat.cluster_resolver import launcher
 from mpistrat.errors import TopologyError
 from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
 from mpistrat.liveness.processes import DEAD, job_of, state_of
-from mpistrat.liveness.record import LEFT, RUNNING, RankRecord
+from mpistrat.liveness.record import ANNOUNCED, LEFT, RUNNING, RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
 from mpistrat.settings import rank_pid
@@ -170,21 +170,24 @@ def say(text: str) -> bool:
     return False
 
 
-def announce_exit() -> None:
+def announce_exit() -> bool:
     """Have the observer make ready: this process is about to end, and if no other does, that is a failure.
 
-    The launcher may end all in the same moment, and the observer may get a core only then.
+    The launcher may end all in the same moment, and the observer may get a core only then. Returns whether this is a
+    rank that others expect to go on.
     """
     if _observed is None or os.getpid() != _observed.record.pid:
-        return
+        return False
     record = _observed.record
-    if record.state == RUNNING and record.boards():
-        record.exits = 1
-        with contextlib.suppress(OSError):
-            os.write(_observed.line, b"\n")
-            until = time.monotonic() + SECONDS_TO_BE_SEEN
-            while record.exits and time.monotonic() < until:
-                time.sleep(0.001)
+    if record.state != RUNNING or not record.boards():
+        return False
+    record.exits = ANNOUNCED
+    with contextlib.suppress(OSError):
+        os.write(_observed.line, b"\n")
+        until = time.monotonic() + SECONDS_TO_BE_SEEN
+        while record.exits == ANNOUNCED and time.monotonic() < until:
+            time.sleep(0.001)
+    return True
 
 
 def wake_observer(record: RankRecord) -> None:

@@ -41,7 +41,7 @@ from mpistrat.liveness.processes import (
     launcher_of,
     state_of,
 )
-from mpistrat.liveness.record import END, ENDING, LEAVING, LEFT, RAISE
+from mpistrat.liveness.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
 from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
 from mpistrat.liveness.unwaited import within
 from mpistrat.machine.private_files import create, private
@@ -140,7 +140,8 @@ class Observer:
         """The launcher kills the other ranks in a moment, and ends when nobody holds their stderr."""
         if not dead.ended_well or dead.record.say:
             self._stderr.borrow(self._speakers())
-        dead.record.exits = 0
+        if dead.record.exits == ANNOUNCED:
+            dead.record.exits = SEEN
 
     def _say(self, text: str) -> None:
         within(SECONDS_TO_SPEAK, lambda: self._stderr.say(text, self._speakers()))
@@ -192,8 +193,9 @@ class Observer:
                 self._say(f"\nmpistrat: {rank.who} {how}; the others go on without it\n")
             return
         ranks = list(detector.ranks.values())
-        # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it.
-        may_be_0 = all(rank.status in (0, None) for rank in unexplained)
+        # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it. The launcher may kill
+        # a rank that had said that it is about to end.
+        may_be_0 = all(rank.exits or rank.status in (0, None) for rank in unexplained)
         if detector.all_are_dead and may_be_0 and not calls_differ(ranks):
             return  # they all ended by os._exit(0), after the same calls
         if all(rank.status == 0 for rank in unexplained) and not detector.all_are_dead:

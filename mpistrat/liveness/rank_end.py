@@ -25,7 +25,7 @@ from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.failure_detector import find_ranks
 from mpistrat.liveness.processes import DEAD, launched, state_of
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
-from mpistrat.liveness.record import ENDING, LEFT
+from mpistrat.liveness.record import ENDING, LEFT, SEEN
 from mpistrat.liveness.unwaited import within
 from mpistrat.machine.notices import say
 
@@ -194,12 +194,25 @@ def announce_exits() -> None:
 
     @functools.wraps(original)
     def exit_once_announced(status: int) -> NoReturn:
-        if status == 0:
-            observation.announce_exit()
+        if status == 0 and observation.announce_exit():
+            _wait_for_others_to_exit()
         original(status)
 
     exit_once_announced.is_announced = True  # type: ignore[attr-defined]
     setattr(os, original.__name__, exit_once_announced)
+
+
+def _wait_for_others_to_exit() -> None:
+    """For a moment, if they do: a launcher kills the others as soon as one has ended without MPI_Finalize."""
+    observed = observation.observed()
+    if observed is None:
+        return
+    others = find_ranks(observed.folder.path)
+    until = time.monotonic() + SECONDS_TO_EXIT_TOGETHER
+    while time.monotonic() < until:
+        if all(r.record.exits == SEEN or r.has_left or state_of(r.pid) in DEAD for r in others):
+            return
+        time.sleep(0.001)
 
 
 @functools.cache

@@ -43,11 +43,13 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     OBSERVER,  # the pid of the process that observes this rank
     SAY,  # 1: the observer is to say what the rank has left in the job's folder
     STARTING,  # since when the rank waits for all others in MPI_Init, or to build a strategy; 0: it does not
-    EXITS,  # 1: the rank is about to end by os._exit(0), and waits for the observer to set 0
+    EXITS,  # whether the rank is about to end by os._exit(0)
 ) = range(21)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
+# EXITS, set by the rank, and then by the observer
+ANNOUNCED, SEEN = 1, 2
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
 END, RAISE = 1, 2
 # Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),

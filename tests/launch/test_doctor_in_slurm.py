@@ -16,6 +16,7 @@ TWO_NODES = ("-N2", "-wn1,n2", "--ntasks-per-node=2")
 
 def test_a_step(slurm: SlurmCluster) -> None:
     job = slurm.srun(Launcher.named("MPICH"), *TWO_NODES, "--mpi=pmi2", *DOCTOR, "--json")
+    assert job.returncode == 0, job.output
     content = json.loads(job.stdout)
     texts = [f["text"] for f in content["findings"] if f["level"] == "ok"]
     assert any(text.startswith("4 ranks on 2 nodes as started by") for text in texts), job.output

@@ -301,9 +301,10 @@ def test_slow_steps_within_the_limit(launcher: Launcher, tmp_path: Path, seconds
     assert reports_in(tmp_path) == ()
 
 
+@pytest.mark.alone("A rank that gets no core meanwhile is killed by the launcher.")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_end_by_os_exit(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
-    """Open MPI's own launcher takes that for a failure."""
+    """At different moments. Open MPI's own launcher takes that for a failure."""
     job = start(launcher, tmp_path, ranks, "all_exit_at_once", 0)
     assert "mpistrat" not in job.stderr
     assert job.left_behind == ()
