@@ -49,9 +49,8 @@ def validated_cluster(
             raise ValueError(
                 f"the cluster has {task_count(spec, job)} tasks of type {job!r}, expected at most one"
             )
-    if (
-        task_type is None or task_type == "evaluator"
-    ):  # evaluators are not always listed in the cluster
+    # Evaluators are not always listed in the cluster.
+    if task_type is None or task_type == "evaluator":
         return spec
     if task_type not in spec.jobs:
         raise ValueError(f"task_type={task_type!r} is not in the cluster: its jobs are {spec.jobs}")

@@ -108,9 +108,8 @@ class Observer:
             self._tell_where_the_report_is(0.0)
         self._tell_where_the_report_is(SECONDS_TO_WRITE_AT_THE_END)
         if self._reported and self._launcher and self._may_return_0():
-            if (
-                self._stderr.owner != self._launcher
-            ):  # it reads what is said there, and waits for the end of that
+            # It reads what is said there, and waits for the end of that.
+            if self._stderr.owner != self._launcher:
                 time.sleep(SECONDS_TO_BE_READ)
             end_launcher(self._launcher)
         self._stderr.give_back()
@@ -305,9 +304,8 @@ class Observer:
                     record.code, record.abort = 1, END
         raised = any(rank.record.abort == RAISE for rank in ranks)
         unheard = self._reported and not raised and now - self._reported >= SECONDS_TO_END_THE_JOB
-        ended = all(
-            rank.dead for rank in self._detector.in_state(ENDING)
-        )  # and the others were told
+        # All that ended the job are dead, and the others were told.
+        ended = all(rank.dead for rank in self._detector.in_state(ENDING))
         patience = (
             SECONDS_TO_END_THE_JOB + SECONDS_FOR_THE_LAUNCHER if ended else SECONDS_TO_END_BY_ITSELF
         )

@@ -80,9 +80,8 @@ class PipelinedTransport(Transport):
         """
         if self.costs is not NOT_MEASURED:
             return
-        self.all_reduce(
-            Operands(np.zeros(SMALLEST // 4, np.float32))
-        )  # else it alone pays for connections
+        # Else it alone pays for connections.
+        self.all_reduce(Operands(np.zeros(SMALLEST // 4, np.float32)))
         self.costs = costs_of(
             {
                 IN_PIECES: lambda zeros: self.all_reduce(Operands(zeros)),

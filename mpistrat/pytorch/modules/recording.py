@@ -58,9 +58,8 @@ class Recorder:
 
     def record(self, module: torch.nn.Module) -> None:
         if not self.knows(module):
-            self._modules.pop(
-                id(module), None
-            )  # of one that is freed: the order is that of the new
+            # Of one that is freed: the order is that of the new.
+            self._modules.pop(id(module), None)
             self._modules[id(module)] = weakref.ref(module)
 
     def knows(self, module: torch.nn.Module) -> bool:

@@ -78,9 +78,8 @@ class Cores:
     allowed: list[int] = field(default_factory=list)  # this rank's affinity mask
     of_launcher: int = 0  # how many the launcher may use here; this rank, where none is found
     quota: float | None = None  # CPUs' worth of time that a control group allows
-    threads: dict[str, str] = field(
-        default_factory=dict
-    )  # {"OMP_NUM_THREADS": "8"}, as the user set them
+    # {"OMP_NUM_THREADS": "8"}, as the user set them.
+    threads: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

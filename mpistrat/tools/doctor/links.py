@@ -33,9 +33,8 @@ MOST_NAMED = 5
 
 def partner(node: int, turn: int, nodes: int) -> int | None:
     """The opponent of `node` in round `turn` of `rounds(nodes)`; None: it rests."""
-    fixed = rounds(
-        nodes
-    )  # the last of an even number of players; with an odd number of nodes it does not exist
+    # The last of an even number of players; with an odd number of nodes it does not exist.
+    fixed = rounds(nodes)
     if node == fixed:
         other = turn * ((fixed + 1) // 2) % fixed  # 2 * other = turn, modulo an odd number
     else:

@@ -9,9 +9,8 @@ from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 
-CHUNK = (
-    1 << 22
-)  # bytes: large enough for full speed on the bus, small enough that the first is soon there
+# Bytes: large enough for full speed on the bus, small enough that the first is soon there.
+CHUNK = 1 << 22
 BUFFERS = 3
 
 
