@@ -45,7 +45,6 @@ class Rank:
     dead: bool = False
     status: int | None = None
     lost: bool = False  # dead, and the others went on without it
-    exits: bool = False  # it has said that it is about to end by os._exit(0)
     closed: int = 0  # when it closed its files: counts from 1
     closed_alive: bool = False  # and lived on
 
@@ -275,7 +274,6 @@ class FailureDetector:
         for pidfd, event in self._epoll.poll(seconds):  # in the order in which they came
             if pidfd in self._by_line:
                 if event & select.EPOLLIN:  # it says that it is about to end
-                    self._by_line[pidfd].exits = True
                     self._when_one_dies(self._by_line[pidfd])
                 if event & select.EPOLLHUP:
                     self._closes(self._by_line.pop(pidfd))

@@ -170,24 +170,24 @@ def say(text: str) -> bool:
     return False
 
 
-def announce_exit() -> bool:
+def announce_exit() -> Observed | None:
     """Have the observer make ready: this process is about to end, and if no other does, that is a failure.
 
-    The launcher may end all in the same moment, and the observer may get a core only then. Returns whether this is a
-    rank that others expect to go on.
+    The launcher may end all in the same moment, and the observer may get a core only then.
+    Returns: what others see of this process, if it is a rank that they expect to go on; else None.
     """
     if _observed is None or os.getpid() != _observed.record.pid:
-        return False
+        return None
     record = _observed.record
     if record.state != RUNNING or not record.boards():
-        return False
+        return None
     record.exits = ANNOUNCED
     with contextlib.suppress(OSError):
         os.write(_observed.line, b"\n")
         until = time.monotonic() + SECONDS_TO_BE_SEEN
         while record.exits == ANNOUNCED and time.monotonic() < until:
             time.sleep(0.001)
-    return True
+    return _observed
 
 
 def wake_observer(record: RankRecord) -> None:

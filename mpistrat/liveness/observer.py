@@ -194,7 +194,7 @@ class Observer:
         ranks = list(detector.ranks.values())
         # Before Linux 6.15 the exit status of a rank is forgotten as soon as its launcher has it. The launcher may kill
         # a rank that had said that it is about to end.
-        may_be_0 = all(rank.exits or rank.status in (0, None) for rank in unexplained)
+        may_be_0 = all(rank.record.exits or rank.status in (0, None) for rank in unexplained)
         if detector.all_are_dead and may_be_0 and not calls_differ(ranks):
             return  # they all ended by os._exit(0), after the same calls
         if all(rank.status == 0 for rank in unexplained) and not detector.all_are_dead:
@@ -267,7 +267,7 @@ class Observer:
 
     def _may_return_0(self) -> bool:
         """Whether a rank may have, without a word: MPICH's launcher then returns what one of the ranks has."""
-        exits = any(rank.exits for rank in self._detector.ranks.values())
+        exits = any(rank.record.exits for rank in self._detector.ranks.values())
         return exits or any(rank.status in (0, None) for rank in self._detector.unexplained())
 
     def _tell_where_the_report_is(self, seconds: float) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
-from mpistrat.liveness.failure_detector import find_ranks
+from mpistrat.liveness.failure_detector import Rank, find_ranks
 from mpistrat.liveness.processes import DEAD, launched, state_of
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT, SEEN
@@ -176,14 +177,8 @@ class RankEnd:
         if observed is None:
             return False
         observed.record.state = LEFT
-        until = time.monotonic() + SECONDS_TO_EXIT_TOGETHER
-        while True:
-            ranks = find_ranks(observed.folder.path)
-            if sum(rank.has_left or state_of(rank.pid) in DEAD for rank in ranks) == self._size:
-                return True
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.05)
+        path = observed.folder.path
+        return _soon(lambda: sum(map(_is_gone, find_ranks(path))) == self._size, 0.05)
 
 
 def announce_exits() -> None:
@@ -194,25 +189,30 @@ def announce_exits() -> None:
 
     @functools.wraps(original)
     def exit_once_announced(status: int) -> NoReturn:
-        if status == 0 and observation.announce_exit():
-            _wait_for_others_to_exit()
-        original(status)
+        try:
+            if status == 0 and (observed := observation.announce_exit()):
+                # A launcher kills the others as soon as one has ended without MPI_Finalize.
+                ranks = find_ranks(observed.folder.path)
+                _soon(lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks), 0.001)
+        finally:
+            original(status)
 
     exit_once_announced.is_announced = True  # type: ignore[attr-defined]
     setattr(os, original.__name__, exit_once_announced)
 
 
-def _wait_for_others_to_exit() -> None:
-    """For a moment, if they do: a launcher kills the others as soon as one has ended without MPI_Finalize."""
-    observed = observation.observed()
-    if observed is None:
-        return
-    others = find_ranks(observed.folder.path)
+def _soon(condition: Callable[[], bool], pause: float) -> bool:
+    """Wait, for SECONDS_TO_EXIT_TOGETHER at most, until `condition()`; whether it has come true."""
     until = time.monotonic() + SECONDS_TO_EXIT_TOGETHER
-    while time.monotonic() < until:
-        if all(r.record.exits == SEEN or r.has_left or state_of(r.pid) in DEAD for r in others):
-            return
-        time.sleep(0.001)
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def _is_gone(rank: Rank) -> bool:
+    return rank.has_left or state_of(rank.pid) in DEAD
 
 
 @functools.cache
