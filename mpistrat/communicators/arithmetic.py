@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_torch
 from mpistrat.communicators.host_views import view_of
+from mpistrat.communicators.reduction import BITWISE
 
 # The dtypes that MPI can reduce. Memory takes no others: they would fail as soon as a message is needed.
 KNOWN_TO_MPI = frozenset(
@@ -23,6 +24,16 @@ KNOWN_TO_MPI = frozenset(
 # MPI has no bfloat16 (mpi4py hands it over as bytes, which Open MPI then adds) and not everywhere a
 # float16: both, and torch's floats of 8 bits, are summed as float32 and rounded once.
 SUMMED_AS_FLOAT32 = ("float16", "bfloat16", "float8")
+_OF_COMPLEX = ("sum", "prod")
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
 
 
 class Arithmetic(abc.ABC):
@@ -44,7 +55,7 @@ class Arithmetic(abc.ABC):
 
     @abc.abstractmethod
     def combine(self, pieces: Sequence[Any], out: Any, scale: float | None) -> None:
-        """Put the sum (or maximum, or minimum) of `pieces`, in their order and times `scale`, into `out`.
+        """Put the sum (or maximum, or product, …) of `pieces`, in their order and times `scale`, into `out`.
 
         `out` may be one of the pieces; the others stay as they are. NumPy warns of nothing and raises nothing here:
         by the program's own settings one rank would raise where others wait.
@@ -56,13 +67,15 @@ def can_combine(buffer: Array, op: str) -> bool:
     if not (is_torch(buffer) or buffer.dtype.isnative):
         return False
     name = dtype_name(buffer)
+    if name.startswith((*SUMMED_AS_FLOAT32, "float")) and op in BITWISE:
+        return False
     if name.startswith(SUMMED_AS_FLOAT32):
         return True
-    return name in KNOWN_TO_MPI and (op == "sum" or not name.startswith("complex"))
+    return name in KNOWN_TO_MPI and (op in _OF_COMPLEX or not name.startswith("complex"))
 
 
 def arithmetic_of(buffer: Array, op: str) -> Arithmetic:
-    """What combines the elements of `buffer` by "sum", "max" or "min". Raises: TypeError unless `can_combine`."""
+    """What combines the elements of `buffer` by `op`, one of `OPS`. Raises: TypeError unless `can_combine`."""
     name = dtype_name(buffer)
     if not can_combine(buffer, op):
         raise TypeError(
@@ -133,7 +146,7 @@ def scale(buffer: Array, factor: float | None) -> None:
 class _NumPy(Arithmetic):
     def __init__(self, dtype: np.dtype[Any], op: str) -> None:
         self._dtype, self.itemsize = dtype, dtype.itemsize
-        self._combine: np.ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[op]
+        self._combine = _UFUNCS[op]
 
     def view(self, memory: np.ndarray) -> np.ndarray:
         return memory.view(self._dtype)
@@ -183,7 +196,12 @@ class _Torch(Arithmetic):
         self._torch = torch
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.itemsize = self._dtype.itemsize
-        self._combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        self._combine: Any = {
+            "sum": torch.add,
+            "max": torch.maximum,
+            "min": torch.minimum,
+            "prod": torch.mul,
+        }[op]
 
     def view(self, memory: np.ndarray) -> Any:
         return self._torch.from_numpy(memory).view(self._dtype)

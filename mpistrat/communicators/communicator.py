@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -22,7 +23,7 @@ class Communicator(abc.ABC):
 
     Buffers are C-contiguous NumPy arrays or CPU tensors. `label`, as that of a `Reduction`, says in words what is
     exchanged (a structure, parameter names); the ranks must agree on it. In place of a `Reduction`, methods take the
-    name of its operation, "sum", "max" or "min".
+    name of its operation, one of `reduction.OPS`.
 
     Attributes:
         rank: this process's number in the group, 0 <= rank < size.
@@ -82,7 +83,10 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
-        """Combine `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension."""
+        """Combine `buffer` of all ranks; rank r's `out` gets the r-th of equal parts along the first dimension.
+
+        An `out` without dimensions gets the r-th element.
+        """
 
     @abc.abstractmethod
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
@@ -91,6 +95,33 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
         """The buffers of all ranks, in rank order. Same dtype and rank (ndim); shapes may differ."""
+
+    @abc.abstractmethod
+    def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
+        """Put the buffers of all ranks into `out`, in rank order.
+
+        Args:
+            buffer: same shape and dtype on every rank, any dtype. It may be this rank's part of `out` itself.
+            out: of the same dtype, and of any shape with `size` times as many elements.
+        """
+
+    @abc.abstractmethod
+    def all_to_all(
+        self,
+        buffer: Array,
+        out: Array,
+        sent: Sequence[int],
+        received: Sequence[int],
+        *,
+        label: str = "",
+    ) -> None:
+        """Send each rank some rows of `buffer`, and put those that it sends to this rank into `out`, in rank order.
+
+        Args:
+            buffer, out: of rows (the first dimension) of the same shape and dtype on every rank; different memory.
+            sent: how many rows of `buffer` go to each rank, in rank order.
+            received: how many rows come from each rank: as many as it sends here.
+        """
 
     @abc.abstractmethod
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:

@@ -37,6 +37,19 @@ def room_for(buffer: Array, shapes: np.ndarray) -> list[np.ndarray]:
     return [np.empty(tuple(shape) if buffer.ndim else (), dtype) for shape in shapes]
 
 
+def parts_with_own(buffer: Array, out: Array, rank: int, size: int) -> list[np.ndarray]:
+    """The bytes of each rank's part of `out`, after `buffer`, which may be there already, was put into this rank's."""
+    parts = list(bytes_of(out).reshape(size, -1))
+    mine = bytes_of(buffer)
+    if address_of(mine) != address_of(parts[rank]):
+        parts[rank][:] = mine
+    return parts
+
+
+def address_of(memory: np.ndarray) -> int:
+    return int(memory.__array_interface__["data"][0])
+
+
 def bytes_of(buffer: Array) -> np.ndarray:
     """The memory of `buffer` as bytes. Raises: ValueError when it is not C-contiguous."""
     view = view_of(buffer)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.operand_checks import (
+    check_exchange,
+    check_gathered,
+    check_parts,
+    check_reduction,
+)
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 
 if TYPE_CHECKING:
@@ -26,10 +33,11 @@ class LocalCommunicator(Communicator):
         out: Array | None = None,
         cause: Exception | None = None,
     ) -> None:
-        target = buffer if out is None else out
+        target, reduction = buffer if out is None else out, as_reduction(reduction)
+        check_reduction(reduction, buffer)
         if out is not None:
             out[...] = buffer
-        factor = as_reduction(reduction).scale
+        factor = reduction.scale
         if factor is not None:
             target *= factor
 
@@ -47,13 +55,30 @@ class LocalCommunicator(Communicator):
         self.all_reduce(buffer, reduction)
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
-        self.all_reduce(buffer, reduction, out=out)
+        check_parts(buffer, out, 1)
+        self.all_reduce(buffer.reshape(out.shape), reduction, out=out)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
         pass
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
         return [buffer]
+
+    def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
+        check_gathered(buffer, out, 1)
+        out[...] = buffer.reshape(out.shape)
+
+    def all_to_all(
+        self,
+        buffer: Array,
+        out: Array,
+        sent: Sequence[int],
+        received: Sequence[int],
+        *,
+        label: str = "",
+    ) -> None:
+        check_exchange(buffer, out, sent, received, 1)
+        out[...] = buffer
 
     def explain(self) -> str:
         return "one rank: nothing moves"

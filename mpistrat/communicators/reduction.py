@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-OPS = ("sum", "max", "min")
+OPS = ("sum", "max", "min", "prod", "band", "bor", "bxor")
+BITWISE = ("band", "bor", "bxor")  # of integers
 
 # Called with a `Communicator` of the ranks between which messages go, and float32 values, 1-D: adds them up in place.
 Compressor: TypeAlias = Callable[[Any, Any], None]
@@ -18,7 +19,9 @@ class Reduction:
     """How buffers are combined, element by element; equal on all ranks. Their dtype is that of the buffers.
 
     Attributes:
-        op: "sum", "max" or "min"; the maximum or minimum of NaN and a number may be either.
+        op: one of `OPS`: the sum, maximum, minimum or product, or MPI's names of the bitwise "and", "or" and
+            exclusive "or" of integers. The maximum or minimum of NaN and a number may be either. Complex numbers
+            have sums and products.
         label: says what is reduced (a structure, parameter names). The ranks must agree on it.
         scale: a factor of the result, which must be floating point.
         compressor: adds up, in place, the slices of a sum that go between nodes; for floats of 32 bits or fewer.

@@ -8,14 +8,21 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpistrat.arrays import Array, dtype_name, is_floating, is_on_accelerator, is_on_xla
+from mpistrat.arrays import Array, dtype_name, is_on_accelerator, is_on_xla
 from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
 from mpistrat.communicators.node.memory import NO_MEMORY, CheckedMemory, NodeMemory
 from mpistrat.communicators.node.slots import SharedSlots, Slot
-from mpistrat.communicators.reduction import OPS, SUM, Reduction, as_reduction
+from mpistrat.communicators.operand_checks import (
+    check_exchange,
+    check_gathered,
+    check_parts,
+    check_reduction,
+    wrong_out,
+)
+from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -101,7 +108,7 @@ class Router(Communicator):
         if reduction.__class__ is not Reduction:
             reduction = as_reduction(reduction)
         if out is not None and (out.shape != buffer.shape or out.dtype != buffer.dtype):
-            self.raise_together(_wrong_out(buffer, out))
+            self.raise_together(wrong_out(buffer, out))
         kind = _kind_of(buffer) if self.takes_device_buffers else None
         key = (reduction.agreed, buffer.dtype, buffer.shape, kind)
         known = self._sums.get(key)
@@ -135,7 +142,7 @@ class Router(Communicator):
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
         reduction, root = as_reduction(reduction), index(root)
         with self.raising_together():
-            _check(reduction, buffer)
+            check_reduction(reduction, buffer)
         words = reduction.op, root, *_words_of_buffer(buffer), *_words_of(reduction)
         with self._enter("reduce", *words):
             operands = Operands(buffer, reduction.plain, root=root)
@@ -146,8 +153,8 @@ class Router(Communicator):
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
         reduction = as_reduction(reduction)
         with self.raising_together():
-            _check(reduction, buffer)
-            _check_parts(buffer, out, self.size)
+            check_reduction(reduction, buffer)
+            check_parts(buffer, out, self.size)
         words = reduction.op, *_words_of_buffer(buffer), *_words_of(reduction)
         with self._enter("reduce_scatter", *words):
             operands = Operands(buffer, reduction.plain, out)
@@ -164,6 +171,29 @@ class Router(Communicator):
         with self._enter("all_gather", _kind_of(buffer), f"{buffer.ndim} dimensions", label):
             operands = Operands(buffer)
             return self.ways.choose("all_gather", operands).all_gather(operands)
+
+    def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
+        with self.raising_together():
+            check_gathered(buffer, out, self.size)
+        with self._enter("all_gather_into", *_words_of_buffer(buffer), label):
+            operands = Operands(buffer, out=out)
+            self.ways.choose("all_gather_into", operands).all_gather_into(operands)
+
+    def all_to_all(
+        self,
+        buffer: Array,
+        out: Array,
+        sent: Sequence[int],
+        received: Sequence[int],
+        *,
+        label: str = "",
+    ) -> None:
+        with self.raising_together():
+            check_exchange(buffer, out, sent, received, self.size)
+        rows = f"rows of {tuple(buffer.shape[1:])}"
+        with self._enter("all_to_all", _kind_of(buffer), rows, label):
+            operands = Operands(buffer, out=out, sent=sent, received=received)
+            self.ways.choose("all_to_all", operands).all_to_all(operands)
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         root = index(root)
@@ -239,8 +269,8 @@ class _KnownSums(dict[tuple[Any, ...], _KnownSum]):
         self._slots, self._last_words = slots, last_words
 
     def learn(self, key: tuple[Any, ...], buffer: Array, reduction: Reduction) -> _KnownSum:
-        """Remember an all-reduce. Raises: ValueError if `buffer` cannot be reduced so."""
-        _check(reduction, buffer)
+        """Remember an all-reduce. Raises: ValueError or TypeError if `buffer` cannot be reduced so."""
+        check_reduction(reduction, buffer)
         words = reduction.op, *_words_of_buffer(buffer), *_words_of(reduction), *self._last_words
         slot = None
         if self._slots is not None and not is_on_accelerator(buffer):
@@ -275,28 +305,3 @@ def _words_of(reduction: Reduction) -> tuple[str, ...]:
     if reduction.scale is None:
         return (reduction.label,)
     return reduction.label, f"times {reduction.scale!r}"
-
-
-def _check(reduction: Reduction, buffer: Array) -> None:
-    """Raises: ValueError if `buffer` cannot be reduced so."""
-    if reduction.op not in OPS:
-        raise ValueError(f"op must be one of {OPS}, got {reduction.op!r}")
-    name = dtype_name(buffer)
-    if reduction.scale is not None and not (is_floating(buffer) or name.startswith("complex")):
-        raise ValueError(f"scale is for floating point, got {name}")
-
-
-def _wrong_out(buffer: Array, out: Array) -> ValueError:
-    return ValueError(
-        f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
-        f"of {tuple(out.shape)}"
-    )
-
-
-def _check_parts(buffer: Array, out: Array, size: int) -> None:
-    expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else ()
-    if tuple(buffer.shape) != expected or dtype_name(buffer) != dtype_name(out):
-        raise ValueError(
-            f"reduce_scatter over {size} ranks into {dtype_name(out)} of {tuple(out.shape)} needs a buffer of {size} "
-            f"times as many rows, got {dtype_name(buffer)} of {tuple(buffer.shape)}"
-        )

@@ -9,16 +9,19 @@ from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transports.transport import Operands, Transport
+from mpistrat.communicators.transports.transport import Operands, Transport, exchange_on_host
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime
+
+_OPS = ("sum", "max", "min")  # of XLA's collectives; the others are left to the host
 
 
 class XlaTransport(Transport):
     """Records reductions of tensors on XLA devices in the graph, as all that a program does with them.
 
-    Broadcasts, gathers and sums with a compressor go through host memory.
+    Broadcasts, gathers, exchanges of rows, sums with a compressor, and other operations than XLA's go through host
+    memory.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host.
@@ -51,11 +54,15 @@ class XlaTransport(Transport):
 
     def reduce_scatter(self, operands: Operands) -> None:
         total, out = self._sum(operands.buffer, operands.reduction), operands.target
-        length = out.shape[0]
-        out.copy_(total[self.rank * length : (self.rank + 1) * length])
+        length = out.shape[0] if out.ndim else 1
+        out.copy_(total[self.rank * length : (self.rank + 1) * length].reshape(out.shape))
 
     def _sum(self, buffer: Array, reduction: Reduction) -> Array:
         """A new tensor, the result without the scale."""
+        if reduction.op not in _OPS:
+            host = to_host(buffer)
+            self._host.all_reduce(host, reduction.plain)
+            return to_device_of(host, buffer)
         (total,) = self._runtime.all_reduce(reduction.op, [buffer])
         return total
 
@@ -67,6 +74,9 @@ class XlaTransport(Transport):
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer
         return [to_device_of(part, buffer) for part in self._host.all_gather(to_host(buffer))]
+
+    def all_to_all(self, operands: Operands) -> None:
+        exchange_on_host(self._host, operands)
 
     def explain(self, rest: str) -> str:
         return (

@@ -78,6 +78,24 @@ def test_all_reduce_of_every_dtype(comm, library):
 
 
 @every_library
+def test_products_and_bits_of_every_dtype(comm, library):
+    of_bits = {"band": [5, int(SIZE == 1)], "bor": [5, 2**SIZE - 1]}
+    of_bits["bxor"] = [5 * (SIZE % 2), 2**SIZE - 1]
+    for dtype in DTYPES[library]:
+        product = make(library, dtype, [2, 3 if RANK == LAST else 1])
+        comm.all_reduce(product, "prod")
+        assert same(product, [2**SIZE, 3]), dtype
+        for op, expected in of_bits.items():
+            bits = make(library, dtype, [5, 1 << RANK])
+            if "int" in dtype:
+                comm.all_reduce(bits, op)
+                assert same(bits, expected), (dtype, op)
+            else:
+                with pytest.raises(TypeError, match=f"'{op}' combines the bits of integers, got"):
+                    comm.all_reduce(bits, op)
+
+
+@every_library
 def test_broadcast_and_all_gather_of_every_dtype(comm, library):
     for dtype in DTYPES[library]:
         sent = make(library, dtype, [RANK + 5, 2])
@@ -89,6 +107,62 @@ def test_broadcast_and_all_gather_of_every_dtype(comm, library):
         for rank, part in enumerate(parts):
             assert part.dtype == sent.dtype
             assert same(part, [[rank, 7]] * (rank + 1)), dtype
+
+
+def of_any_dtype(dtype, values):
+    """As a tensor: NumPy lacks some dtypes, and some have no sums."""
+    return torch.tensor(values).to(getattr(torch, dtype))
+
+
+ANY_DTYPE = ("uint8", "bool", "float64", "bfloat16", "float8_e4m3fn", "complex64")
+
+
+@pytest.mark.parametrize("dtype", ANY_DTYPE)
+def test_all_gather_into(comm, dtype):
+    """The shape of the whole is the caller's; a rank's part may lie there before."""
+    expected = of_any_dtype(dtype, [[rank, 1] for rank in range(SIZE)])
+    for elements in (1, 3000, 40_000):
+        out = torch.zeros(2 * SIZE * elements, dtype=expected.dtype)
+        mine = expected[RANK].repeat(elements).reshape(elements, 2)
+        comm.all_gather_into(mine, out)
+        assert torch.equal(out.reshape(SIZE, -1).double(), expected.repeat(1, elements).double())
+
+        part = torch.zeros(SIZE, elements, 2, dtype=expected.dtype)
+        part[RANK] = mine
+        comm.all_gather_into(part[RANK], part)
+        assert torch.equal(part.reshape(-1).double(), out.double())
+    if dtype in DTYPES["numpy"]:
+        gathered = np.zeros((SIZE, 2), dtype)
+        comm.all_gather_into(expected[RANK].numpy(), gathered)
+        assert (gathered == expected.numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", ANY_DTYPE)
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_all_to_all_of_as_many_rows_to_each_rank(comm, dtype, rows):
+    mine = of_any_dtype(dtype, [[RANK, rank] for rank in range(SIZE)])
+    out = torch.zeros(SIZE * rows, 2, dtype=mine.dtype)
+    counts = [rows] * SIZE
+    comm.all_to_all(mine.repeat_interleave(rows, 0), out, counts, counts)
+    expected = of_any_dtype(dtype, [[rank, RANK] for rank in range(SIZE)])
+    assert torch.equal(out.double(), expected.repeat_interleave(rows, 0).double())
+
+
+@pytest.mark.parametrize("factor", [0, 1, 2000, 10_000])
+def test_all_to_all_of_other_numbers_of_rows(comm, factor):
+    """Rank r sends r + 2 s rows to rank s, none of them to itself, and the last one sends nothing."""
+
+    def rows(sender, receiver):
+        return factor * (sender + 2 * receiver) * (sender not in (LAST, receiver))
+
+    sent = [rows(RANK, rank) for rank in range(SIZE)]
+    received = [rows(rank, RANK) for rank in range(SIZE)]
+    mine = np.full((sum(sent), 3), RANK, np.int16)
+    mine[:, 1] = np.repeat(np.arange(SIZE), sent)
+    out = np.zeros((sum(received), 3), np.int16)
+    comm.all_to_all(mine, out, sent, received)
+    expected = [[rank, RANK, rank] for rank in range(SIZE)]
+    assert (out == np.repeat(expected, received, 0)).all()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +192,20 @@ def test_scalars_and_empty_arrays(comm, library):
     comm.broadcast(empty)
     assert tuple(empty.shape) == (2, 0)
     assert [tuple(part.shape) for part in comm.all_gather(empty)] == [(2, 0)] * SIZE
+    comm.reduce(empty, LAST)
+    comm.all_gather_into(empty, make(library, "float32", []))
+    comm.all_to_all(empty[:0], empty[:0], [0] * SIZE, [0] * SIZE)
+    whole = make(library, "float32", [[]] * SIZE)
+    comm.reduce_scatter(whole, make(library, "float32", [[]]))
+    comm.all_to_all(whole, whole, [1] * SIZE, [1] * SIZE)
+
+    scalar, whole = make(library, "int32", RANK), make(library, "int32", [7] * SIZE)
+    comm.all_gather_into(scalar, whole)
+    assert same(whole, list(range(SIZE)))
+    comm.reduce_scatter(whole, scalar)
+    assert same(scalar, SIZE * RANK)
+    comm.reduce(scalar, LAST)
+    assert same(scalar, SIZE * SUM_OF_RANKS if RANK == LAST else SIZE * RANK)
 
 
 def test_all_gather_where_only_some_ranks_have_rows(comm):
@@ -273,6 +361,40 @@ def test_different_errors_name_each_other(checked):
 
 
 def test_an_unknown_op_is_refused_before_the_others_wait(checked):
-    errors = errors_of_ranks(lambda: checked.all_reduce(ones(1), "prod"))
+    errors = errors_of_ranks(lambda: checked.all_reduce(ones(1), "mean"))
+    assert {name for name, _, _ in errors} == {"ValueError"}
+    checked.barrier()
+
+
+WRONG_OPERANDS = {
+    "another dtype": lambda c: c.all_gather_into(ones(1), ones(c.size, dtype="int32")),
+    "too small": lambda c: c.all_gather_into(ones(2), ones(2 * c.size - 1)),
+    "other strides": lambda c: c.all_gather_into(ones(2), ones(4 * c.size)[::2]),
+    "too few counts": lambda c: c.all_to_all(ones(3), ones(3), [3], []),
+    "more rows than there are": lambda c: c.all_to_all(
+        ones(c.size), ones(c.size), [2] * c.size, [1] * c.size
+    ),
+    "fewer rows received": lambda c: c.all_to_all(
+        ones(c.size), ones(c.size + 1), [1] * c.size, [1] * c.size
+    ),
+    "a negative count": lambda c: c.all_to_all(
+        ones(0), ones(0), [1, -1][: c.size] + [0] * (c.size - 2), [0] * c.size
+    ),
+    "no rows": lambda c: c.all_to_all(np.ones(()), np.ones(()), [1], [1]),
+    "other rows": lambda c: c.all_to_all(
+        ones(c.size, 2), ones(c.size, 3), [1] * c.size, [1] * c.size
+    ),
+    "strides of rows": lambda c: c.all_to_all(
+        ones(c.size, 4)[:, ::2], ones(c.size, 2), [1] * c.size, [1] * c.size
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OPERANDS)
+def test_wrong_operands_are_errors_before_the_others_wait(checked, wrong):
+    call = WRONG_OPERANDS[wrong]
+    with pytest.raises(ValueError, match=r"all_gather_into over|all_to_all|must be C-contiguous"):
+        call(LocalCommunicator())
+    errors = errors_of_ranks(lambda: call(checked))
     assert {name for name, _, _ in errors} == {"ValueError"}
     checked.barrier()

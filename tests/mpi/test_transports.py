@@ -23,7 +23,10 @@ from mpistrat.communicators.transports.transport import Mover, Operands, Transpo
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 PACKAGE = Path(communicators.__file__).parents[1]
-CALLS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+CALLS = (
+    *("all_reduce", "reduce", "reduce_scatter", "broadcast"),
+    *("all_gather", "all_gather_into", "all_to_all"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,8 @@ def test_a_transport_refuses_what_it_does_not_take(movers):
         ("reduce_scatter", "all_reduce"),
         ("broadcast", "broadcast"),
         ("all_gather", "all_gather"),
+        ("all_gather_into", "all_gather"),
+        ("all_to_all", "all_to_all"),
     ):
         with pytest.raises(TypeError, match=f"Nothing does not take {by}"):
             getattr(Nothing(), call)(Operands(np.ones(1), SUM, np.ones(1)))

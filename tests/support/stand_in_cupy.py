@@ -148,8 +148,7 @@ class NcclCommunicator:
         from mpi4py import MPI
 
         CALLS.append("allReduce")
-        operation = [MPI.SUM, None, MPI.MAX, MPI.MIN][op]
-        assert operation is not None
+        operation = [MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN][op]
 
         def work() -> None:
             result = np.empty(count, NCCL_DTYPES[datatype])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.communicators.arithmetic import Arithmetic, share_of
-from mpistrat.communicators.host_views import bytes_of
+from mpistrat.communicators.host_views import bytes_of, parts_with_own
 from mpistrat.communicators.node.shared_memory import before_others_see
 from mpistrat.communicators.reduction_tree import how_to_combine
 from mpistrat.communicators.transports.transport import Mover, Operands, Unbroken
@@ -153,6 +153,10 @@ class Blocks(Mover):
                 self.tick()
                 if self.rank != root:
                     part[:] = slot[: len(part)]
+
+    def all_gather_into(self, operands: Operands) -> None:
+        parts = parts_with_own(operands.buffer, operands.target, self.rank, self._size)
+        self.gather(parts[self.rank], parts)
 
     def gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         """Copy every rank's `mine` to its part on all ranks. All are bytes. `mine` may be this rank's part itself."""

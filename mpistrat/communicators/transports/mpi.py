@@ -6,13 +6,14 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, dtype_name, is_torch
+from mpistrat.arrays import Array, dtype_name, is_torch, itemsize, num_elements
 from mpistrat.cluster_resolver.launcher import library_name
 from mpistrat.communicators.arithmetic import (
     KNOWN_TO_MPI,
@@ -22,11 +23,19 @@ from mpistrat.communicators.arithmetic import (
     scale,
     share_of,
 )
-from mpistrat.communicators.host_views import as_buffer_of, bytes_of, view_of
+from mpistrat.communicators.host_views import as_buffer_of, bytes_of, parts_with_own, view_of
 from mpistrat.communicators.reduction_tree import ReductionTree, tree_sum_of
 from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 
-OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+OPS = {
+    "sum": MPI.SUM,
+    "max": MPI.MAX,
+    "min": MPI.MIN,
+    "prod": MPI.PROD,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+}
 # From so many bytes of short floats on, two exchanges of them are cheaper than one reduction of float32.
 _SMALLEST_IN_SLICES = 1 << 15
 # Bytes that all ranks hold together: up to here, a second message costs more than it saves.
@@ -174,6 +183,22 @@ class MpiTransport(Transport):
             part = piece.reshape(shape if buffer.ndim else ())
             parts.append(as_buffer_of(buffer, part))
         return parts
+
+    def all_gather_into(self, operands: Operands) -> None:
+        buffer, out = operands.buffer, operands.target
+        parts_with_own(buffer, out, self.rank, self.size)
+        with _elements_of(itemsize(buffer)) as element:
+            self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), num_elements(buffer), element])
+
+    def all_to_all(self, operands: Operands) -> None:
+        row = itemsize(operands.buffer) * math.prod(operands.buffer.shape[1:])
+        if not row:
+            return
+        with _elements_of(row) as element:
+            self.comm.Alltoallv(
+                [bytes_of(operands.buffer), operands.sent, element],
+                [bytes_of(operands.target), operands.received, element],
+            )
 
     @property
     def library(self) -> str:

@@ -15,7 +15,13 @@ import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, arithmetic_of, can_combine
-from mpistrat.communicators.host_views import as_buffer_of, bytes_of, room_for, view_of
+from mpistrat.communicators.host_views import (
+    as_buffer_of,
+    bytes_of,
+    parts_with_own,
+    room_for,
+    view_of,
+)
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 
@@ -38,7 +44,7 @@ class RingTransport(Transport):
         self.rank, self.size = mpi.rank, mpi.size
 
     def choose(self, call: str, operands: Operands) -> Transport | None:
-        if call == "all_gather":
+        if call in ("all_gather", "all_gather_into"):
             return self
         goes_round = call in _REDUCTIONS and operands.tree is None
         known = goes_round and can_combine(operands.buffer, operands.reduction.op)
@@ -97,6 +103,10 @@ class RingTransport(Transport):
         self._hand_round([bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
 
+    def all_gather_into(self, operands: Operands) -> None:
+        out = operands.target
+        self._hand_round(parts_with_own(operands.buffer, out, self.rank, self.size))
+
     def explain(self, rest: str) -> str:
-        but_for = "broadcasts and what is reduced to one rank"
+        but_for = "broadcasts, exchanges of rows and what is reduced to one rank"
         return f"{self.size} ranks in a ring, but for {but_for}\n{rest}"

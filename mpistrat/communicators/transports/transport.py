@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, copy, dtype_name, is_torch
+from mpistrat.arrays import Array, copy, dtype_name, is_torch, to_device_of, to_host
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.reduction import SUM, Reduction
 
 if TYPE_CHECKING:
+    from mpistrat.communicators.communicator import Communicator
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 
@@ -25,9 +26,10 @@ class Operands:
     Attributes:
         buffer: what is combined, handed out or collected.
         reduction: of `all_reduce`, `reduce` and `reduce_scatter`.
-        out: of `all_reduce` and `reduce_scatter`: the result goes there; None: into `buffer`.
+        out: the result goes there; None, of `all_reduce`: into `buffer`.
         tree: of `all_reduce`: its order, as of `Communicator.all_reduce_by_tree`; None: any order.
         root: of `reduce` and `broadcast`.
+        sent, received: of `all_to_all`: the rows that go to each rank, and that come from it.
     """
 
     buffer: Array
@@ -35,6 +37,8 @@ class Operands:
     out: Array | None = None
     tree: ReductionTree | None = None
     root: int = 0
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
 
     @property
     def target(self) -> Array:
@@ -65,14 +69,24 @@ class Mover:
     def reduce_scatter(self, operands: Operands) -> None:
         """By an all-reduce, where there is no better way."""
         total, out = self._total(operands), operands.target
-        length = out.shape[0]
-        out[...] = total[self.rank * length : (self.rank + 1) * length]
+        length = out.shape[0] if out.ndim else 1
+        out[...] = total[self.rank * length : (self.rank + 1) * length].reshape(out.shape)
 
     def broadcast(self, operands: Operands) -> None:
         self._refuse("broadcast")
 
     def all_gather(self, operands: Operands) -> list[Array]:
         self._refuse("all_gather")
+
+    def all_gather_into(self, operands: Operands) -> None:
+        """By an all-gather, where there is no better way."""
+        parts = self.all_gather(operands)
+        rows = operands.target.reshape(len(parts), *operands.buffer.shape)
+        for rank, part in enumerate(parts):
+            rows[rank] = part
+
+    def all_to_all(self, operands: Operands) -> None:
+        self._refuse("all_to_all")
 
     def _total(self, operands: Operands) -> Array:
         total = copy(operands.buffer)
@@ -128,6 +142,13 @@ class Unbroken(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = error
+
+
+def exchange_on_host(host: Communicator, operands: Operands) -> None:
+    """`all_to_all` of buffers on a device, by the communicator of the same ranks for host memory."""
+    buffer, out = to_host(operands.buffer), to_host(operands.target)
+    host.all_to_all(buffer, out, operands.sent, operands.received)
+    operands.target[...] = to_device_of(out, operands.target)
 
 
 def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> None:

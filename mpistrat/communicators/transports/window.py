@@ -153,7 +153,9 @@ class WindowTransport(Transport, NodeMemory):
     def choose(self, call: str, operands: Operands) -> Mover | None:
         if call == "all_gather":
             return self  # the ranks compare the sizes of their parts first
-        if operands.buffer.nbytes < SMALLEST or not is_combined_in_slices(call, operands):
+        if call == "all_to_all" or operands.buffer.nbytes < SMALLEST:
+            return None
+        if not is_combined_in_slices(call, operands):
             return None
         blocks = self.shared_blocks()
         if blocks is None:
@@ -197,4 +199,5 @@ def is_combined_in_slices(call: str, operands: Operands) -> bool:
     """
     if operands.tree is not None and not operands.tree.one_each:
         return False
-    return call == "broadcast" or can_combine(operands.buffer, operands.reduction.op)
+    moved = call in ("broadcast", "all_gather_into")
+    return moved or can_combine(operands.buffer, operands.reduction.op)

@@ -9,7 +9,7 @@ from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
-from mpistrat.communicators.transports.transport import Operands, Transport
+from mpistrat.communicators.transports.transport import Operands, Transport, exchange_on_host
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -79,6 +79,10 @@ class DeviceTransport(Transport):
         here = library.here(operands.buffer)
         with library.device():
             return self._gather(here)
+
+    def all_to_all(self, operands: Operands) -> None:
+        self.wait_for_current_stream(operands.buffer)
+        exchange_on_host(self.host, operands)
 
     def explain(self, rest: str) -> str:
         return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"

@@ -21,6 +21,7 @@ from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
+OPS = ("sum", "max", "min", "prod")
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -32,7 +33,7 @@ class _Cupy:
 
         self._comm = nccl.NcclCommunicator(size, unique_id, rank)
         self._dtypes = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in DTYPES}
-        self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
+        self._ops = {op: getattr(nccl, f"NCCL_{op.upper()}") for op in OPS}
         self._group_start, self._group_end = nccl.groupStart, nccl.groupEnd
 
     @staticmethod
@@ -79,7 +80,7 @@ class NcclTransport(DeviceTransport):
     current stream holds.
 
     16-bit floats are summed as float32, as everywhere. Dtypes that NCCL does not know (complex numbers, booleans,
-    integers of 16 bits) go through the host.
+    integers of 16 bits) and bitwise operations go through the host.
 
     An error of NCCL's, a stall, or another rank's error aborts the communicator on all ranks that wait in it: no
     buffer on a GPU can be combined any more.
@@ -134,7 +135,7 @@ class NcclTransport(DeviceTransport):
             plain = reduction.plain
             reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
             return
-        if name not in DTYPES:
+        if name not in DTYPES or reduction.op not in OPS:
             self.combine_on_host(buffer, reduction)
             return
         library = self.library(buffer)

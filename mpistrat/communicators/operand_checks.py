@@ -1,0 +1,77 @@
+"""What a call's operands must be. Each rank checks its own, before it enters the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpistrat.arrays import Array, dtype_name, is_floating, is_torch, num_elements
+from mpistrat.communicators.reduction import BITWISE, OPS, Reduction
+
+
+def check_reduction(reduction: Reduction, buffer: Array) -> None:
+    """Raises: ValueError or TypeError if `buffer` cannot be reduced so."""
+    if reduction.op not in OPS:
+        raise ValueError(f"op must be one of {OPS}, got {reduction.op!r}")
+    name = dtype_name(buffer)
+    inexact = is_floating(buffer) or name.startswith("complex")
+    if reduction.op in BITWISE and inexact:
+        raise TypeError(f"{reduction.op!r} combines the bits of integers, got {name}")
+    if reduction.scale is not None and not inexact:
+        raise ValueError(f"scale is for floating point, got {name}")
+
+
+def wrong_out(buffer: Array, out: Array) -> ValueError:
+    """The error for an `out` of `all_reduce` that has not the shape and dtype of `buffer`."""
+    return ValueError(
+        f"out must be {dtype_name(buffer)} of {tuple(buffer.shape)} as the buffer, got {dtype_name(out)} "
+        f"of {tuple(out.shape)}"
+    )
+
+
+def check_parts(buffer: Array, out: Array, size: int) -> None:
+    """Of `reduce_scatter`. Raises: ValueError unless `buffer` has `size` times as many rows as `out`."""
+    expected = (size * out.shape[0], *out.shape[1:]) if out.ndim else (size,)
+    if tuple(buffer.shape) != expected or dtype_name(buffer) != dtype_name(out):
+        raise ValueError(
+            f"reduce_scatter over {size} ranks into {dtype_name(out)} of {tuple(out.shape)} needs a buffer of {size} "
+            f"times as many rows, got {dtype_name(buffer)} of {tuple(buffer.shape)}"
+        )
+
+
+def check_gathered(buffer: Array, out: Array, size: int) -> None:
+    """Of `all_gather_into`. Raises: ValueError unless `out` has room for `size` buffers."""
+    if num_elements(out) != size * num_elements(buffer) or out.dtype != buffer.dtype:
+        raise ValueError(
+            f"all_gather_into over {size} ranks of {dtype_name(buffer)} of {tuple(buffer.shape)} needs an out of "
+            f"{size} times as many elements, got {dtype_name(out)} of {tuple(out.shape)}"
+        )
+    check_contiguous("buffer", buffer)
+    check_contiguous("out", out)
+
+
+def check_exchange(
+    buffer: Array, out: Array, sent: Sequence[int], received: Sequence[int], size: int
+) -> None:
+    """Of `all_to_all`. Raises: ValueError unless the counts are of the rows of `buffer` and of `out`."""
+    if buffer.dtype != out.dtype or not buffer.ndim or buffer.shape[1:] != out.shape[1:]:
+        raise ValueError(
+            f"all_to_all needs a buffer and an out of rows of one dtype and shape, got {dtype_name(buffer)} of "
+            f"{tuple(buffer.shape)} and {dtype_name(out)} of {tuple(out.shape)}"
+        )
+    for name, array, counts in (("sent", buffer, sent), ("received", out, received)):
+        if len(counts) != size or min(counts) < 0 or sum(counts) != array.shape[0]:
+            raise ValueError(
+                f"all_to_all over {size} ranks: {name} must be {size} counts that add up to the "
+                f"{array.shape[0]} rows, got {list(counts)}"
+            )
+    check_contiguous("buffer", buffer)
+    check_contiguous("out", out)
+
+
+def check_contiguous(name: str, buffer: Array) -> None:
+    """Raises: ValueError unless `buffer`, an operand of that name, is C-contiguous."""
+    if not (buffer.is_contiguous() if is_torch(buffer) else buffer.flags.c_contiguous):
+        raise ValueError(
+            f"{name} must be C-contiguous, got an array of shape {tuple(buffer.shape)} with other strides; copy it "
+            "first"
+        )
