@@ -57,10 +57,8 @@ class TestsOfTorch:
         self._skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
         self._set_seed = importlib.import_module(f"{_INTERNAL}.common_utils").set_rng_seed
 
-        class RankTest(self._module.TestDistBackend, self._module.DistributedTest._DistTestBase):  # type: ignore[misc]
-            init_method = INIT_METHOD
-
-        self._tests = RankTest
+        bases = self._module.TestDistBackend, self._module.DistributedTest._DistTestBase
+        self._tests: Any = type("RankTest", bases, {"init_method": INIT_METHOD})
 
     def run(self, name: str, folder: Path) -> None:
         """Run one test on this rank; all ranks do.
@@ -97,5 +95,5 @@ def _all_restored() -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_default_dtype(torch.float32)
-        dist.set_debug_level_from_env()
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         gc.collect()
