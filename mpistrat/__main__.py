@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     parsed = top.parse_args(arguments)
     if parsed.command == "run":
+        if not (parsed.module or os.path.exists(parsed.program)):
+            run.error(f"there is no {parsed.program!r}, seen from {os.getcwd()}")
         from mpistrat.torch_distributed.run import run as run_program
 
         run_program(

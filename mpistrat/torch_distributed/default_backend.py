@@ -62,7 +62,7 @@ def _check(arguments: dict[str, Any], rank: int, size: int) -> None:
         given = arguments.get(name)
         if given not in (None, -1, of_mpi):
             raise ValueError(
-                f"rank {rank} of {size}: init_process_group got {name}={given}, but MPI has {name}={of_mpi} here. Leave "
-                f"{name} out, or take it from {name.upper()} in the environment, which `mpistrat run` sets; or start the "
-                "program with `mpistrat run --keep-backend`, which leaves its groups to torch"
+                f"rank {rank} of {size}: init_process_group got {name}={given}, but MPI has {name}={of_mpi} here. "
+                f"Leave {name} out, or take it from {name.upper()} in the environment, which `mpistrat run` sets; or "
+                "start the program with `mpistrat run --keep-backend`, which leaves its groups to torch"
             )

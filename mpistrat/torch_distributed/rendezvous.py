@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
 import os
+import select
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -103,24 +105,37 @@ def tcp_store(base: Base) -> c10d.TCPStore:
     )
 
 
-_agent_stores: list[c10d.TCPStore] = []  # which end with the process
+class _AgentStore:
+    """Listens, and becomes a store once somebody connects.
+
+    Not before, for torch looks up the name of an address that it connects to, as each store does to itself, and waits
+    5 s for a name server that does not answer.
+    """
+
+    def __init__(self, listener: socket.socket, size: int) -> None:
+        self._listener, self._size = listener, size
+        self._is_asked = False
+        self._thread = threading.Thread(target=self._serve, name="mpistrat store", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _serve(self) -> None:
+        select.select([self._listener], [], [])
+        self._is_asked = True
+        self._store = _served(self._listener, self._size)
+
+    def _end(self) -> None:
+        if self._is_asked:  # Python must not end while its thread is in torch
+            self._thread.join()
 
 
 def start_agent_store(base: Base) -> tuple[str, int]:
-    """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks.
-
-    Nobody connects to it unless the program does, for torch looks up the name of an address that it connects to, and
-    waits 5 s for a name server that does not answer. So does the server, which connects to itself: a thread of its own
-    makes it.
-    """
+    """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
     port = None
     if base.rank == 0:
         listener = listen(base.address)
         port = listener.getsockname()[1]
-        size = base.size
-        threading.Thread(
-            target=lambda: _agent_stores.append(_served(listener, size)), daemon=True
-        ).start()
+        _AgentStore(listener, base.size)
     return base.address, port if base.comm is None else base.comm.bcast(port)
 
 

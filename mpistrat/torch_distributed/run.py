@@ -69,12 +69,11 @@ def _share_cores() -> None:
 
 
 def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The part of a traceback that begins in the program: without our frames, and those of runpy."""
+    """The part of a traceback that begins in the program: without our frames, and those of runpy; it may be None."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
-    part = trace
-    while part is not None and part.tb_frame.f_code.co_filename in ours:
-        part = part.tb_next
-    return part or trace
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
 
 
 def _show_only(part: types.TracebackType | None) -> None:
