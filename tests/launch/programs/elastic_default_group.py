@@ -40,7 +40,8 @@ def train(elastic: ms.fault_tolerance.Elastic) -> None:
     replicas = strategy.num_replicas_in_sync
     assert [dist.get_rank(), dist.get_world_size()] == [elastic.comm.rank, replicas]
     group = dist.new_group(range(replicas))
-    elastic.restore(ms.checkpoint.Checkpoint())
+    with strategy.scope():
+        elastic.restore(ms.checkpoint.Checkpoint())
     while elastic.step < STEPS:
         if elastic.step == 3 and MPI.COMM_WORLD.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
