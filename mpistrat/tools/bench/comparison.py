@@ -18,9 +18,9 @@ OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
 
 
 def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
-    """One rank alone, all peers, torch on mpistrat's process group, and mpistrat; then the peers left out, with the reason.
+    """One rank alone, all peers, torch on mpistrat's process group, and mpistrat.
 
-    Called by: every rank.
+    Called by: every rank.   Returns: these, and the peers left out, with the reason.
     """
     from mpistrat.tools.bench import torch_groups
     from mpistrat.tools.bench.work import alone, with_mpistrat
@@ -61,9 +61,7 @@ def _over_gloo(name: str, times: Mapping[str, float]) -> Row:
     """What torch takes on mpistrat's process group over what it takes on gloo's."""
     wrapper, _, backend = name.partition(", ")
     peer = f"{wrapper}, gloo"
-    return (
-        {"this / gloo": times[name] / times[peer]} if backend == OURS and peer in times else {}
-    )
+    return {"this / gloo": times[name] / times[peer]} if backend == OURS and peer in times else {}
 
 
 def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:

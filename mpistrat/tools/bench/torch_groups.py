@@ -17,7 +17,10 @@ GLOO, MPISTRAT = "gloo", "mpistrat"
 
 @functools.cache
 def group_on(backend: str) -> dist.ProcessGroup:
-    """The group of all ranks on `backend`. Both have one store, in a file where the ranks are on one node. Collective."""
+    """The group of all ranks on `backend`. Collective.
+
+    Both meet by one store, which is a file where the ranks are on one node: a port would need a name server.
+    """
     if not dist.is_initialized():
         dist.init_process_group(MPISTRAT, init_method="mpi://")
     return dist.new_group(backend=backend)
