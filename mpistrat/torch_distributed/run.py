@@ -16,7 +16,7 @@ from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
 
 
-def run(
+def run_program(
     program: str, arguments: Sequence[str], *, is_module: bool, keeps_backend: bool = False
 ) -> NoReturn:
     """Run a script, or a module as `python -m` does, as `__main__`, with torchrun's environment.
