@@ -138,12 +138,14 @@ class _AgentStore:
 
 def start_agent_store(base: Base) -> tuple[str, int]:
     """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
-    port = None
+    port = 0
     if base.rank == 0:
         listener = listen(base.address)
         port = listener.getsockname()[1]
         _AgentStore(listener, base.size)
-    return base.address, port if base.comm is None else base.comm.bcast(port)
+    if base.comm is not None:
+        port = base.comm.bcast(port)
+    return base.address, port
 
 
 def _served(listener: socket.socket, size: int) -> c10d.TCPStore:
