@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.communicators.communicator import Communicator
@@ -16,9 +16,10 @@ from mpistrat.communicators.communicator import Communicator
 # The key in the store of a default group by which its ranks know that they are in the same one.
 _KEY = "mpistrat/default group"
 
-
 # Whether strategies make a default group without being asked: `mpistrat run` sets it.
 with_every_strategy = False
+
+_ranks: Any = None
 
 
 class _Known(NamedTuple):
@@ -43,10 +44,8 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
 
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if not any(groups):
-        from mpistrat.torch_distributed.rendezvous import make_base
-
-        make_base(comm)
-        dist.init_process_group("mpistrat", init_method="mpi://")
+        with _over(comm):
+            dist.init_process_group("mpistrat", init_method="mpi://")
     elif difference := _difference(groups):
         raise RuntimeError(
             f"{what}(torch_distributed=True) on rank {communicator.rank} of {communicator.size}: the program's default "
@@ -69,19 +68,20 @@ def has_default_group(backend: str | None = None) -> bool:
     return backend is None or dist.get_backend() == backend
 
 
+def ranks() -> Any:
+    """mpi4py's communicator of those that the next group of `init_method="mpi://"` is over; None: all of MPI's."""
+    return _ranks
+
+
 def move_default_group(comm: Any, *, again: bool) -> None:
-    """From now on `init_method="mpi://"` is over the ranks of `comm`; nothing where torch is not loaded.
+    """From now on `init_method="mpi://"` is over the ranks of `comm`.
 
-    Called by: every rank of `comm`.
-    Args: again: a default group is made over them in place of the one that there is, or was.
+    Args: again: a default group is made over them now, in place of the one that there is, or was; collective then.
     """
-    if "torch" not in sys.modules:
-        return
-    from mpistrat.torch_distributed.rendezvous import begin_with
-
+    global _ranks
     if again:
         leave_default_group()
-    begin_with(comm)
+    _ranks = comm
     if again:
         sys.modules["torch.distributed"].init_process_group("mpistrat", init_method="mpi://")
 
@@ -99,6 +99,17 @@ def leave_default_group() -> None:
             dist.destroy_process_group()
             return
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _over(comm: Any) -> Iterator[None]:
+    """In the block, `init_method="mpi://"` is over the ranks of `comm`."""
+    global _ranks
+    before, _ranks = _ranks, comm
+    try:
+        yield
+    finally:
+        _ranks = before
 
 
 def _known() -> _Known | None:

@@ -104,6 +104,9 @@ def test_a_group_over_other_ranks_is_an_error(directory: Path, how: str) -> None
 @several_ranks
 def test_two_groups_with_the_same_numbers_are_told_apart() -> None:
     """Each rank is in one of its own, with the number that it has in the strategy."""
+    from torch.testing._internal.distributed import fake_pg
+
+    assert fake_pg.FakeStore  # its import makes the backend known
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=RANK, world_size=SIZE)
     errors = errors_of_ranks(lambda: ms.MultiWorkerMirroredStrategy(torch_distributed=True))
