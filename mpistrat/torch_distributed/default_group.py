@@ -79,26 +79,18 @@ def move_default_group(comm: Any, *, again: bool) -> None:
     Args: again: a default group is made over them now, in place of the one that there is, or was; collective then.
     """
     global _ranks
-    if again:
-        leave_default_group()
     _ranks = comm
     if again:
-        sys.modules["torch.distributed"].init_process_group("mpistrat", init_method="mpi://")
+        dist: Any = sys.modules["torch.distributed"]
+        if has_default_group():
+            dist.destroy_process_group()
+        dist.init_process_group("mpistrat", init_method="mpi://")
 
 
 def leave_default_group() -> None:
-    """Destroy torch's default group, if there is one, and all others. Not collective.
-
-    Errors of calls that were on their way are passed over: a lost rank has caused them.
-    """
-    if not has_default_group():
-        return
-    dist = sys.modules["torch.distributed"]
-    for _ in range(len(dist.distributed_c10d._world.pg_names)):  # each may fail, once
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-            return
-    dist.destroy_process_group()
+    """Abort torch's default group, if there is one, and all others: calls on their way are left. Not collective."""
+    if has_default_group():
+        sys.modules["torch.distributed"].distributed_c10d._abort_process_group()
 
 
 @contextlib.contextmanager
