@@ -6,8 +6,8 @@ torch is imported when a group is asked for, and not with this file, which comes
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def _known() -> _Known | None:
     identity = ""
     with contextlib.suppress(Exception):  # a store that keeps nothing, as of torch's own MPI
         store = dist.distributed_c10d._get_default_store()
-        identity = store.compare_set(_KEY, "", uuid.uuid4().hex).decode()
+        identity = store.compare_set(_KEY, "", os.urandom(16).hex()).decode()
     return _Known(dist.get_rank(), dist.get_world_size(), dist.get_backend(), identity)
 
 
