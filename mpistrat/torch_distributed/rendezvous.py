@@ -53,6 +53,7 @@ class Base:
 
 
 _base: Base | None = None
+_all: Any = None  # of mpi4py, the ranks of the job; None: all of MPI's
 
 
 def base() -> Base:
@@ -60,7 +61,7 @@ def base() -> Base:
 
     Collective when it is called first.
     """
-    return make_base(None) if _base is None else _base
+    return make_base(_all) if _base is None else _base
 
 
 def make_base(comm: Any) -> Base:
@@ -69,6 +70,12 @@ def make_base(comm: Any) -> Base:
     if _base is None or (comm is not None and comm is not _base.comm):
         _base = Base(comm)
     return _base
+
+
+def begin_with(comm: Any) -> None:
+    """From now on all of the job is the ranks of `comm`, over which the next default group is. Not collective."""
+    global _base, _all
+    _base, _all = None, comm
 
 
 _stores = 0  # that this process has made; all ranks make the same ones
