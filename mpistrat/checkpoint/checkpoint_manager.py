@@ -308,7 +308,6 @@ class CheckpointManager:
         self._communicator.raise_any(None, "could not restore")
         return states
 
-
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
         """`stored.state`, whose sharded tensors are spread as the objects have them now."""
         common, communicator = stored.state["common"], self._communicator

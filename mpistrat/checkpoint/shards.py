@@ -123,7 +123,7 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
                 or arrays.dtype_name(values) != whole.dtype
             ):
                 raise ValueError(
-                    f"{name}.{key!r:.80}: {arrays.described(values)} at {offset} is no part of {whole or 'what there is'}"
+                    f"{name}.{key!r:.80}: {arrays.described(values)} at {offset} is no part of {whole}"
                 )
 
 
