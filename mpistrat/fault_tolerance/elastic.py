@@ -25,6 +25,11 @@ from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.notices import tell
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.torch_distributed.default_group import (
+    has_default_group,
+    leave_default_group,
+    move_default_group,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,6 +47,9 @@ def run_elastic(
     comm: MPI.Intracomm | None = None,
 ) -> T:
     """`train(elastic)`, called again by the ranks that are left whenever some are lost; returns what it returns.
+
+    A default group of torch.distributed is destroyed then. One of the backend "mpistrat" that was there before the
+    call is made anew over the ranks that are left; a strategy with `torch_distributed=True` makes its own.
 
     That takes Open MPI 5 under `mpirun --with-ft ulfm`. Elsewhere a line on stderr says why not, and a lost rank ends
     the job, as it does before and after the call.
@@ -78,11 +86,13 @@ def run_elastic(
 
 def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Survivors) -> T:
     results: list[T] = []
+    has_group = has_default_group("mpistrat")  # that training goes on with
     try:
         while True:
             results.clear()
             try:
                 survivors.meet()
+                move_default_group(survivors.comm, again=has_group)
                 result = train(elastic)
                 survivors.communicator.barrier(label="end of run_elastic")
                 results.append(result)
@@ -225,6 +235,7 @@ class Elastic:
             lost, (_, size, noticed) = self._loss[0] + lost, self._loss
         self._loss = lost, size, noticed
         self.comm = survivors.comm
+        leave_default_group()
         self._checkpoint = None
         gc.collect()  # the model, the strategy and their memory
         self._restored = self._states.back_to(step)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
+import functools
 import os
+import select
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 from torch._C import _distributed_c10d as c10d
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.liveness import observation
+from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.topology import Topology
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
+
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = datetime.timedelta(minutes=5)  # of who connects to a store
 
 
 class Base:
@@ -36,8 +46,14 @@ class Base:
 
             self.pools = CommunicatorPools(self.comm)
 
+    @functools.cached_property
+    def address(self) -> str:
+        """Of rank 0's node, as all ranks reach it. Collective over the ranks when it is read first."""
+        return LOOPBACK if self.topology.num_nodes == 1 else _address_that_all_reach(self)
+
 
 _base: Base | None = None
+_all: Any = None  # of mpi4py, the ranks of the job; None: all of MPI's
 
 
 def base() -> Base:
@@ -45,7 +61,7 @@ def base() -> Base:
 
     Collective when it is called first.
     """
-    return make_base(None) if _base is None else _base
+    return make_base(_all) if _base is None else _base
 
 
 def make_base(comm: Any) -> Base:
@@ -54,6 +70,12 @@ def make_base(comm: Any) -> Base:
     if _base is None or (comm is not None and comm is not _base.comm):
         _base = Base(comm)
     return _base
+
+
+def begin_with(comm: Any) -> None:
+    """From now on all of the job is the ranks of `comm`, over which the next default group is. Not collective."""
+    global _base, _all
+    _base, _all = None, comm
 
 
 _stores = 0  # that this process has made; all ranks make the same ones
@@ -79,11 +101,92 @@ def _new_file() -> str:
 
 
 def tcp_store(base: Base) -> c10d.TCPStore:
-    """A store on a port that the system picks, at an address of rank 0 that all nodes reach."""
-    comm, timeout = base.comm, datetime.timedelta(minutes=5)
-    server = port = None
+    """A store on a port that the system picks, at an address of rank 0 that all nodes reach. Collective."""
+    address, size = base.address, base.size
     if base.rank == 0:
-        server = c10d.TCPStore("localhost", 0, base.size, True, timeout, wait_for_workers=False)
-        port = server.port
-    host, port = comm.bcast((socket.gethostname(), port))
-    return server or c10d.TCPStore(host, port, base.size, False, timeout, wait_for_workers=False)
+        listener = listen(address)
+        base.comm.bcast(listener.getsockname()[1])
+        return _served(listener, size)
+    return c10d.TCPStore(
+        address, base.comm.bcast(None), size, False, TIMEOUT, wait_for_workers=False
+    )
+
+
+class _AgentStore:
+    """Listens, and becomes a store once somebody connects.
+
+    Not before, for torch looks up the name of an address that it connects to, as each store does to itself, and waits
+    5 s for a name server that does not answer.
+    """
+
+    def __init__(self, listener: socket.socket, size: int) -> None:
+        self._listener, self._size = listener, size
+        self._is_asked = False
+        self._thread = threading.Thread(target=self._serve, name="mpistrat store", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _serve(self) -> None:
+        select.select([self._listener], [], [])
+        self._is_asked = True
+        self._store = _served(self._listener, self._size)
+
+    def _end(self) -> None:
+        if self._is_asked:  # Python must not end while its thread is in torch
+            self._thread.join()
+
+
+def start_agent_store(base: Base) -> tuple[str, int]:
+    """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
+    port = 0
+    if base.rank == 0:
+        listener = listen(base.address)
+        port = listener.getsockname()[1]
+        _AgentStore(listener, base.size)
+    if base.comm is not None:
+        port = base.comm.bcast(port)
+    return base.address, port
+
+
+def _served(listener: socket.socket, size: int) -> c10d.TCPStore:
+    address, port = listener.getsockname()[:2]
+    return c10d.TCPStore(
+        address,
+        port,
+        size,
+        True,
+        TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _address_that_all_reach(base: Base) -> str:
+    """The first address of rank 0's node that all other nodes reach. Collective over the ranks.
+
+    Raises: RuntimeError on all ranks when there is none.
+    """
+    comm, topology = base.comm, base.topology
+    with Answering() if base.rank == 0 else contextlib.nullcontext() as answering:
+        offer = answering and (own_addresses(), answering.port, answering.token)
+        addresses, port, token = comm.bcast(offer)
+        tries = topology.node > 0 and topology.local_rank == 0
+        answers = comm.allgather(reached(addresses, port, token) if tries else None)
+    missed: dict[str, list[str]] = {address: [] for address in addresses}
+    for rank, answer in enumerate(answers):
+        for address, has_reached in zip(addresses, answer or (), strict=answer is not None):
+            if not has_reached:
+                missed[address].append(topology.hosts[topology.node_of_rank[rank]])
+    for address in addresses:
+        if not missed[address]:
+            return str(address)
+    tried = "".join(
+        f"\n  {address} is not reached from {', '.join(hosts[:8])}{', …' * (len(hosts) > 8)}"
+        for address, hosts in missed.items()
+    )
+    raise RuntimeError(
+        f"rank {base.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
+        "the store of torch.distributed. Its addresses:"
+        f"{tried or ' none but those that it alone reaches'}\n"
+        "Nodes must be able to open TCP connections to each other, on ports that the system picks: is there a firewall?"
+    )

@@ -20,6 +20,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
 from mpistrat.pytorch.gradients import reducer as gradients
 from mpistrat.pytorch.modules import buffers
+from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
 from mpistrat.pytorch.modules.placing import place
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
@@ -64,7 +65,7 @@ class Mirroring(StrategyModules):
         slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
-        self.recorder = Recorder(parts.strategy)
+        self.recorder = Recorder(parts.strategy, registry.__contains__)
         optimizers.know(self)
         if not self._is_alone:
             gradients.install()
@@ -100,6 +101,8 @@ class Mirroring(StrategyModules):
         modules = [value for value in values if isinstance(value, torch.nn.Module)]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         for root in modules:
+            if not self._is_alone:
+                check_not_wrapped(root, self._communicator.rank)
             self.recorder.record(root)
         self._place(modules)
         new = NewTensors([], [])
