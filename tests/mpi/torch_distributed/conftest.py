@@ -1,4 +1,4 @@
-"""One default group of the backend "mpistrat" over all ranks, for each file of tests."""
+"""One default group of the backend "mpistrat" over all ranks, for a file of tests that asks for it."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def default_group() -> Iterator[None]:
     dist.init_process_group("mpistrat", init_method="mpi://")
     yield

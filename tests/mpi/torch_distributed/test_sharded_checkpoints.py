@@ -26,6 +26,7 @@ from support.rank_errors import errors_of_ranks
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 several_ranks = pytest.mark.mpi(min_size=2)
+pytestmark = pytest.mark.usefixtures("default_group")
 
 Layout = Callable[[torch.nn.Sequential], None]
 
