@@ -70,9 +70,10 @@ def test_a_fully_sharded_model_equals_one_process(where: str) -> None:
         optimizer = adamw(sharded(model))
     assert live_parameters(strategy) == []
 
-    loader = torch.utils.data.DataLoader(
-        list(zip(*map(torch.cat, zip(*batches(STEPS), strict=True)), strict=True)), EXAMPLES
+    examples = torch.utils.data.ConcatDataset(
+        [torch.utils.data.TensorDataset(*batch) for batch in batches(STEPS)]
     )
+    loader = torch.utils.data.DataLoader(examples, EXAMPLES)
     losses = []
     for batch in strategy.experimental_distribute_dataset(loader):
         loss = strategy.run(lambda x, y: clipped_step(model, optimizer, x, y), batch)
