@@ -289,18 +289,20 @@ def test_a_preempted_job_saves_its_parts(signals: None, directory: Path) -> None
         )
         return strategy, model, optimizer, handler
 
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        strategy.run(lambda: clipped_step(model, optimizer, x, y))
+
     strategy, model, optimizer, handler = training()
-    whole = list(batches(20))
+    own = [part_of(batch, RANK, SIZE) for batch in batches(20)]
     with contextlib.suppress(Left):
-        while True:
+        for batch in own:
             if RANK == SIZE - 1 and handler.total_run_calls == 1:
                 signal.raise_signal(signal.SIGTERM)
-            x, y = part_of(whole[handler.total_run_calls], RANK, SIZE)
-            strategy.run(lambda x, y: clipped_step(model, optimizer, x, y), (x, y))
+            handler.run(step, *batch)
     left_at, state = handler.total_run_calls, whole_state(model)
+    assert 1 <= left_at < len(own)
     strategy, model, optimizer, handler = training()
-    assert handler.total_run_calls == left_at >= 1
+    assert handler.total_run_calls == left_at
     assert_close(whole_state(model), state, most=0)
-    x, y = part_of(whole[left_at], RANK, SIZE)
-    strategy.run(lambda x, y: clipped_step(model, optimizer, x, y), (x, y))
+    handler.run(step, *own[left_at])
     assert_close(whole_state(model), trained_alone(left_at + 1)[0])
