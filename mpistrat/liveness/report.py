@@ -33,10 +33,14 @@ def stall_report(
 
     Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
     """
-    head = (
-        f"ranks have waited {waited:.1f} s in a collective "
-        f"(MPISTRAT_STALL_SECONDS allows {wait.waiting[0].record.limit:g} s)"
+    limit = wait.waiting[0].record.limit
+    by_timeout = wait.limit != limit or 0 < wait.timeout <= limit
+    allowed = (
+        f"the timeout of their group is {wait.timeout:g} s"
+        if by_timeout
+        else f"MPISTRAT_STALL_SECONDS allows {limit:g} s"
     )
+    head = f"ranks have waited {waited:.1f} s in a collective ({allowed})"
     elsewhere = wait.elsewhere
     # A rank inside MPI is not missing, and may yet be what the others wait for.
     suspects = wait.missing or [rank for rank in wait.waiting if rank.stands_still]
@@ -60,9 +64,10 @@ def stall_report(
     if elsewhere and not lines_of_others:
         lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler([*wait.waiting, *wait.missing])
-    lines.append(
-        "Every rank must make the same calls. If one is only slow, allow more: MPISTRAT_STALL_SECONDS=N (0: no limit)."
+    more = (
+        "a longer timeout= of the group" if by_timeout else "MPISTRAT_STALL_SECONDS=N (0: no limit)"
     )
+    lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
     return "\n".join(lines)
 
 

@@ -126,6 +126,10 @@ class FaultTolerantComm(MPI.Intracomm):
             cast("MPI.Intracomm", super().Split_type(split_type, key, info))
         )
 
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> FaultTolerantComm:  # noqa: N802
+        made = cast("MPI.Intracomm", super().Create_group(group, tag))
+        return self.revocable_group.adopt(made)
+
     def Free(self) -> None:  # noqa: N802
         self.revocable_group.free(self)
 

@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -24,6 +24,7 @@ def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
 
     Without those that nobody else reaches: of the loopback interface, and link-local ones.
     """
+    found: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address]
     found = dict.fromkeys((*_ipv4(), *_ipv6(if_inet6)))
     return tuple(str(a) for a in found if not (a.is_loopback or a.is_link_local))
 

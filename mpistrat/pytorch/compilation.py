@@ -8,13 +8,11 @@ So calls cost nothing, and torch is not imported here.
 
 from __future__ import annotations
 
-import importlib.abc
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
+from mpistrat.pytorch.imports import when_loaded
 from mpistrat.replicas.losses import choose_sum
 from mpistrat.replicas.replica_context import ReplicaContext
 from mpistrat.variables.variable import Variable
@@ -27,41 +25,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _skipped: set[CodeType] = set()
 
 
-class _WhenDynamoLoads(importlib.abc.MetaPathFinder):
-    """Calls `actions`, in order, once the process has loaded Dynamo."""
-
-    def __init__(self) -> None:
-        self.has_loaded = _DYNAMO in sys.modules
-        self.actions: list[Callable[[], None]] = []
-        if not self.has_loaded:
-            sys.meta_path.insert(0, self)
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _DYNAMO:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: ModuleType) -> None:
-                execute(module)
-                self.has_loaded = True
-                for action in self.actions:
-                    action()
-
-            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-        return spec
-
-
-_loading = _WhenDynamoLoads()
-
-
 def when_dynamo_loads(action: Callable[[], None]) -> None:
     """Call `action` before anything is compiled: now, if Dynamo is loaded."""
-    if _loading.has_loaded:
-        action()
-    else:
-        _loading.actions.append(action)
+    when_loaded(_DYNAMO, action)
 
 
 def not_compiled(function: _Function) -> _Function:

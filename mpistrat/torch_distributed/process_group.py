@@ -7,7 +7,9 @@ collectives do, through trampolines (torch/csrc/distributed/c10d/PyProcessGroup.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,10 +21,11 @@ from torch._C import _distributed_c10d as c10d
 
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
 from mpistrat.torch_distributed.collectives import Collectives
 from mpistrat.torch_distributed.native import NativeGroups
-from mpistrat.torch_distributed.work import DoneWork, PendingWork, Steps
+from mpistrat.torch_distributed.work import DoneWork, Steps, UnfinishedWork, end_job_for
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.messages import Messages
@@ -60,11 +63,12 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._communicator, self._messages, self._native = communicator, messages, native
         self._name, self._give_back = name, give_back
         self._collectives = Collectives(communicator)
-        self._order = threading.RLock()
+        self._order = threading.RLock()  # of the calls of several threads of the program
         self._thread: CommunicationThread | None = None
-        self._pending: list[PendingWork] = []
-        self._coalesced: list[Any] | None = None
+        self._failed: list[UnfinishedWork] = []  # whose errors nobody has asked for so far
+        self._coalesced: list[DoneWork] | None = None
         self._is_shut_down = False
+        self._pid = os.getpid()
 
     # What torch asks of a group. Without the properties, DeviceMesh and functional collectives find no group.
 
@@ -94,11 +98,19 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     getRank, getSize = rank, size  # noqa: N815
 
+    def _get_backend(self, device: torch.device) -> MpistratProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks."""
+        seconds = max(0.0, timeout.total_seconds())
         watch = self._communicator.contract.watch
         if watch is not None:
-            watch.timeout = max(0.0, timeout.total_seconds())
+            watch.timeout = seconds
+        if self._messages is not None:
+            self._messages.timeout = seconds
 
     _set_default_timeout = set_timeout
 
@@ -109,12 +121,17 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._is_shut_down = True
         self._native.shut_down()
         if self._thread is not None:
+            self._thread.wait_until_idle()
             self._thread.end()
-        self._raise_unobserved()
         self._give_back()
+        self._raise_unobserved()
 
     def abort(self) -> None:
-        self.shutdown()
+        """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
+        self._is_shut_down = True
+        atexit.unregister(self._end_job_if_unobserved)
+        if self._thread is not None:
+            self._thread.end()
 
     # Collectives
 
@@ -273,14 +290,14 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native = self._native_of(tensors)
         if native is not None:
             return native.send(tensors, rank, tag)
-        return self._collect(self._peers().send(tensor, rank, tag))
+        return self._collect(self._peers().send(tensor, rank, tag, self._note_failure))
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         native = self._native_of(tensors)
         if native is not None:
             return native.recv(tensors, rank, tag)
-        return self._collect(self._peers().receive(tensor, rank, tag))
+        return self._collect(self._peers().receive(tensor, rank, tag, self._note_failure))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, None, tag)
@@ -297,7 +314,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         if device.type != "cpu":
             return self._native.of(device)._end_coalescing()
         works, self._coalesced = self._coalesced or [], None
-        return Steps(works, [tensor for work in works for tensor in work.result()])
+        return Steps(works)
 
     def _collect(self, work: DoneWork) -> DoneWork:
         if self._coalesced is not None:
@@ -308,40 +325,72 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self, opts: Any, result: Sequence[torch.Tensor], call: Callable[..., None], *operands: Any
     ) -> DoneWork:
         """Make a call here, or on the communication thread if the program does not wait for it."""
-        if self._is_shut_down:
-            raise RuntimeError(
-                f"rank {self.rank()}: the process group {self._name!r} was destroyed"
-            )
-        if self._pending:
-            self._raise_unobserved()
+        self._check_usable()
         # A program that calls a group's own method, without options, waits for the result.
         waits = not getattr(opts, "asyncOp", True)
         if waits or not self._communicator.thread_multiple:
             if self._thread is not None:
                 self._thread.wait_until_idle()
-            with self._order:
-                call(*operands)
+            self._make(call, operands)
             return self._collect(DoneWork(result))
-        if self._thread is None:
-            self._thread = CommunicationThread(self._communicator)
+        work = UnfinishedWork(result, self._note_failure)
 
-        def work() -> None:
-            with self._order:
+        def make() -> None:
+            try:
+                self._make(call, operands)
+            except BaseException as error:
+                work.end(error)
+            else:
+                work.end(None)
+
+        with self._order:
+            if self._thread is None:
+                self._thread = CommunicationThread(self._communicator)
+        self._thread.submit(make, outside(sys._getframe(2)))
+        return self._collect(work)
+
+    def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
+        """What this rank alone finds wrong with a call, the others hear of: they are in it, or will be."""
+        with self._order:
+            try:
                 call(*operands)
+            except Exception as error:
+                if is_raised_by_all(error) or self._communicator.contract.is_abandoned:
+                    raise
+                self._communicator.raise_together(error)
 
-        done = self._thread.submit(work, outside(sys._getframe(2)))
-        pending = PendingWork(done, result)
-        self._pending.append(pending)
-        self._collect(pending)
-        return pending
+    def _check_usable(self) -> None:
+        """Raises: RuntimeError where no call can be made; the error of an earlier call that nobody waited for."""
+        if self._is_shut_down:
+            raise RuntimeError(
+                f"rank {self.rank()}: the process group {self._name!r} was destroyed"
+            )
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"the process group {self._name!r} was used in a forked child of rank {self.rank()}; MPI belongs to "
+                "the parent: return what the child computed, and communicate there"
+            )
+        if self._failed:
+            self._raise_unobserved()
+
+    def _note_failure(self, work: UnfinishedWork) -> None:
+        if not self._failed and not self._is_shut_down:
+            atexit.register(self._end_job_if_unobserved)
+        self._failed.append(work)
 
     def _raise_unobserved(self) -> None:
         """Raise the error of an earlier call that nobody waited for."""
-        ended = [work for work in self._pending if work.is_completed()]
-        self._pending = [work for work in self._pending if work not in ended]
-        for work in ended:
-            if not work.observed and work.exception() is not None:
+        while self._failed:
+            work = self._failed.pop(0)
+            if not work.observed:
                 work.wait()
+
+    def _end_job_if_unobserved(self) -> None:
+        """At exit."""
+        try:
+            self._raise_unobserved()
+        except Exception as error:
+            end_job_for(error)
 
     def _barrier(self, timeout: datetime.timedelta | None) -> None:
         watch = self._communicator.contract.watch
@@ -361,6 +410,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return None if device.type == "cpu" else self._native.of(device)
 
     def _peers(self) -> Messages:
+        self._check_usable()
         if self._messages is None:
             raise RuntimeError("a group of one rank has nobody to send to, or to receive from")
         return self._messages

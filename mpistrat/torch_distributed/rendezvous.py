@@ -18,6 +18,7 @@ from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.liveness import observation
 from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.topology import Topology
+from mpistrat.torch_distributed import default_group
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
@@ -56,18 +57,15 @@ _base: Base | None = None
 
 
 def base() -> Base:
-    """The ranks of the default group: all of the job, unless `make_base` has named others.
+    """The ranks of the default group of this backend, else of the next one: see `default_group.ranks`.
 
-    Collective when it is called first.
+    Collective over them when they are not those of the last one.
     """
-    return make_base(None) if _base is None else _base
-
-
-def make_base(comm: Any) -> Base:
-    """From now on the default group is over the ranks of `comm`; None: all of the job. Collective over them."""
     global _base
-    if _base is None or (comm is not None and comm is not _base.comm):
-        _base = Base(comm)
+    if _base is None or not default_group.has_default_group("mpistrat"):
+        comm = MPIClusterResolver(default_group.ranks()).comm
+        if _base is None or _base.comm is not comm:
+            _base = Base(comm)
     return _base
 
 
@@ -131,12 +129,14 @@ class _AgentStore:
 
 def start_agent_store(base: Base) -> tuple[str, int]:
     """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
-    port = None
+    address, port = base.address, 0
     if base.rank == 0:
-        listener = listen(base.address)
+        listener = listen(address)
         port = listener.getsockname()[1]
         _AgentStore(listener, base.size)
-    return base.address, port if base.comm is None else base.comm.bcast(port)
+    if base.comm is not None:
+        port = base.comm.bcast(port)
+    return address, port
 
 
 def _served(listener: socket.socket, size: int) -> c10d.TCPStore:

@@ -12,17 +12,40 @@ import torch
 def written(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A contiguous buffer with the elements of `tensor`; what the block writes into it is in `tensor` afterwards."""
     own = tensor.detach()
-    if own.is_contiguous():
-        yield own
-        return
-    buffer = own.contiguous()
+    buffer = _plain(own)
     yield buffer
-    own.copy_(buffer)
+    if buffer is not own:
+        own.copy_(buffer)
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous buffer with the elements of `tensor`, to read: the tensor's own memory where that is contiguous."""
-    return tensor.detach().contiguous()
+    return _plain(tensor.detach())
+
+
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
+    own = tensor.detach()
+    if _is_plain(own):
+        return own
+    return torch.empty_like(own, memory_format=torch.contiguous_format)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its elements in order, as that of a transposed or conjugated view does not."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each dtype, in the order in which the dtypes come."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.dtype, []).append(tensor)
+    return list(alike.values())
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
