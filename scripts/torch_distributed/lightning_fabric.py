@@ -37,8 +37,10 @@ def main() -> None:
             optimizer.step()
             losses.append(loss.detach())
         mean = fabric.all_reduce(torch.stack(losses).mean(), reduce_op="mean")
-        fabric.print(f"epoch {epoch}: loss {mean:.8f}")
-    fabric.print(f"parameters {sum(p.abs().sum().item() for p in model.parameters()):.8f}")
+        if fabric.is_global_zero:  # fabric.print() writes on every node
+            print(f"epoch {epoch}: loss {mean:.8f}")
+    if fabric.is_global_zero:
+        print(f"parameters {sum(p.abs().sum().item() for p in model.parameters()):.8f}")
 
 
 if __name__ == "__main__":
