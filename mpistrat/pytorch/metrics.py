@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 from mpistrat.context import AnyStrategy, get_strategy
-from mpistrat.pytorch.imports import when_loaded
+from mpistrat.machine.imports import when_loaded
 
 _METRIC = "torchmetrics.metric"  # the module that defines Metric
 _strategies: weakref.WeakValueDictionary[int, AnyStrategy] = weakref.WeakValueDictionary()
