@@ -79,8 +79,8 @@ def check_whole(states: Mapping[str, Any], call: str) -> None:
     for name, state in states.items():
         for tensor, _ in sharded_tensors(state):
             raise ValueError(
-                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave {call} "
-                "out, and save checkpoints to go on from"
+                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave "
+                f"{call} out, and save checkpoints to go on from"
             )
 
 
