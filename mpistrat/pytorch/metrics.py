@@ -16,7 +16,7 @@ from typing import Any
 
 from mpistrat.context import AnyStrategy, get_strategy
 from mpistrat.liveness.call_site import outside
-from mpistrat.pytorch.imports import when_loaded
+from mpistrat.machine.imports import when_loaded
 
 _METRIC = "torchmetrics.metric"  # the module that defines Metric
 _strategies: weakref.WeakValueDictionary[int, AnyStrategy] = weakref.WeakValueDictionary()

@@ -12,6 +12,7 @@ import datetime
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
 from mpistrat.torch_distributed.collectives import Collectives
+from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.work import DoneWork, Steps, UnfinishedWork, end_job_for
 
@@ -418,3 +420,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
 def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+for _member in vars(MpistratProcessGroup).values():
+    if isinstance(_member, types.FunctionType):
+        not_compiled(_member)
