@@ -106,7 +106,7 @@ def tcp_store(base: Base) -> c10d.TCPStore:
     if base.rank == 0:
         listener = listen(address)
         base.comm.bcast(listener.getsockname()[1])
-        return _served(listener, size)
+        return _store_at(listener, size)
     return c10d.TCPStore(
         address, base.comm.bcast(None), size, False, TIMEOUT, wait_for_workers=False
     )
@@ -129,7 +129,7 @@ class _AgentStore:
     def _serve(self) -> None:
         select.select([self._listener], [], [])
         self._is_asked = True
-        self._store = _served(self._listener, self._size)
+        self._store = _store_at(self._listener, self._size)
 
     def _end(self) -> None:
         if self._is_asked:  # Python must not end while its thread is in torch
@@ -148,7 +148,7 @@ def start_agent_store(base: Base) -> tuple[str, int]:
     return address, port
 
 
-def _served(listener: socket.socket, size: int) -> c10d.TCPStore:
+def _store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
     address, port = listener.getsockname()[:2]
     return c10d.TCPStore(
         address,
