@@ -315,6 +315,8 @@ class CheckpointManager:
         assembly = Assembly(objects, communicator.rank, communicator.size)
         known = {name: common[name] for name in common if name in objects}
         found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
+        if found:  # the same objects on all ranks, of which one may not have found its parts
+            communicator.raise_any(None, "could not assemble what is sharded")
         return {**stored.state, "common": {**dict.fromkeys(common), **known, **found}}
 
 

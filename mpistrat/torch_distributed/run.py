@@ -37,6 +37,7 @@ def run_program(
     if ranks.comm is not None:
         run_id = ranks.comm.bcast(run_id)
     set_torchrun_environment(ranks.topology, start_agent_store(ranks), run_id)
+    _train_on_cpus_with_accelerate()
     if not keeps_backend:
         replace_default_backend()
         default_group.with_every_strategy = True
@@ -68,6 +69,20 @@ def _share_cores() -> None:
     if not user_set_threads():
         local = [cpus for node, cpus in everyone if node == topology.node]
         os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(mine, local))
+
+
+def _train_on_cpus_with_accelerate() -> None:
+    """Tell Hugging Face's accelerate where there is no accelerator, as `accelerate launch` does.
+
+    Without being told, it trains on every rank by itself there, and so does the Trainer of transformers.
+    """
+    import torch
+
+    # What torch was built for. Whether there is one is asked without starting it: the program may still choose
+    # by CUDA_VISIBLE_DEVICES, or fork.
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or torch.get_device_module(accelerator).device_count() == 0:
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
