@@ -145,6 +145,7 @@ def test_a_rank_of_ddp_that_is_missing(launcher: Launcher, tmp_path: Path, name:
     else:
         says(report, r"\(MPISTRAT_STALL_SECONDS allows 3 s\): rank 1 has not come to it\n")
         says(report, rf"\(innermost call first\)\n      {DDP}:{line_of('stuck')} in goes_wrong\n")
+        says(report, rf"\n      {DDP}:\d+ in <module>\n  rank 0 waits")
 
 
 @pytest.mark.both_mpis("faults")
