@@ -10,6 +10,7 @@ import pytest
 
 from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, assert_says_who, reports_in
 from support.clusters import two_nodes
+from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Job, Launcher
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -272,7 +273,20 @@ def test_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
     program.write_text(ON_TWO_NODES)
     with two_nodes.two_nodes(tmp_path) as nodes:
         job = nodes.run_python(launcher, 2, *RUN, program)
+    check_two_nodes(job, re.escape(two_nodes.address(1)))
+
+
+@pytest.mark.slurm
+def test_srun(slurm: SlurmCluster, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ON_TWO_NODES)
+    tasks = ("--mpi=pmi2", "-N2", "--ntasks-per-node=2")
+    command = (sys.executable, *RUN, program)
+    job = slurm.srun(Launcher.named("MPICH"), *tasks, *command, cwd=tmp_path)
+    check_two_nodes(job, r"\S+")
+
+
+def check_two_nodes(job: Job, address: str) -> None:
     assert job.returncode == 0, job.output
     for rank in range(4):
-        line = f"mpistrat 4 {rank} {rank % 2} 2 {rank // 2} 2 {two_nodes.address(1)} \n"
-        assert line in job.stdout, job.output
+        says(job.stdout, rf"mpistrat 4 {rank} {rank % 2} 2 {rank // 2} 2 {address} \n")
