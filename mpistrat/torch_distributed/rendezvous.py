@@ -129,14 +129,14 @@ class _AgentStore:
 
 def start_agent_store(base: Base) -> tuple[str, int]:
     """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
-    port = 0
+    address, port = base.address, 0
     if base.rank == 0:
-        listener = listen(base.address)
+        listener = listen(address)
         port = listener.getsockname()[1]
         _AgentStore(listener, base.size)
     if base.comm is not None:
         port = base.comm.bcast(port)
-    return base.address, port
+    return address, port
 
 
 def _served(listener: socket.socket, size: int) -> c10d.TCPStore:

@@ -39,7 +39,7 @@ def run_program(
     set_torchrun_environment(ranks.topology, start_agent_store(ranks), run_id)
     _train_on_cpus_with_accelerate()
     if not keeps_backend:
-        replace_default_backend(ranks.rank, ranks.size)
+        replace_default_backend()
         default_group.with_every_strategy = True
     sys.argv = [program, *arguments]
     if not sys.flags.safe_path:
