@@ -37,7 +37,7 @@ def _see_metrics() -> None:
 
 def _replace_sync() -> None:
     """Have `Metric.sync`, which each `compute` calls, look first."""
-    metric: Any = sys.modules[_METRIC].Metric  # type: ignore[attr-defined]
+    metric: Any = sys.modules[_METRIC].Metric
     original = metric.sync
 
     @functools.wraps(original)
