@@ -308,7 +308,6 @@ class CheckpointManager:
         self._communicator.raise_any(None, "could not restore")
         return states
 
-
     def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
         """`stored.state`, whose sharded tensors are spread as the objects have them now."""
         common, communicator = stored.state["common"], self._communicator
@@ -316,6 +315,8 @@ class CheckpointManager:
         assembly = Assembly(objects, communicator.rank, communicator.size)
         known = {name: common[name] for name in common if name in objects}
         found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
+        if found:  # the same objects on all ranks, of which one may not have found its parts
+            communicator.raise_any(None, "could not assemble what is sharded")
         return {**stored.state, "common": {**dict.fromkeys(common), **known, **found}}
 
 

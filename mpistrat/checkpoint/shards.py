@@ -74,6 +74,16 @@ def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def check_whole(states: Mapping[str, Any], call: str) -> None:
+    """Raises: ValueError, which names `call`, for an object that has a DTensor: its parts are lost with their ranks."""
+    for name, state in states.items():
+        for tensor, _ in sharded_tensors(state):
+            raise ValueError(
+                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave {call} "
+                "out, and save checkpoints to go on from"
+            )
+
+
 def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """What is in dictionaries, lists and tuples, with the way there."""
     if isinstance(state, Mapping):
@@ -123,7 +133,7 @@ def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> 
                 or arrays.dtype_name(values) != whole.dtype
             ):
                 raise ValueError(
-                    f"{name}.{key!r:.80}: {arrays.described(values)} at {offset} is no part of {whole or 'what there is'}"
+                    f"{name}.{key!r:.80}: {arrays.described(values)} at {offset} is no part of {whole}"
                 )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrat.checkpoint import Checkpoint
-from mpistrat.checkpoint.shards import sharded_tensors
+from mpistrat.checkpoint.shards import check_whole
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.errors import TooFewReplicasError
@@ -212,12 +212,8 @@ class Elastic:
     def _keep(self, checkpoint: Checkpoint, survivors: Survivors) -> None:
         started = time.perf_counter()
         state = checkpoint.state_dict()
-        for name, common in state["common"].items():
-            if any(True for _ in sharded_tensors(common)):
-                raise ValueError(
-                    f"run_elastic: {name} is sharded over ranks, and its part is lost with a rank. Leave run_elastic "
-                    "out, and save checkpoints to go on from"
-                )
+        if not self._num_kept:
+            check_whole(state["common"], "run_elastic")
         ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})

@@ -11,9 +11,11 @@ import itertools
 import sys
 import warnings
 import weakref
+from types import FrameType
 from typing import Any
 
 from mpistrat.context import AnyStrategy, get_strategy
+from mpistrat.liveness.call_site import outside
 from mpistrat.pytorch.imports import when_loaded
 
 _METRIC = "torchmetrics.metric"  # the module that defines Metric
@@ -66,11 +68,22 @@ def _warn(metric: str) -> None:
     strategy: Any = current if current in _strategies.values() else alive[-1][1]
     communicator = strategy.extended.communicator
     if communicator.rank == 0:
-        warnings.warn(
+        frame = _caller(sys._getframe())
+        warnings.warn_explicit(
             f"{metric}.compute() of torchmetrics combines nothing over the {communicator.size} ranks, for torch has no "
             "default group: each rank gets the value of the examples that it has seen. Make the strategy with "
-            f"torch_distributed=True, or combine the metric's states yourself, as strategy.reduce('SUM', "
+            "torch_distributed=True, or combine the metric's states yourself, as strategy.reduce('SUM', "
             "metric.metric_state, axis=None) does those that are sums, and strategy.gather(…, axis=0) lists",
             UserWarning,
-            stacklevel=2,
+            frame.f_code.co_filename,
+            frame.f_lineno,
         )
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """The frame of the program that has called torchmetrics."""
+    between = True
+    while between and frame.f_back is not None:
+        frame = outside(frame.f_back)
+        between = frame.f_globals.get("__name__", "").startswith("torchmetrics.")
+    return frame

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mpistrat.torch_distributed.process_group import NAME
+from mpistrat.torch_distributed.rendezvous import base
 
 INIT_METHOD = "mpi://"
 # What the process group does as well, or leaves to torch's own group: for tensors of accelerators.
@@ -27,13 +28,12 @@ def is_replaced(backend: str | None) -> bool:
     return REPLACED.issuperset(names)
 
 
-def replace_default_backend(rank: int, size: int) -> None:
+def replace_default_backend() -> None:
     """From now on `init_process_group` makes the default group on our backend, whichever of ours and torch's was named.
 
     Another backend (such as "ucc", "fake" or "xla") is the program's own choice, and stays. So do a store that the
     program gives, `timeout`, `device_id` and the other arguments, and all of `new_group`.
 
-    Args: rank, size: as MPI has them; a program that gives others is told so.
     Called by: every rank, once, before the program imports `init_process_group`.
     """
     original = dist.init_process_group
@@ -44,11 +44,10 @@ def replace_default_backend(rank: int, size: int) -> None:
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
         if is_replaced(arguments.get("backend")):
-            _check(arguments, rank, size)
+            _check(arguments)
             arguments["backend"] = NAME
             if arguments.get("store") is None:
                 arguments["init_method"] = INIT_METHOD
-                arguments["rank"], arguments["world_size"] = rank, size
         original(*bound.args, **bound.kwargs)
 
     for module in list(sys.modules.values()):
@@ -56,8 +55,9 @@ def replace_default_backend(rank: int, size: int) -> None:
             setattr(module, original.__name__, init_process_group)
 
 
-def _check(arguments: dict[str, Any], rank: int, size: int) -> None:
+def _check(arguments: dict[str, Any]) -> None:
     """Raises: ValueError where the program has another rank, or number of ranks, than MPI; -1 and None are any."""
+    rank, size = base().rank, base().size
     for name, of_mpi in (("rank", rank), ("world_size", size)):
         given = arguments.get(name)
         if given not in (None, -1, of_mpi):

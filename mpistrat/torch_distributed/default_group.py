@@ -6,9 +6,9 @@ torch is imported when a group is asked for, and not with this file, which comes
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.communicators.communicator import Communicator
@@ -16,9 +16,10 @@ from mpistrat.communicators.communicator import Communicator
 # The key in the store of a default group by which its ranks know that they are in the same one.
 _KEY = "mpistrat/default group"
 
-
 # Whether strategies make a default group without being asked: `mpistrat run` sets it.
 with_every_strategy = False
+
+_ranks: Any = None
 
 
 class _Known(NamedTuple):
@@ -43,10 +44,8 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
 
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if not any(groups):
-        from mpistrat.torch_distributed.rendezvous import make_base
-
-        make_base(comm)
-        dist.init_process_group("mpistrat", init_method="mpi://")
+        with _over(comm):
+            dist.init_process_group("mpistrat", init_method="mpi://")
     elif difference := _difference(groups):
         raise RuntimeError(
             f"{what}(torch_distributed=True) on rank {communicator.rank} of {communicator.size}: the program's default "
@@ -69,36 +68,40 @@ def has_default_group(backend: str | None = None) -> bool:
     return backend is None or dist.get_backend() == backend
 
 
+def ranks() -> Any:
+    """mpi4py's communicator of those that the next group of `init_method="mpi://"` is over; None: all of MPI's."""
+    return _ranks
+
+
 def move_default_group(comm: Any, *, again: bool) -> None:
-    """From now on `init_method="mpi://"` is over the ranks of `comm`; nothing where torch is not loaded.
+    """From now on `init_method="mpi://"` is over the ranks of `comm`.
 
-    Called by: every rank of `comm`.
-    Args: again: a default group is made over them in place of the one that there is, or was.
+    Args: again: a default group is made over them now, in place of the one that there is, or was; collective then.
     """
-    if "torch" not in sys.modules:
-        return
-    from mpistrat.torch_distributed.rendezvous import begin_with
-
+    global _ranks
+    _ranks = comm
     if again:
-        leave_default_group()
-    begin_with(comm)
-    if again:
-        sys.modules["torch.distributed"].init_process_group("mpistrat", init_method="mpi://")
+        dist: Any = sys.modules["torch.distributed"]
+        if has_default_group():
+            dist.destroy_process_group()
+        dist.init_process_group("mpistrat", init_method="mpi://")
 
 
 def leave_default_group() -> None:
-    """Destroy torch's default group, if there is one, and all others. Not collective.
+    """Abort torch's default group, if there is one, and all others: calls on their way are left. Not collective."""
+    if has_default_group():
+        sys.modules["torch.distributed"].distributed_c10d._abort_process_group()
 
-    Errors of calls that were on their way are passed over: a lost rank has caused them.
-    """
-    if not has_default_group():
-        return
-    dist = sys.modules["torch.distributed"]
-    for _ in range(len(dist.distributed_c10d._world.pg_names)):  # each may fail, once
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-            return
-    dist.destroy_process_group()
+
+@contextlib.contextmanager
+def _over(comm: Any) -> Iterator[None]:
+    """In the block, `init_method="mpi://"` is over the ranks of `comm`."""
+    global _ranks
+    before, _ranks = _ranks, comm
+    try:
+        yield
+    finally:
+        _ranks = before
 
 
 def _known() -> _Known | None:
@@ -110,7 +113,7 @@ def _known() -> _Known | None:
     identity = ""
     with contextlib.suppress(Exception):  # a store that keeps nothing, as of torch's own MPI
         store = dist.distributed_c10d._get_default_store()
-        identity = store.compare_set(_KEY, "", uuid.uuid4().hex).decode()
+        identity = store.compare_set(_KEY, "", os.urandom(16).hex()).decode()
     return _Known(dist.get_rank(), dist.get_world_size(), dist.get_backend(), identity)
 
 

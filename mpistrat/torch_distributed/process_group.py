@@ -138,8 +138,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._raise_unobserved()
 
     def abort(self) -> None:
-        """Not collective. Calls on their way are left, and so is the communicator."""
+        """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
         self._is_shut_down = True
+        atexit.unregister(self._end_job_if_unobserved)
         if self._thread is not None:
             self._thread.end()
 
@@ -398,7 +399,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             self._raise_unobserved()
 
     def _note_failure(self, work: UnfinishedWork) -> None:
-        if not self._failed:
+        if not self._failed and not self._is_shut_down:
             atexit.register(self._end_job_if_unobserved)
         self._failed.append(work)
 

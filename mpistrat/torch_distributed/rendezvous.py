@@ -20,6 +20,7 @@ from mpistrat.liveness import observation
 from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.topology import Topology
+from mpistrat.torch_distributed import default_group
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
@@ -61,29 +62,19 @@ class Base:
 
 
 _base: Base | None = None
-_all: Any = None  # of mpi4py, the ranks of the job; None: all of MPI's
 
 
 def base() -> Base:
-    """The ranks of the default group: all of the job, unless `make_base` has named others.
+    """The ranks of the default group of this backend, else of the next one: see `default_group.ranks`.
 
-    Collective when it is called first.
+    Collective over them when they are not those of the last one.
     """
-    return make_base(_all) if _base is None else _base
-
-
-def make_base(comm: Any) -> Base:
-    """From now on the default group is over the ranks of `comm`; None: all of the job. Collective over them."""
     global _base
-    if _base is None or (comm is not None and comm is not _base.comm):
-        _base = Base(comm)
+    if _base is None or not default_group.has_default_group("mpistrat"):
+        comm = MPIClusterResolver(default_group.ranks()).comm
+        if _base is None or _base.comm is not comm:
+            _base = Base(comm)
     return _base
-
-
-def begin_with(comm: Any) -> None:
-    """From now on all of the job is the ranks of `comm`, over which the next default group is. Not collective."""
-    global _base, _all
-    _base, _all = None, comm
 
 
 _stores = 0  # that this process has made; all ranks make the same ones
@@ -146,14 +137,14 @@ class _AgentStore:
 
 def start_agent_store(base: Base) -> tuple[str, int]:
     """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
-    port = 0
+    address, port = base.address, 0
     if base.rank == 0:
-        listener = listen(base.address)
+        listener = listen(address)
         port = listener.getsockname()[1]
         _AgentStore(listener, base.size)
     if base.comm is not None:
         port = base.comm.bcast(port)
-    return base.address, port
+    return address, port
 
 
 def _served(listener: socket.socket, size: int) -> c10d.TCPStore:

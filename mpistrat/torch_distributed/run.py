@@ -14,6 +14,7 @@ from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.torchrun import set_torchrun_environment
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
+from mpistrat.torch_distributed import default_group
 
 
 def run_program(
@@ -38,7 +39,8 @@ def run_program(
     set_torchrun_environment(ranks.topology, start_agent_store(ranks), run_id)
     _train_on_cpus_with_accelerate()
     if not keeps_backend:
-        replace_default_backend(ranks.rank, ranks.size)
+        replace_default_backend()
+        default_group.with_every_strategy = True
     sys.argv = [program, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))

@@ -8,11 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 GLOBAL_BATCH, STEPS = 16, 10
 
@@ -31,10 +27,8 @@ def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     ranks = int(os.environ["WORLD_SIZE"])
     in_tensor = 2 if ranks % 2 == 0 else 1  # ranks that share a layer
-    # Makes the default process group, too.
-    mesh = init_device_mesh(
-        device.type, (ranks // in_tensor, in_tensor), mesh_dim_names=("data", "tensor")
-    )
+    sizes, names = (ranks // in_tensor, in_tensor), ("data", "tensor")
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)  # and the default group
 
     torch.manual_seed(0)
     model: nn.Module = FeedForward().to(device.type)

@@ -1,75 +1,82 @@
-"""The programs of scripts/torch_distributed: unchanged under `mpistrat run`, they do what one process does."""
+"""The programs of docs/torch_distributed_guides.md: under `mpistrat run`, unchanged, they do what one process does."""
 
+import functools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.forked.jobs import RANK
+from support.forked.jobs import job as forks
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
 PROGRAMS = Path(__file__).parents[2] / "scripts" / "torch_distributed"
-SECONDS = 100  # for a run, on a busy machine
+# Those that call torch.distributed themselves need a launcher's environment in one process, too.
+OF_TORCH = ("ddp.py", "fsdp2.py", "tensor_parallel.py")
+OF_LIBRARIES = ("lightning_fabric.py", "lightning_trainer.py", "hf_accelerate.py", "hf_trainer.py")
 TORCHRUN_OF_ONE = {
     **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
 }
-OF_TORCH = ("ddp.py", "fsdp2.py", "tensor_parallel.py")
-OF_OTHERS = ("lightning_fabric.py", "lightning_trainer.py", "hf_accelerate.py", "hf_trainer.py")
+SECONDS = 100  # for a run, on a busy machine
+
+Figures = dict[str, list[float]]
 
 
-def figures(job: Job) -> dict[str, list[float]]:
+def figures(job: Job) -> Figures:
     """What a program has printed, by its name: losses, norms, the sum of the parameters' magnitudes."""
     assert job.returncode == 0, job.output
     assert job.left_behind == ()
-    found: dict[str, list[float]] = {}
+    found: Figures = {}
     for name, value in re.findall(r"\b(loss|norm|accuracy|parameters) ([0-9.]+)", job.stdout):
         found.setdefault(name, []).append(float(value))
     assert len(found["parameters"]) == 1, job.output  # rank 0 alone writes
     return found
 
 
-def one_process(program: str) -> dict[str, list[float]]:
-    """On torch's own backend, without mpistrat."""
+@functools.cache
+def in_one_process(program: str) -> Figures:
+    """By Python alone, on torch's own backend."""
     environment = Launcher.named("MPICH").environment(
         TORCHRUN_OF_ONE if program in OF_TORCH else {}
     )
-    return figures(run_job([sys.executable, str(PROGRAMS / program)], environment, SECONDS))
+    with forks() as address:
+        command = [sys.executable, "-I", "-S", str(RANK), address, str(PROGRAMS / program)]
+        return figures(run_job(command, environment, SECONDS))
 
 
-def on_ranks(ranks: int, program: str, launcher: Launcher) -> dict[str, list[float]]:
+def on_ranks(ranks: int, program: str, launcher: Launcher) -> Figures:
     command = ("-m", "mpistrat", "run", PROGRAMS / program)
-    return figures(launcher.run_python(ranks, *command, seconds=SECONDS))
+    return figures(launcher.run_python(ranks, *command, seconds=SECONDS, forked=True))
 
 
-def is_close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+def assert_equal(found: Figures, expected: Figures) -> None:
     assert found.keys() == expected.keys()
     for name, values in found.items():
         assert values == pytest.approx(expected[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("program", OF_TORCH)
+@pytest.mark.parametrize("program", [*OF_TORCH, *OF_LIBRARIES])
 def test_two_ranks_do_what_one_process_does(launcher: Launcher, program: str) -> None:
-    is_close(on_ranks(2, program, launcher), one_process(program))
-
-
-@pytest.mark.parametrize("program", OF_OTHERS)
-def test_libraries_on_two_ranks_do_what_they_do_in_one_process(
-    launcher: Launcher, program: str
-) -> None:
-    is_close(on_ranks(2, program, launcher), one_process(program))
+    assert_equal(on_ranks(2, program, launcher), in_one_process(program))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("program", OF_TORCH + OF_OTHERS)
+@pytest.mark.parametrize("program", [*OF_TORCH, *OF_LIBRARIES])
 def test_more_ranks_do_what_one_process_does(launcher: Launcher, ranks: int, program: str) -> None:
-    """Four ranks make a mesh of 2 × 2 of tensor_parallel.py."""
-    is_close(on_ranks(ranks, program, launcher), one_process(program))
+    """Four ranks are a mesh of 2 × 2 in tensor_parallel.py."""
+    assert_equal(on_ranks(ranks, program, launcher), in_one_process(program))
 
 
-def test_programs_are_those_of_any_launcher() -> None:
-    names = {path.name for path in PROGRAMS.glob("*.py")}
-    assert names == {*OF_TORCH, *OF_OTHERS}
-    for name in names:
-        assert "import mpistrat" not in (PROGRAMS / name).read_text(encoding="utf-8")
+def test_programs_know_nothing_of_us() -> None:
+    programs = {path.name: path.read_text(encoding="utf-8") for path in PROGRAMS.glob("*.py")}
+    assert programs.keys() == {*OF_TORCH, *OF_LIBRARIES}
+    page = (PROGRAMS.parents[1] / "docs" / "torch_distributed_guides.md").read_text(
+        encoding="utf-8"
+    )
+    for name, text in programs.items():
+        assert not re.search(r"^\s*(import|from) mpistrat", text, re.MULTILINE), name
+        assert len(text.splitlines()) < 65, name
+        assert f"mpirun -n 2 mpistrat run scripts/torch_distributed/{name}" in page, name

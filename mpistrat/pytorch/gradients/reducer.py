@@ -160,9 +160,10 @@ class GradientReducer:
         scale, buckets = None, None
         parameters = self.registry.parameters()
         # What torch has sharded leaves nothing to decide.
-        if synchronizes and any(p is not None for p in parameters):
-            if parts.rule.decided(f"backward() over {replicas} replicas") == "mean":
-                scale = 1.0 / replicas
+        mirrors = any(parameter is not None for parameter in parameters)
+        call = f"backward() over {replicas} replicas"
+        if synchronizes and mirrors and parts.rule.decided(call) == "mean":
+            scale = 1.0 / replicas
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
@@ -209,9 +210,8 @@ class GradientReducer:
             if self._communicator.rank == 0:
                 warnings.warn(
                     f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
-                    'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; or '
-                    'with gradients="sum", and have set_gradient_divide_factor(1.0) called for each fully sharded '
-                    "module",
+                    'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
+                    'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -26,22 +26,18 @@ def check_not_wrapped(root: torch.nn.Module, rank: int) -> None:
     """Raises: ValueError when `root`, which is to be mirrored, is or has a module that reduces gradients itself."""
     for module in root.modules():
         if wrapper := wrapper_of(module):
-            raise ValueError(_message(wrapper, type(root).__name__, "is to be mirrored", rank))
+            refuse_wrapping(wrapper, next(module.children(), module), rank)
 
 
 def refuse_wrapping(wrapper: str, module: torch.nn.Module, rank: int) -> None:
-    """Raises: ValueError: `wrapper`, the name of a class, was put around `module`, which is mirrored, or will be."""
-    raise ValueError(_message(wrapper, type(module).__name__, "belongs to a strategy", rank))
-
-
-def _message(wrapper: str, module: str, what: str, rank: int) -> str:
+    """Raises: ValueError: a `wrapper`, the name of a class, is around `module`, which is mirrored, or is to be."""
     sharded = (
         ""
         if wrapper == "DistributedDataParallel"
         else ". To shard a model, use torch.distributed.fsdp.fully_shard, whose parameters a strategy leaves alone"
     )
-    return (
-        f"rank {rank}: {wrapper} reduces the gradients of a {module} that {what}, which backward() inside strategy.run "
-        f"reduces already: they would be reduced twice. Leave {wrapper} out, and call the module itself; or leave the "
-        f"strategy's scope(), mirror() and run out for this model{sharded}"
+    raise ValueError(
+        f"rank {rank}: {wrapper} is put around a {type(module).__name__} that the strategy mirrors: gradients would be "
+        f"reduced twice, by it and by backward() inside strategy.run. Leave {wrapper} out, and call the module itself; "
+        f"or keep the model out of scope(), mirror() and run{sharded}"
     )
