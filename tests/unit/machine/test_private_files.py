@@ -16,7 +16,6 @@ FOLDER = Path(__file__).parents[3] / "mpistrat"
 ALLOWED = {
     ("tools/bench/peers/tensorflow.py", "socket"): "a peer, in a benchmark: TF_CONFIG names a port",
     ("tools/bench/peers/tensorflow.py", "bind"): "the same",
-    ("tools/bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
     ("communicators/costs/cache.py", "open"): "of a file that mkstemp has made",
     (
         "cluster_resolver/launcher_abort.py",
