@@ -44,7 +44,7 @@ class CallsAfterBackward:
         self._calls.append(call)
         if is_first:
             self._all_made.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self.make)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.make)
             thread.submit(self._make_late, frame)
 
     def make(self) -> None:

@@ -3,12 +3,14 @@
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from mpistrat.torch_distributed.process_group import MpistratProcessGroup
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("default_group", "busy_cores")]
 
@@ -26,7 +28,7 @@ def busy_cores() -> Iterator[None]:
 def callers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """The threads that sum, in the order of their sums."""
     callers: list[threading.Thread] = []
-    communicator = dist.group.WORLD.communicator
+    communicator = cast("MpistratProcessGroup", dist.group.WORLD).communicator
     all_reduce = communicator.all_reduce
 
     def recorded(*operands: Any) -> None:
