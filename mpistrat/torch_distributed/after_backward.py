@@ -17,9 +17,8 @@ import torch
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.torch_distributed.work import UnfinishedWork
 
-# So long does the communication thread leave the calls to backward(). A hook that waits for one's future inside of
-# backward() waits as long.
-PATIENCE = 0.2
+# Seconds that the communication thread leaves the calls to backward(), which may wait for the future of one.
+PATIENCE = 2.0
 
 
 def inside_backward() -> bool:
@@ -28,11 +27,17 @@ def inside_backward() -> bool:
 
 
 class CallsAfterBackward:
-    """The calls of one group that wait. They are made in the order in which they came."""
+    """The calls of one group that wait. They are made in the order in which they came.
+
+    Attributes:
+        is_worth_it: False once backward() has not come to its end in time: then it had better not be waited for.
+    """
 
     def __init__(self) -> None:
+        self.is_worth_it = True
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._order = threading.RLock()
+        self._maker = 0  # the thread that makes the calls
         self._all_made = threading.Event()
 
     def add(self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType) -> None:
@@ -50,13 +55,26 @@ class CallsAfterBackward:
     def make(self) -> None:
         """Make all calls that wait, on this thread."""
         with self._order:
-            while self._calls:
-                self._calls.popleft()()
+            outer, self._maker = self._maker, threading.get_ident()
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            finally:
+                self._maker = outer
             self._all_made.set()
 
+    def is_making(self) -> bool:
+        """Whether this thread makes the calls: what a future's callback calls meanwhile cannot wait."""
+        return self._maker == threading.get_ident()
+
     def _make_late(self) -> None:
-        if not self._all_made.wait(PATIENCE):
-            self.make()
+        # A thread that makes them makes all.
+        if not self._all_made.wait(PATIENCE) and self._order.acquire(blocking=False):
+            try:
+                self.is_worth_it = False
+                self.make()
+            finally:
+                self._order.release()
 
 
 class WaitingWork(UnfinishedWork):

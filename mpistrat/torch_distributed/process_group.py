@@ -338,7 +338,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self._check_usable()
         # A program that calls a group's own method, without options, waits for the result.
-        waits = not getattr(opts, "asyncOp", True)
+        waits = not getattr(opts, "asyncOp", True) or self._after_backward.is_making()
         if waits or not self._communicator.thread_multiple:
             if self._thread is not None:
                 self._after_backward.make()
@@ -348,7 +348,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
         with self._order:
             if self._thread is None:
                 self._thread = CommunicationThread(self._communicator)
-        holds = self._has_no_core_to_spare() and inside_backward()
+        holds = (
+            self._after_backward.is_worth_it and self._has_no_core_to_spare() and inside_backward()
+        )
         work = (
             WaitingWork(result, self._note_failure, self._after_backward.make)
             if holds

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpistrat.torch_distributed import after_backward
 from mpistrat.torch_distributed.process_group import MpistratProcessGroup
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("default_group", "busy_cores")]
@@ -93,9 +94,31 @@ def test_a_call_that_is_not_waited_for_comes_before_the_next(
     assert callers == [threading.main_thread()] * 2
 
 
-def test_a_future_that_is_waited_for_is_completed_by_the_communication_thread(
-    callers: list[threading.Thread],
+def test_a_callback_calls_at_once(callers: list[threading.Thread]) -> None:
+    size = dist.get_world_size()
+    total = torch.ones(1)
+
+    def started(gradient: torch.Tensor) -> None:
+        def again(_: torch.futures.Future[Any]) -> None:
+            work = dist.all_reduce(total, async_op=True)
+            assert work is not None
+            work.get_future().wait()
+            dist.all_reduce(total)
+
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        work.get_future().then(again)
+
+    a_gradient(started)
+    assert total.item() == size**3
+    assert callers == [threading.main_thread()] * 3
+
+
+def test_a_future_that_backward_waits_for(
+    callers: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The communication thread completes it; from then on, no call of the group waits."""
+    monkeypatch.setattr(after_backward, "PATIENCE", 0.1)
     size = dist.get_world_size()
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -106,4 +129,6 @@ def test_a_future_that_is_waited_for_is_completed_by_the_communication_thread(
         return total
 
     assert a_gradient(summed).tolist() == [2.0 * size] * 3
-    assert [thread.name for thread in callers] == ["mpistrat communication"]
+    monkeypatch.setattr(after_backward, "PATIENCE", 3600.0)
+    assert a_gradient(summed).tolist() == [2.0 * size] * 3
+    assert [thread.name for thread in callers] == ["mpistrat communication"] * 2
