@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from mpistrat.torch_distributed.after_backward import (
     inside_backward,
 )
 from mpistrat.torch_distributed.collectives import Collectives
+from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.work import DoneWork, Steps, UnfinishedWork, end_job_for
 
@@ -445,3 +447,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
 def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+for _member in vars(MpistratProcessGroup).values():
+    if isinstance(_member, types.FunctionType):
+        not_compiled(_member)

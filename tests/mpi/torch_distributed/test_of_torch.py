@@ -12,7 +12,9 @@ WORLD = MPI.COMM_WORLD
 FEWEST_RANKS = json.loads(
     Path(__file__).parents[2].joinpath("data/torch_distributed_tests.json").read_text()
 )
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tests use what torch would rather not have used
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # torch's tests use what torch would rather not have used
 # Of every kind, and quick.
 SAMPLE = {
     "test_DistributedDataParallelCPU_grad_is_view",
@@ -52,7 +54,8 @@ def tests_of_torch() -> TestsOfTorch:
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.mpi(min_size=ranks), *[pytest.mark.slow] * (name not in SAMPLE)]
+            name,
+            marks=[pytest.mark.mpi(min_size=ranks), *[pytest.mark.slow] * (name not in SAMPLE)],
         )
         for name, ranks in FEWEST_RANKS.items()
     ],
