@@ -145,7 +145,7 @@ class Wait:
 
     @property
     def noticed(self) -> bool:
-        """Whether it was said for whom all of the waiting ranks wait."""
+        """Whether it was said, after the timeout, for whom all of the waiting ranks wait."""
         pairs = zip(self.waiting, self.entries, strict=True)
         return all(rank.record.noticed == entry for rank, entry in pairs)
 

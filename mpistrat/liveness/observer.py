@@ -235,23 +235,25 @@ class Observer:
                 self._notice_wait(wait, waited, overdue)
 
     def _notice_wait(self, wait: Wait, waited: float, overdue: float) -> None:
-        """Say who is missing, and end nothing: when the ranks are to raise an error, and once when a wait is long."""
+        """Say who is missing, and end nothing: once when a wait is long, and when the ranks are to raise an error."""
         limit = wait.waiting[0].record.limit
+        passed = overdue > wait.timeout
         is_long = not self._has_noticed_wait and 0 < limit < overdue
-        if overdue <= wait.timeout and not is_long:
+        if not (passed or is_long):
             return
-        self._has_noticed_wait = True
         if not self._is_reported_elsewhere():
             text = self._compose(lambda: self._stall_report(wait, waited))
             if not wait.lasts():
                 return
             end = (
-                "They go on waiting until then."
-                if waited < wait.timeout
-                else "Raising StallError on the ranks that wait."
+                "Raising StallError on the ranks that wait."
+                if passed
+                else "They go on waiting until then."
             )
             self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
-        wait.set_noticed()
+        self._has_noticed_wait = True
+        if passed:
+            wait.set_noticed()
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)

@@ -45,7 +45,7 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     STARTING,  # since when the rank waits for all others in MPI_Init, or to build a strategy; 0: it does not
     EXITS,  # whether the rank is about to end by os._exit(0)
     LIMIT_IS_SET,  # 1: LIMIT is the user's choice; else the timeout of a group takes its place
-    NOTICED,  # the ring entry of a call of this rank of which the observer has said for whom it waits; the job goes on
+    NOTICED,  # the ring entry of a call of this rank that was reported when its timeout had passed
 ) = range(23)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
 _SECONDS_OF_CPU = 0.3
 _BUSY = 0.1  # of a core, which it may have to share
+_STARTS_PROGRAMS = "run_program"  # of `mpistrat run`, through runpy
+_RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
 
 
 def stall_report(
@@ -194,10 +197,19 @@ def _describe(rank: Rank, entry: Entry) -> str:
 def _stack(rank: Rank, request: StackRequest | None) -> list[str]:
     if request is None or rank.stands_still:
         return []
-    frames = request.frames()
+    frames = _of_the_program(request.frames())
     if not frames:
         return ["    and did not answer when it was asked for its stack"]
     return ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])]
+
+
+def _of_the_program(frames: list[str]) -> list[str]:
+    """Frames, the innermost first, without those outside of a program that `mpistrat run` has started."""
+    starts = (n for n, frame in enumerate(frames) if frame.endswith(f" in {_STARTS_PROGRAMS}"))
+    inner = frames[: next(starts, None)]
+    while len(inner) < len(frames) and inner and _RUNPY.search(inner[-1]):
+        del inner[-1]
+    return inner
 
 
 def _spoken_at_death(rank: Rank) -> list[str]:

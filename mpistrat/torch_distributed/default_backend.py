@@ -59,10 +59,10 @@ def _check(arguments: dict[str, Any]) -> None:
     """Raises: ValueError where the program has another rank, or number of ranks, than MPI; -1 and None are any."""
     rank, size = base().rank, base().size
     for name, of_mpi in (("rank", rank), ("world_size", size)):
-        given = arguments.get(name)
-        if given not in (None, -1, of_mpi):
+        value = arguments.get(name)
+        if value not in (None, -1, of_mpi):
             raise ValueError(
-                f"rank {rank} of {size}: init_process_group got {name}={given}, but MPI has {name}={of_mpi} here. "
+                f"rank {rank} of {size}: init_process_group got {name}={value}, but MPI has {name}={of_mpi} here. "
                 f"Leave {name} out, or take it from {name.upper()} in the environment, which `mpistrat run` sets; or "
                 "start the program with `mpistrat run --keep-backend`, which leaves its groups to torch"
             )

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import math
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.liveness import observation
 from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
+from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.topology import Topology
 from mpistrat.torch_distributed import default_group
 
@@ -34,6 +36,7 @@ class Base:
     Attributes:
         topology: of the ranks.
         pools: the communicators of groups; None for one rank without MPI.
+        cpu_share: the CPUs that this rank has, those that it shares with others in part.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -42,7 +45,12 @@ class Base:
         self.topology: Topology = resolver.topology()
         self.rank, self.size = self.topology.rank, self.topology.size
         self.pools: CommunicatorPools | None = None
+        self.cpu_share = math.inf
         if self.comm is not None:
+            mine = os.sched_getaffinity(0)
+            masks = self.comm.allgather(mine)
+            here = self.topology.ranks_on_node(self.topology.node)
+            self.cpu_share = float(cpu_share(mine, [masks[rank] for rank in here]))
             from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
 
             self.pools = CommunicatorPools(self.comm)
@@ -50,7 +58,7 @@ class Base:
     @functools.cached_property
     def address(self) -> str:
         """Of rank 0's node, as all ranks reach it. Collective over the ranks when it is read first."""
-        return LOOPBACK if self.topology.num_nodes == 1 else _address_that_all_reach(self)
+        return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
 _base: Base | None = None
@@ -97,7 +105,7 @@ def tcp_store(base: Base) -> c10d.TCPStore:
     if base.rank == 0:
         listener = listen(address)
         base.comm.bcast(listener.getsockname()[1])
-        return _served(listener, size)
+        return _store_at(listener, size)
     return c10d.TCPStore(
         address, base.comm.bcast(None), size, False, TIMEOUT, wait_for_workers=False
     )
@@ -120,7 +128,7 @@ class _AgentStore:
     def _serve(self) -> None:
         select.select([self._listener], [], [])
         self._is_asked = True
-        self._store = _served(self._listener, self._size)
+        self._store = _store_at(self._listener, self._size)
 
     def _end(self) -> None:
         if self._is_asked:  # Python must not end while its thread is in torch
@@ -139,7 +147,7 @@ def start_agent_store(base: Base) -> tuple[str, int]:
     return address, port
 
 
-def _served(listener: socket.socket, size: int) -> c10d.TCPStore:
+def _store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
     address, port = listener.getsockname()[:2]
     return c10d.TCPStore(
         address,
@@ -152,14 +160,15 @@ def _served(listener: socket.socket, size: int) -> c10d.TCPStore:
     )
 
 
-def _address_that_all_reach(base: Base) -> str:
+def address_that_all_reach(base: Base) -> str:
     """The first address of rank 0's node that all other nodes reach. Collective over the ranks.
 
     Raises: RuntimeError on all ranks when there is none.
     """
     comm, topology = base.comm, base.topology
     with Answering() if base.rank == 0 else contextlib.nullcontext() as answering:
-        offer = answering and (own_addresses(), answering.port, answering.token)
+        # The last one is reached where MPI takes one machine for several nodes.
+        offer = answering and ((*own_addresses(), LOOPBACK), answering.port, answering.token)
         addresses, port, token = comm.bcast(offer)
         tries = topology.node > 0 and topology.local_rank == 0
         answers = comm.allgather(reached(addresses, port, token) if tries else None)
@@ -177,7 +186,6 @@ def _address_that_all_reach(base: Base) -> str:
     )
     raise RuntimeError(
         f"rank {base.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
-        "the store of torch.distributed. Its addresses:"
-        f"{tried or ' none but those that it alone reaches'}\n"
+        f"the store of torch.distributed. Its addresses:{tried}\n"
         "Nodes must be able to open TCP connections to each other, on ports that the system picks: is there a firewall?"
     )
