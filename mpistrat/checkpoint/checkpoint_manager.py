@@ -313,7 +313,7 @@ class CheckpointManager:
         common, communicator = stored.state["common"], self._communicator
         objects = self.checkpoint.stateful_objects()
         assembly = Assembly(objects, communicator.rank, communicator.size)
-        known = {name: common[name] for name in common if name in objects}
+        known = {name: common[name] for name in objects if name in common}
         found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
         if found:  # the same objects on all ranks, of which one may not have found its parts
             communicator.raise_any(None, "could not assemble what is sharded")

@@ -79,8 +79,8 @@ def check_whole(states: Mapping[str, Any], call: str) -> None:
     for name, state in states.items():
         for tensor, _ in sharded_tensors(state):
             raise ValueError(
-                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave {call} "
-                "out, and save checkpoints to go on from"
+                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave "
+                f"{call} out, and save checkpoints to go on from"
             )
 
 
@@ -163,7 +163,7 @@ class Assembly:
     """The states of objects that are restored, whose tensors are made of parts as these objects have them now.
 
     Args:
-        objects: by name, those that are restored.
+        objects: those that are restored, by name; perhaps others.
         rank, size: of those that restore.
     """
 
@@ -179,15 +179,17 @@ class Assembly:
     ) -> dict[str, Any]:
         """Those of `states` whose tensors are sharded, in the checkpoint or now. What they contain may be changed.
 
+        Called by: every rank, for the objects' own `state_dict()` may be collective.
         Args:
+            states: by object, in the same order on all ranks.
             parts: reads what one of the `ranks` that saved has written, by object and name.
         Raises: ValueError when no rank has saved a part that is wanted.
         """
         found = {}
-        for name in states.keys() & self._objects.keys():
-            layout = _layout(self._objects[name])
-            state = states[name]
-            if layout is not None or sharded_arrays(state):
+        for name, state in states.items():
+            was_sharded = bool(sharded_arrays(state))
+            layout = _layout(self._objects[name], was_sharded)
+            if layout is not None or was_sharded:
                 found[name] = self._replaced(name, state, (), layout or _nowhere)
         self._read(parts, ranks)
         return found
@@ -277,14 +279,19 @@ def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
     return None
 
 
-def _layout(value: Any) -> Layout | None:
-    """Where an object has DTensors now; None if it has none."""
+def _layout(value: Any, was_sharded: bool) -> Layout | None:
+    """Where an object has DTensors now; None if it has none.
+
+    Args: was_sharded: whether it had some when it was saved. If not, only torch's own objects are asked.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return None
     import torch
 
     if isinstance(value, torch.optim.Optimizer):
         return _layout_of_optimizer(value)
+    if not (was_sharded or isinstance(value, torch.nn.Module)):
+        return None
     sharded = {path: v for path, v in leaves(value.state_dict()) if arrays.is_sharded(v)}
     if not sharded:
         return None

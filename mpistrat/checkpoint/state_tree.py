@@ -129,7 +129,7 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
         return tree
     kind = next(iter(tree), "nothing")
     content: Any = tree.get(kind)
-    if kind not in _CONTENTS or not tree.keys() <= {kind, *_BESIDE.get(kind, ())}:
+    if kind not in _CONTENTS or not tree.keys() <= {kind, *_ATTRIBUTES.get(kind, ())}:
         raise ValueError(f"an unknown kind of value: {reprlib.repr(tree)}")
     check(content, _CONTENTS[kind], kind)
     if kind in _MAPPING_KINDS:
@@ -151,7 +151,7 @@ def _of_two(content: Json) -> None:
 
 _MAPPING_KINDS = ("dict", "pairs")
 # What may stand beside the name of a kind.
-_BESIDE = {**dict.fromkeys(_MAPPING_KINDS, ("of", "metadata")), "sharded": ("shape", "dtype")}
+_ATTRIBUTES = {**dict.fromkeys(_MAPPING_KINDS, ("of", "metadata")), "sharded": ("shape", "dtype")}
 # What stands under the name of each kind.
 _CONTENTS: dict[str, Schema] = {
     **{"dict": dict, "pairs": [_of_two], "tuple": list, "complex": _of_two, "size": [COUNT]},

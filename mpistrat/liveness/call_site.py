@@ -12,6 +12,12 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
+_OF_DECORATORS = (
+    "contextlib",
+    "typing_extensions",
+    "warnings",
+)  # the latter two mark what is deprecated
+
 _between: dict[str, bool] = {}  # by file name; each collective looks at several frames
 
 
@@ -35,7 +41,8 @@ def standing_for(frame: FrameType) -> Iterator[None]:
 def outside(frame: FrameType) -> FrameType:
     """The innermost frame of the user's program, at or outside `frame`; the outermost frame if there is none.
 
-    Frames of this package, torch (whose `backward` reduces), torch_xla and contextlib are not the user's.
+    Frames of this package, torch (whose `backward` reduces), torch_xla, and of those by whose decorators torch is
+    called, are not the user's.
     """
     frame = _standing_for.frame or frame
     while True:
@@ -62,11 +69,14 @@ def places_of(error: BaseException) -> list[str]:
 
 def _is_between(file: str) -> bool:
     # A library is loaded by the time that a frame of it is seen.
-    libraries = [
-        getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "torch_xla")
-    ]
-    folders = [os.path.dirname(library) + os.sep for library in libraries if library is not None]
-    return file == contextlib.__file__ or file.startswith((_PACKAGE, *folders))
+    folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
+    return file in _files_of(*_OF_DECORATORS) or file.startswith((_PACKAGE, *folders))
+
+
+def _files_of(*modules: str) -> list[str]:
+    """Of those that are loaded."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+    return [file for file in files if file is not None]
 
 
 def call_site(frame: FrameType) -> str:

@@ -127,8 +127,7 @@ class FaultTolerantComm(MPI.Intracomm):
         )
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> FaultTolerantComm:  # noqa: N802
-        made = cast("MPI.Intracomm", super().Create_group(group, tag))
-        return self.revocable_group.adopt(made)
+        return self.revocable_group.adopt(super().Create_group(group, tag))
 
     def Free(self) -> None:  # noqa: N802
         self.revocable_group.free(self)

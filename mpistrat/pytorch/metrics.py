@@ -16,7 +16,7 @@ from typing import Any
 
 from mpistrat.context import AnyStrategy, get_strategy
 from mpistrat.liveness.call_site import outside
-from mpistrat.pytorch.imports import when_loaded
+from mpistrat.machine.imports import when_loaded
 
 _METRIC = "torchmetrics.metric"  # the module that defines Metric
 _strategies: weakref.WeakValueDictionary[int, AnyStrategy] = weakref.WeakValueDictionary()
@@ -37,7 +37,7 @@ def _see_metrics() -> None:
 
 def _replace_sync() -> None:
     """Have `Metric.sync`, which each `compute` calls, look first."""
-    metric: Any = sys.modules[_METRIC].Metric  # type: ignore[attr-defined]
+    metric: Any = sys.modules[_METRIC].Metric
     original = metric.sync
 
     @functools.wraps(original)

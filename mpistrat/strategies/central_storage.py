@@ -79,7 +79,7 @@ class CentralStorageStrategy(Strategy):
             shared_parameters=shared,
             torch_distributed=torch_distributed,
         )
-        wiring.share_default_group(name, resolver, communicator, torch_distributed)
+        wiring.share_default_group(name, lambda: resolver.comm, communicator, torch_distributed)
         extended = wiring.central_storage(
             self,
             group,

@@ -78,7 +78,8 @@ class MirroredStrategy(Strategy):
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
         communicator = wiring.communicator_of(resolver, check, type(self).__name__)
-        if comm is None and topology.num_nodes > 1:
+        is_part = comm is None and topology.num_nodes > 1
+        if is_part:
             communicator = _of_node(communicator, topology.node)
         group = wiring.agree(
             type(self).__name__,
@@ -91,10 +92,12 @@ class MirroredStrategy(Strategy):
             shared_parameters=shared_parameters,
             torch_distributed=torch_distributed,
         )
-        over = resolver
-        if comm is None and topology.num_nodes > 1:
-            over = MPIClusterResolver(_comm_of_node(topology.node))
-        wiring.share_default_group(type(self).__name__, over, communicator, torch_distributed)
+        wiring.share_default_group(
+            type(self).__name__,
+            lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
+            communicator,
+            torch_distributed,
+        )
         extended = wiring.mirrored(
             self,
             group,

@@ -103,7 +103,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             shared_parameters=shared_parameters,
             torch_distributed=torch_distributed,
         )
-        wiring.share_default_group(name, over_mpi, communicator, torch_distributed)
+        wiring.share_default_group(name, lambda: over_mpi.comm, communicator, torch_distributed)
         extended = wiring.mirrored(
             self,
             group,

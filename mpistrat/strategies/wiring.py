@@ -91,16 +91,16 @@ def agree(
 
 
 def share_default_group(
-    what: str, resolver: ClusterResolver, communicator: Communicator, asked_for: bool
+    what: str, comm: Callable[[], Any], communicator: Communicator, asked_for: bool
 ) -> None:
     """With `torch_distributed=True`, and under `mpistrat run`, have torch's default group over a strategy's ranks.
 
-    Called by: every rank of `communicator`, which is over the ranks that `resolver` speaks of.
+    Called by: every rank of `communicator`.
+    Args: comm: gives mpi4py's communicator of the same ranks; it is asked where the group is wanted.
     Raises: RuntimeError on all ranks, when it was asked for, and the program's own group is over others.
     """
     if asked_for or default_group.is_wanted():
-        comm = getattr(resolver, "comm", None)
-        default_group.share_default_group(what, comm, communicator)
+        default_group.share_default_group(what, comm(), communicator)
 
 
 def _check_shared_parameters(

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import math
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.liveness import observation
 from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
+from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.topology import Topology
 from mpistrat.torch_distributed import default_group
 
@@ -34,6 +36,7 @@ class Base:
     Attributes:
         topology: of the ranks.
         pools: the communicators of groups; None for one rank without MPI.
+        cpu_share: the CPUs that this rank has, those that it shares with others in part.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -42,7 +45,12 @@ class Base:
         self.topology: Topology = resolver.topology()
         self.rank, self.size = self.topology.rank, self.topology.size
         self.pools: CommunicatorPools | None = None
+        self.cpu_share = math.inf
         if self.comm is not None:
+            mine = os.sched_getaffinity(0)
+            masks = self.comm.allgather(mine)
+            here = self.topology.ranks_on_node(self.topology.node)
+            self.cpu_share = float(cpu_share(mine, [masks[rank] for rank in here]))
             from mpistrat.torch_distributed.communicator_pool import CommunicatorPools
 
             self.pools = CommunicatorPools(self.comm)

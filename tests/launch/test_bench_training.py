@@ -159,7 +159,7 @@ def test_input(launcher: Launcher, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long("It starts 19 programs one after another.")
+@pytest.mark.long("It starts 20 programs one after another.")
 @pytest.mark.time_limit(300)
 def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
     """What scripts/benchmark starts once there are environments."""
@@ -174,6 +174,7 @@ def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
         "collectives",
         "training_step",
         "checkpoints",
+        "torch",
         "mlp",
         "train-mlp",
     }

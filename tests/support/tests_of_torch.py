@@ -1,7 +1,7 @@
 """PyTorch's own tests of its backends, for the backend "mpistrat", on ranks that MPI has started.
 
-PyTorch starts new processes for each test. Here the ranks go on, and each test has a default group, a folder, a seed and
-an environment of its own. Conditions on the backend's name, which close tests to the backends of others, are opened;
+PyTorch starts new processes for each test. Here the ranks go on, and each test has a default group, a folder, a seed
+and an environment of its own. Conditions on the backend's name, which close tests to others' backends, are opened;
 assertions stay as they are.
 """
 
@@ -76,7 +76,7 @@ class TestsOfTorch:
             self._module.Barrier.barrier_id = 0
             timeout = datetime.timedelta(seconds=seconds)
             dist.init_process_group(BACKEND, init_method=INIT_METHOD, timeout=timeout)
-            self._set_seed()
+            self._set_seed(1234)
             try:
                 getattr(test, name)()
             except SkipTest as skip:

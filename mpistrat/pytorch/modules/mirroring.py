@@ -91,6 +91,9 @@ class Mirroring(StrategyModules):
 
     before_run = mirror_new
 
+    def has_made(self, module: torch.nn.Module) -> bool:
+        return self.recorder.knows(module)
+
     def stop_recording(self, failed: bool) -> None:
         if not failed:
             self.mirror_new()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def compare_calls(
     ]
 
 
-def compare_call(name: str, calls: dict[str, Call], num_rounds: int) -> dict[str, Any]:
+def compare_call(name: str, calls: Mapping[str, Call], num_rounds: int) -> dict[str, Any]:
     """The row of one call and size. Called by: every rank. Args: calls: by backend."""
     wrong = sum(call.wrong_at_first() for call in calls.values())
     nbytes = calls[MPISTRAT].nbytes

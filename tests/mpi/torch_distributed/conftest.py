@@ -1,4 +1,4 @@
-"""One default group of the backend "mpistrat" over all ranks, for a file of tests that asks for it."""
+"""A default group of the backend "mpistrat" over all ranks."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 @pytest.fixture(scope="module")
-def default_group() -> Iterator[None]:
+def default_group() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("mpistrat", init_method="mpi://")
-    yield
+    yield dist.group.WORLD
     dist.destroy_process_group()

@@ -53,8 +53,7 @@ class Training:
             for i, parameter in enumerate(self.model.parameters()):
                 parameter.grad = torch.zeros_like(parameter) + (step + i + 1)
             self.optimizer.step()
-        with self.strategy.scope():
-            self.checkpoint = Checkpoint(model=self.model, optimizer=self.optimizer)
+        self.checkpoint = Checkpoint(model=self.model, optimizer=self.optimizer)
 
     def values(self) -> dict[str, torch.Tensor]:
         """All values, whole."""

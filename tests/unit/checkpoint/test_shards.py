@@ -50,7 +50,7 @@ def test_regions_overlap() -> None:
     ],
 )
 def test_what_is_no_part(parts: Any) -> None:
-    with pytest.raises(ValueError, match="it|no part of"):
+    with pytest.raises(ValueError, match=r"it|no part of"):
         check_parts(parts, KNOWN)
 
 
@@ -70,7 +70,7 @@ def test_parts_of_objects_that_the_program_has_not_may_be_any() -> None:
     ],
 )
 def test_what_is_no_sharded_tensor(tree: Any) -> None:
-    with pytest.raises(ValueError, match="sharded|dtype|unknown"):
+    with pytest.raises(ValueError, match=r"sharded|dtype|unknown"):
         decode(tree, {})
 
 
