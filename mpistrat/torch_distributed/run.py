@@ -43,7 +43,7 @@ def run_program(
         replace_default_backend()
         default_group.with_every_strategy = True
     sys.argv = [program, *arguments]
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # of Python 3.11: -P, PYTHONSAFEPATH
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
     try:
         if is_module:
