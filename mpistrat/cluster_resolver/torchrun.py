@@ -40,3 +40,12 @@ def torchrun_environment(
 def set_torchrun_environment(topology: Topology, master: tuple[str, int], run_id: str) -> None:
     """Set them in this process's environment, over what may be there from another launcher."""
     os.environ.update(torchrun_environment(topology, master, run_id))
+
+
+def have_accelerate_use_cpus() -> None:
+    """Have Hugging Face's accelerate use CPUs, as `accelerate launch --cpu` does, unless the user has set whether.
+
+    Where it finds no accelerator, and is not told so, it trains on every rank by itself, and so does the Trainer of
+    transformers.
+    """
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")

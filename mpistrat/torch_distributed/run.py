@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
-from mpistrat.cluster_resolver.torchrun import set_torchrun_environment
+from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
 from mpistrat.torch_distributed import default_group
@@ -37,7 +37,8 @@ def run_program(
     if ranks.comm is not None:
         run_id = ranks.comm.bcast(run_id)
     set_torchrun_environment(ranks.topology, start_agent_store(ranks), run_id)
-    _train_on_cpus_with_accelerate()
+    if not _has_accelerator():
+        have_accelerate_use_cpus()
     if not keeps_backend:
         replace_default_backend()
         default_group.with_every_strategy = True
@@ -71,18 +72,12 @@ def _share_cores() -> None:
         os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(mine, local))
 
 
-def _train_on_cpus_with_accelerate() -> None:
-    """Tell Hugging Face's accelerate where there is no accelerator, as `accelerate launch` does.
-
-    Without being told, it trains on every rank by itself there, and so does the Trainer of transformers.
-    """
+def _has_accelerator() -> bool:
+    """Asked without starting it: the program may still choose by CUDA_VISIBLE_DEVICES, or fork."""
     import torch
 
-    # What torch was built for. Whether there is one is asked without starting it: the program may still choose
-    # by CUDA_VISIBLE_DEVICES, or fork.
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or torch.get_device_module(accelerator).device_count() == 0:
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    built_for = torch.accelerator.current_accelerator()
+    return built_for is not None and torch.get_device_module(built_for).device_count() > 0
 
 
 def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:

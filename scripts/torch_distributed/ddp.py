@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 GLOBAL_BATCH, EPOCHS = 48, 3
+Batch = tuple[torch.Tensor, ...]
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(480, 16)
     dataset = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
-    sampler = DistributedSampler(dataset, shuffle=True)
+    sampler: DistributedSampler[Batch] = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
     network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).to(device)
     model = DistributedDataParallel(network)

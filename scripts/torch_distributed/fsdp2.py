@@ -1,4 +1,4 @@
-"""FSDP2, fully_shard on each layer, clipped gradients: `mpirun -n 2 mpistrat run scripts/torch_distributed/fsdp2.py`."""
+"""FSDP2, with clipped gradients: `mpirun -n 2 mpistrat run scripts/torch_distributed/fsdp2.py`."""
 
 import os
 

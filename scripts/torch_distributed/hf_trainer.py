@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, a small GPT-2 from config: `mpirun -n 2 mpistrat run scripts/torch_distributed/hf_trainer.py`."""
+"""The Trainer of transformers, a small GPT-2: `mpirun -n 2 mpistrat run scripts/torch_distributed/hf_trainer.py`."""
 
 import os
 

@@ -11,7 +11,7 @@ GLOBAL_BATCH, EPOCHS = 48, 3
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-GLOBAL_BATCH, STEPS = 16, 10
+GLOBAL_BATCH, STEPS = 24, 10
 
 
 class FeedForward(nn.Module):

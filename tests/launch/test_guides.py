@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def in_one_process(program: str) -> Figures:
         return figures(run_job(command, environment, SECONDS))
 
 
-def on_ranks(ranks: int, program: str, launcher: Launcher) -> Figures:
+def on_ranks(ranks: int, program: str, launcher: Launcher, env: Mapping[str, str] = {}) -> Figures:
     command = ("-m", "mpistrat", "run", PROGRAMS / program)
-    return figures(launcher.run_python(ranks, *command, seconds=SECONDS, forked=True))
+    return figures(launcher.run_python(ranks, *command, seconds=SECONDS, env=env, forked=True))
 
 
 def assert_equal(found: Figures, expected: Figures) -> None:
@@ -63,11 +64,24 @@ def test_two_ranks_do_what_one_process_does(launcher: Launcher, program: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("program", [*OF_TORCH, *OF_LIBRARIES])
-def test_more_ranks_do_what_one_process_does(launcher: Launcher, ranks: int, program: str) -> None:
-    """Four ranks are a mesh of 2 × 2 in tensor_parallel.py."""
-    assert_equal(on_ranks(ranks, program, launcher), in_one_process(program))
+def test_three_ranks_do_what_one_process_does(launcher: Launcher, program: str) -> None:
+    assert_equal(on_ranks(3, program, launcher), in_one_process(program))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", OF_TORCH)
+def test_four_ranks_do_what_one_process_does(launcher: Launcher, program: str) -> None:
+    """They are a mesh of 2 × 2 in tensor_parallel.py."""
+    assert_equal(on_ranks(4, program, launcher), in_one_process(program))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["lightning_fabric.py", "lightning_trainer.py"])
+def test_lightning_over_two_nodes(program: str) -> None:
+    """Made-up ones, of a rank each: it is told how many nodes there are."""
+    found = on_ranks(2, program, Launcher.named("MPICH"), {"MPIR_CVAR_NUM_CLIQUES": "2"})
+    assert_equal(found, in_one_process(program))
 
 
 def test_programs_know_nothing_of_us() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.pytorch.imports import when_loaded
+from mpistrat.machine.imports import when_loaded
 
 NAME = "a_library_of_this_test"
 
