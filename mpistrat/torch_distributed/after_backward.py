@@ -26,6 +26,21 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Batch:
+    """The calls between one that found none waiting and the next such one.
+
+    Args: thread: makes them if nobody else does.
+
+    Attributes:
+        earlier: set when the thread has made what it got before.
+        made: set when they are made.
+    """
+
+    def __init__(self, thread: CommunicationThread) -> None:
+        self.thread = thread
+        self.earlier, self.made = threading.Event(), threading.Event()
+
+
 class CallsAfterBackward:
     """The calls of one group that wait. They are made in the order in which they came.
 
@@ -36,24 +51,28 @@ class CallsAfterBackward:
     def __init__(self) -> None:
         self.is_worth_it = True
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._batch: _Batch | None = None
         self._order = threading.RLock()
         self._maker = 0  # the thread that makes the calls
-        self._all_made = threading.Event()
 
     def add(self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType) -> None:
         """Have `call` made at the end of the backward() that this is called in; by `thread`, if that takes long.
 
         Args: frame: where the program called, for reports.
         """
-        is_first = not self._calls
-        self._calls.append(call)
-        if is_first:
-            self._all_made.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self.make)
-            thread.submit(self._make_late, frame)
+        with self._order:
+            is_first = not self._calls
+            self._calls.append(call)
+            if is_first:
+                batch = self._batch = _Batch(thread)
+                torch.autograd.Variable._execution_engine.queue_callback(self.make)
+                thread.submit(lambda: self._make_late(batch), frame)
 
     def make(self) -> None:
         """Make all calls that wait, on this thread."""
+        batch = self._batch
+        if batch is not None and not batch.thread.is_current():
+            batch.earlier.wait()
         with self._order:
             outer, self._maker = self._maker, threading.get_ident()
             try:
@@ -61,15 +80,24 @@ class CallsAfterBackward:
                     self._calls.popleft()()
             finally:
                 self._maker = outer
-            self._all_made.set()
+            if batch is not None:
+                batch.made.set()
+
+    def leave(self) -> None:
+        """Make none of the calls that wait."""
+        self._calls.clear()
+        if self._batch is not None:
+            self._batch.earlier.set()
+            self._batch.made.set()
 
     def is_making(self) -> bool:
         """Whether this thread makes the calls: what a future's callback calls meanwhile cannot wait."""
         return self._maker == threading.get_ident()
 
-    def _make_late(self) -> None:
+    def _make_late(self, batch: _Batch) -> None:
+        batch.earlier.set()
         # A thread that makes them makes all.
-        if not self._all_made.wait(PATIENCE) and self._order.acquire(blocking=False):
+        if not batch.made.wait(PATIENCE) and self._order.acquire(blocking=False):
             try:
                 self.is_worth_it = False
                 self.make()

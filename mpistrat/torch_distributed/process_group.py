@@ -134,6 +134,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._is_shut_down = True
         self._native.shut_down()
         if self._thread is not None:
+            self._after_backward.make()
             self._thread.wait_until_idle()
             self._thread.end()
         self._give_back()
@@ -143,6 +144,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
         self._is_shut_down = True
         atexit.unregister(self._end_job_if_unobserved)
+        self._after_backward.leave()
         if self._thread is not None:
             self._thread.end()
 

@@ -94,6 +94,18 @@ def test_a_call_that_is_not_waited_for_comes_before_the_next(
     assert callers == [threading.main_thread()] * 2
 
 
+def test_a_call_before_backward_comes_first(callers: list[threading.Thread]) -> None:
+    size = dist.get_world_size()
+    total, other = torch.ones(1), torch.ones(1 << 20)
+    for _ in range(3):
+        before = dist.all_reduce(other, dist.ReduceOp.MAX, async_op=True)
+        a_gradient(lambda gradient: dist.all_reduce(total, async_op=True) and None)
+        assert before is not None
+        assert before.is_completed()
+    assert total.item() == size**3
+    assert [thread is threading.main_thread() for thread in callers] == [False, True] * 3
+
+
 def test_a_callback_calls_at_once(callers: list[threading.Thread]) -> None:
     size = dist.get_world_size()
     total = torch.ones(1)
