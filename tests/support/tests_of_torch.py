@@ -57,7 +57,7 @@ class TestsOfTorch:
         self._skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
         self._set_seed = importlib.import_module(f"{_INTERNAL}.common_utils").set_rng_seed
 
-        class RankTest(self._module.TestDistBackend, self._module.DistributedTest._DistTestBase):  # type: ignore[misc]
+        class RankTest(self._module.TestDistBackend, self._module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
             init_method = INIT_METHOD
 
         self._tests = RankTest
@@ -97,5 +97,5 @@ def _all_restored() -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_default_dtype(torch.float32)
-        dist.set_debug_level_from_env()
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         gc.collect()
