@@ -63,6 +63,6 @@ def test_a_program_that_is_installed_itself() -> None:
 def test_where_an_error_was_raised() -> None:
     code = compile('raise ValueError("told")', LIBRARY, "exec")
     names: dict[str, object] = {"code": code}
-    with pytest.raises(ValueError, match="^told$") as raised:
+    with pytest.raises(ValueError, match="told") as raised:
         exec(compile("exec(code)", PROGRAM, "exec"), names)
     assert raised_at(raised.value).startswith(f"{PROGRAM}:1 ")
