@@ -63,10 +63,14 @@ class CommunicationThread:
         self._work.put(None)
         atexit.unregister(self._check_idle)
 
+    def is_current(self) -> bool:
+        """Whether it runs the caller."""
+        return threading.current_thread() is self._thread
+
     def wait_until_idle(self) -> None:
         """Return when all that was submitted is done, whether or not it failed; on the thread itself, at once."""
         last = self._unfinished
-        if last is not None and not last.done() and threading.current_thread() is not self._thread:
+        if last is not None and not last.done() and not self.is_current():
             concurrent.futures.wait([last])
 
     def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:

@@ -36,7 +36,12 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
     else:
         pool, used = pools.take(rank, ranks)
         group = MpistratProcessGroup(
-            used.collectives, used.messages, native, options.group_id, lambda: pool.give_back(used)
+            used.collectives,
+            used.messages,
+            native,
+            options.group_id,
+            lambda: pool.give_back(used),
+            base().cpu_share,
         )
     group.set_timeout(options.timeout)
     return group

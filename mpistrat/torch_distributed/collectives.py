@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.torch_distributed.reductions import combination_of, operand
 from mpistrat.torch_distributed.tensors import by_dtype, flat, read, unflatten, written
 
@@ -22,6 +23,8 @@ class Collectives:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
+        # Of lists of tensors, whose elements move as those of one: one buffer before, another after.
+        self._buffers = RecycledBuffers(kept=2)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
         for tensor in tensors:
@@ -35,7 +38,7 @@ class Collectives:
     def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
         """One message for all tensors of a dtype."""
         for alike in by_dtype(tensors):
-            buffer = flat(alike)
+            buffer = flat(alike, self._buffers)
             self.all_reduce([buffer], op)
             unflatten(buffer, alike)
 
@@ -70,7 +73,7 @@ class Collectives:
         for outs, tensor in zip(lists, tensors, strict=True):
             self._check_one_a_rank("all_gather", outs)
             if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
-                gathered = tensor.new_empty((self._size, *tensor.shape))
+                gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
                 self.communicator.all_gather_into(read(tensor), gathered)
                 parts: Sequence[torch.Tensor] = gathered.unbind()
             else:
@@ -141,9 +144,9 @@ class Collectives:
         for out, parts in zip(outs, lists, strict=True):
             self._check_one_a_rank("reduce_scatter", parts)
             if len({part.numel() for part in parts}) == 1:
-                self.reduce_scatter_single(out, flat(parts), op)
+                self.reduce_scatter_single(out, flat(parts, self._buffers), op)
                 continue
-            whole = flat(parts)
+            whole = flat(parts, self._buffers)
             self.all_reduce([whole], op)
             own = whole.split([part.numel() for part in parts])[self._rank]
             out.detach().copy_(own.view(out.shape))
@@ -161,9 +164,10 @@ class Collectives:
         """The r-th tensor goes to rank r; the shapes may differ."""
         self._check_one_a_rank("all_to_all", outs)
         self._check_one_a_rank("all_to_all", tensors)
-        buffer = tensors[0].new_empty(sum(out.numel() for out in outs))
+        length = sum(out.numel() for out in outs)
+        buffer = self._buffers.empty((length,), tensors[0].dtype)
         self.communicator.all_to_all(
-            flat(tensors),
+            flat(tensors, self._buffers),
             buffer,
             [tensor.numel() for tensor in tensors],
             [out.numel() for out in outs],

@@ -24,7 +24,6 @@ from mpistrat.errors import StallError
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.settings import stall_seconds
 from mpistrat.torch_distributed.tensors import read, room_for
 from mpistrat.torch_distributed.work import UnfinishedWork
 
@@ -46,7 +45,7 @@ class Messages:
         watch: of the group.
 
     Attributes:
-        timeout: the most seconds that a message may take, as MPISTRAT_STALL_SECONDS is; 0: no limit.
+        timeout: the most seconds that a message may take; 0: as MPISTRAT_STALL_SECONDS says, which may be less.
         traffic: since `comm` was made; None while a message is on its way.
     """
 
@@ -106,8 +105,8 @@ class Messages:
 
     def wait_for(self, message: Message, seconds: float) -> None:
         """Raises: StallError if the message does not come through in time; 0 `seconds`: the usual one."""
-        limits = [limit for limit in (seconds, stall_seconds(), self.timeout) if limit]
-        limit = min(limits, default=0.0)
+        limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
+        limit = min(filter(None, limits), default=0.0)
         started = time.monotonic()
 
         def arrived() -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import math
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,13 @@ from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
+from mpistrat.torch_distributed.after_backward import (
+    CallsAfterBackward,
+    WaitingWork,
+    inside_backward,
+)
 from mpistrat.torch_distributed.collectives import Collectives
+from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.work import DoneWork, Steps, UnfinishedWork, end_job_for
 
@@ -41,7 +49,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     A call that the program waits for runs on its own thread. One that it does not wait for (`async_op=True`, DDP's
     buckets) runs on a communication thread, after those before it; a call that the program waits for lets these end
-    first. So the calls of a group are in the program's order, which is the same on all ranks.
+    first. So the calls of a group are in the program's order, which is the same on all ranks. Where the ranks of a node
+    have no core to spare for such a thread, calls of a backward() wait for its end.
 
     Args:
         communicator: nobody else uses it.
@@ -49,6 +58,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native: for accelerators.
         name: torch's name of the group.
         give_back: called once, when the group is destroyed and its calls have ended.
+        cpu_share: the CPUs that this rank has, as `machine.cpu_share` shares them out.
     """
 
     def __init__(
@@ -58,13 +68,16 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native: NativeGroups,
         name: str,
         give_back: Callable[[], None],
+        cpu_share: float = math.inf,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._communicator, self._messages, self._native = communicator, messages, native
         self._name, self._give_back = name, give_back
+        self._cpu_share = cpu_share
         self._collectives = Collectives(communicator)
         self._order = threading.RLock()  # of the calls of several threads of the program
         self._thread: CommunicationThread | None = None
+        self._after_backward = CallsAfterBackward()
         self._failed: list[UnfinishedWork] = []  # whose errors nobody has asked for so far
         self._coalesced: list[DoneWork] | None = None
         self._is_shut_down = False
@@ -121,14 +134,17 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._is_shut_down = True
         self._native.shut_down()
         if self._thread is not None:
+            self._after_backward.make()
             self._thread.wait_until_idle()
             self._thread.end()
         self._give_back()
         self._raise_unobserved()
 
     def abort(self) -> None:
-        """Not collective. Calls on their way are left, and so is the communicator."""
+        """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
         self._is_shut_down = True
+        atexit.unregister(self._end_job_if_unobserved)
+        self._after_backward.leave()
         if self._thread is not None:
             self._thread.end()
 
@@ -326,13 +342,24 @@ class MpistratProcessGroup(dist.ProcessGroup):
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self._check_usable()
         # A program that calls a group's own method, without options, waits for the result.
-        waits = not getattr(opts, "asyncOp", True)
+        waits = not getattr(opts, "asyncOp", True) or self._after_backward.is_making()
         if waits or not self._communicator.thread_multiple:
             if self._thread is not None:
+                self._after_backward.make()
                 self._thread.wait_until_idle()
             self._make(call, operands)
             return self._collect(DoneWork(result))
-        work = UnfinishedWork(result, self._note_failure)
+        with self._order:
+            if self._thread is None:
+                self._thread = CommunicationThread(self._communicator)
+        holds = (
+            self._after_backward.is_worth_it and self._has_no_core_to_spare() and inside_backward()
+        )
+        work = (
+            WaitingWork(result, self._note_failure, self._after_backward.make)
+            if holds
+            else UnfinishedWork(result, self._note_failure)
+        )
 
         def make() -> None:
             try:
@@ -342,11 +369,16 @@ class MpistratProcessGroup(dist.ProcessGroup):
             else:
                 work.end(None)
 
-        with self._order:
-            if self._thread is None:
-                self._thread = CommunicationThread(self._communicator)
-        self._thread.submit(make, outside(sys._getframe(2)))
+        frame = outside(sys._getframe(2))
+        if holds:
+            self._after_backward.add(make, self._thread, frame)
+        else:
+            self._thread.submit(make, frame)
         return self._collect(work)
+
+    def _has_no_core_to_spare(self) -> bool:
+        """Whether a communication thread would take a core from the program, and for nothing but memory."""
+        return self._communicator.on_one_node and self._cpu_share < torch.get_num_threads() + 1
 
     def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
         """What this rank alone finds wrong with a call, the others hear of: they are in it, or will be."""
@@ -373,7 +405,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             self._raise_unobserved()
 
     def _note_failure(self, work: UnfinishedWork) -> None:
-        if not self._failed:
+        if not self._failed and not self._is_shut_down:
             atexit.register(self._end_job_if_unobserved)
         self._failed.append(work)
 
@@ -417,3 +449,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
 def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+for _member in vars(MpistratProcessGroup).values():
+    if isinstance(_member, types.FunctionType):
+        not_compiled(_member)

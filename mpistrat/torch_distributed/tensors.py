@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
+
 
 @contextlib.contextmanager
 def written(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -48,9 +50,11 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(alike.values())
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all, one after the other, in a buffer of one dimension."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+def flat(tensors: Sequence[torch.Tensor], buffers: RecycledBuffers) -> torch.Tensor:
+    """The elements of all, which have one dtype, one after the other, in one of `buffers`."""
+    flattened = [tensor.detach().reshape(-1) for tensor in tensors]
+    buffer = buffers.empty((sum(map(len, flattened)),), tensors[0].dtype)
+    return torch.cat(flattened, out=buffer)
 
 
 def unflatten(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

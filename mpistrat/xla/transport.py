@@ -9,7 +9,8 @@ from mpistrat.arrays import Array, dtype_name, is_on_xla, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transports.transport import Operands, Transport, exchange_on_host
+from mpistrat.communicators.transports.accelerator.buffers import exchange_on_host
+from mpistrat.communicators.transports.transport import Operands, Transport
 
 if TYPE_CHECKING:
     from mpistrat.xla.runtime import Runtime

@@ -57,8 +57,10 @@ class TestsOfTorch:
         self._skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
         self._set_seed = importlib.import_module(f"{_INTERNAL}.common_utils").set_rng_seed
 
-        bases = self._module.TestDistBackend, self._module.DistributedTest._DistTestBase
-        self._tests: Any = type("RankTest", bases, {"init_method": INIT_METHOD})
+        class RankTest(self._module.TestDistBackend, self._module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+            init_method = INIT_METHOD
+
+        self._tests = RankTest
 
     def run(self, name: str, folder: Path) -> None:
         """Run one test on this rank; all ranks do.

@@ -75,7 +75,7 @@ class MpiTransport(Transport):
                 bytes_of(buffer),
                 bytes_of(operands.target),
             )
-            self._all_reduce_in_slices(how, [own], [1] * self.size, total, reduction.scale)
+            _all_reduce_in_slices(self.comm, how, [own], [1] * self.size, total, reduction.scale)
             return
         if is_torch(buffer) and name not in KNOWN_TO_MPI:
             raise TypeError(f"MPI cannot reduce {name}; convert it to float32 first")
@@ -95,7 +95,7 @@ class MpiTransport(Transport):
         if not nbytes:
             return
         if nbytes * self.size > _WHOLE:
-            self._all_reduce_in_slices(how, list(mine), held, mine[0], factor)
+            _all_reduce_in_slices(self.comm, how, list(mine), held, mine[0], factor)
             return
         gathered = np.empty((sum(held), nbytes), np.uint8)
         if tree.one_each:
@@ -103,41 +103,6 @@ class MpiTransport(Transport):
         else:
             self.comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
         how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), factor)
-
-    def _all_reduce_in_slices(
-        self,
-        how: Arithmetic,
-        mine: Sequence[np.ndarray],
-        held: Sequence[int],
-        total: np.ndarray,
-        factor: float | None,
-    ) -> None:
-        """Every rank gets its slice of all sums, combines it and hands it round.
-
-        Args:
-            mine: the bytes of each of this rank's sums, all of the same length.
-            held: by rank, how many sums it has.
-            total: bytes; it may be one of `mine`.
-        """
-        bounds = share_of(len(total), how.itemsize, self.size)
-        first, end = bounds[self.rank]
-        starts = [start // how.itemsize for start, _ in bounds]
-        lengths = [(stop - start) // how.itemsize for start, stop in bounds]
-        pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank and number of its sum
-        with _elements_of(how.itemsize) as element:
-            for row in range(max(held)):
-                theirs = [rank for rank in range(self.size) if row < held[rank]]
-                here = lengths if self.rank in theirs else [0] * self.size
-                there = [lengths[self.rank] * (rank in theirs) for rank in range(self.size)]
-                received = np.empty((len(theirs), end - first), np.uint8)
-                self.comm.Alltoallv(
-                    [mine[min(row, len(mine) - 1)], here, starts, element],
-                    [received, there, element],
-                )
-                pieces |= {(rank, row): r for rank, r in zip(theirs, received, strict=True)}
-            in_order = [how.view(pieces[key]) for key in sorted(pieces)]
-            how.combine(in_order, how.view(total[first:end]), factor)
-            self.comm.Allgatherv(MPI.IN_PLACE, [total, lengths, starts, element])
 
     def reduce(self, operands: Operands) -> None:
         buffer, root, op = operands.buffer, operands.root, OPS[operands.reduction.op]
@@ -210,6 +175,42 @@ class MpiTransport(Transport):
 
     def split(self, color: int, key: int = 0) -> MpiTransport:
         return MpiTransport(cast("MPI.Intracomm", self.comm.Split(color, key)))
+
+
+def _all_reduce_in_slices(
+    comm: MPI.Intracomm,
+    how: Arithmetic,
+    mine: Sequence[np.ndarray],
+    held: Sequence[int],
+    total: np.ndarray,
+    factor: float | None,
+) -> None:
+    """Every rank gets its slice of all sums, combines it and hands it round.
+
+    Args:
+        mine: the bytes of each of this rank's sums, all of the same length.
+        held: by rank, how many sums it has.
+        total: bytes; it may be one of `mine`.
+    """
+    bounds = share_of(len(total), how.itemsize, comm.size)
+    first, end = bounds[comm.rank]
+    starts = [start // how.itemsize for start, _ in bounds]
+    lengths = [(stop - start) // how.itemsize for start, stop in bounds]
+    pieces: dict[tuple[int, int], np.ndarray] = {}  # by rank and number of its sum
+    with _elements_of(how.itemsize) as element:
+        for row in range(max(held)):
+            theirs = [rank for rank in range(comm.size) if row < held[rank]]
+            here = lengths if comm.rank in theirs else [0] * comm.size
+            there = [lengths[comm.rank] * (rank in theirs) for rank in range(comm.size)]
+            received = np.empty((len(theirs), end - first), np.uint8)
+            comm.Alltoallv(
+                [mine[min(row, len(mine) - 1)], here, starts, element],
+                [received, there, element],
+            )
+            pieces |= {(rank, row): r for rank, r in zip(theirs, received, strict=True)}
+        in_order = [how.view(pieces[key]) for key in sorted(pieces)]
+        how.combine(in_order, how.view(total[first:end]), factor)
+        comm.Allgatherv(MPI.IN_PLACE, [total, lengths, starts, element])
 
 
 @contextlib.contextmanager

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, copy, dtype_name, is_torch, to_device_of, to_host
+from mpistrat.arrays import Array, copy, dtype_name, is_torch
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.reduction import SUM, Reduction
 
 if TYPE_CHECKING:
-    from mpistrat.communicators.communicator import Communicator
     from mpistrat.communicators.reduction_tree import ReductionTree
 
 
@@ -142,13 +141,6 @@ class Unbroken(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._error = error
-
-
-def exchange_on_host(host: Communicator, operands: Operands) -> None:
-    """`all_to_all` of buffers on a device, by the communicator of the same ranks for host memory."""
-    buffer, out = to_host(operands.buffer), to_host(operands.target)
-    host.all_to_all(buffer, out, operands.sent, operands.received)
-    operands.target[...] = to_device_of(out, operands.target)
 
 
 def reduce_in_place(operands: Operands, combine: Callable[[Array], None]) -> None:

@@ -288,8 +288,8 @@ def test_messages_move_while_the_program_computes():
     for tag in (1, 2):
         dist.isend(tensor(tag), NEXT, tag=tag)
     for tag in (2, 1):
-        dist.recv(got := tensor(0), BEFORE, tag=tag)
-        equal(got, tensor(tag))
+        dist.recv(received := tensor(0), BEFORE, tag=tag)
+        equal(received, tensor(tag))
 
 
 @several

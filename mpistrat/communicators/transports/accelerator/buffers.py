@@ -9,7 +9,7 @@ from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
-from mpistrat.communicators.transports.transport import Operands, Transport, exchange_on_host
+from mpistrat.communicators.transports.transport import Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -45,7 +45,8 @@ class DeviceTransport(Transport):
 
     def _spread(self, buffer: Array, root: int) -> None:
         """`broadcast` of such a buffer."""
-        self._through_host(buffer, lambda host: self.host.broadcast(host, root))
+        self.wait_for_current_stream(buffer)
+        _change_on_host(buffer, lambda host: self.host.broadcast(host, root))
 
     def _gather(self, buffer: Array) -> list[Array]:
         """`all_gather` of such a buffer."""
@@ -96,13 +97,8 @@ class DeviceTransport(Transport):
         return self._libraries[kind]
 
     def combine_on_host(self, buffer: Array, reduction: Reduction) -> None:
-        self._through_host(buffer, lambda host: self.host.all_reduce(host, reduction))
-
-    def _through_host(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         self.wait_for_current_stream(buffer)
-        host = to_host(buffer)
-        collective(host)
-        buffer[...] = to_device_of(host, buffer)
+        _change_on_host(buffer, lambda host: self.host.all_reduce(host, reduction))
 
     def wait_for_current_stream(self, buffer: Array) -> None:
         """Return when the GPU has done what the program has submitted so far, so that `buffer` is ready."""
@@ -119,3 +115,16 @@ class DeviceTransport(Transport):
             collective(here)
         if here is not buffer:
             buffer[...] = to_device_of(to_host(here), buffer)
+
+
+def _change_on_host(buffer: Array, collective: Callable[[Array], None]) -> None:
+    host = to_host(buffer)
+    collective(host)
+    buffer[...] = to_device_of(host, buffer)
+
+
+def exchange_on_host(host: Communicator, operands: Operands) -> None:
+    """`all_to_all` of buffers on a device, by the communicator of the same ranks for host memory."""
+    buffer, out = to_host(operands.buffer), to_host(operands.target)
+    host.all_to_all(buffer, out, operands.sent, operands.received)
+    operands.target[...] = to_device_of(out, operands.target)
