@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import os
 import queue
 import threading
@@ -52,8 +53,17 @@ class CommunicationThread:
         """Nothing moves in `communicator` any more: the thread ends, and what it had to do is left."""
         thread = _threads.pop(communicator, None)
         if thread is not None:
-            thread._work.put(None)
-            atexit.unregister(thread._check_idle)
+            thread.end()
+
+    def end(self) -> None:
+        """Take no more work. What was submitted is left where its communicator is discarded; otherwise it is done."""
+        self._work.put(None)
+        atexit.unregister(self._check_idle)
+
+    def wait_until_idle(self) -> None:
+        """Return when all that was submitted is done, whether or not it failed."""
+        if self._unfinished is not None:
+            concurrent.futures.wait([self._unfinished])
 
     def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
         """Have `work` done after what was submitted before. `frame`: where the program did so, for reports.
@@ -86,7 +96,7 @@ class CommunicationThread:
         if os.getpid() == self._pid and last is not None and not last.done():
             end = rank_end()
             end.end_job(
-                f"ending the job: {end.who} came to its end while a reduction of gradients, which other ranks did not "
-                "take part in, was under way",
+                f"ending the job: {end.who} came to its end while a collective that it had not waited for, such as a "
+                "reduction of gradients, and that other ranks did not take part in, was under way",
                 1,
             )

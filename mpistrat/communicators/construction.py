@@ -58,19 +58,24 @@ def communicator_for(
                 raise CollectiveMismatchError(
                     f"{what} with different check= on the ranks: {checks}, by rank"
                 )
-            # Not all launchers hand on the environment: rank 0's setting holds for all.
-            name, folder = duplicate.bcast((uuid.uuid4().hex, trace_folder()))
-            timeline = None
-            if folder is not None:
-                from mpistrat.trace.of_job import begin
-
-                timeline = begin(duplicate, folder)
-            mpi = MpiTransport(duplicate)
-            ways, watch = ways_of(mpi, name)
-            contract = Contract(mpi, name, watch, check, timeline)
-            cached[check] = Router(ways, contract)
-        job_end().watch(contract, duplicate)
+            cached[check] = new_communicator(duplicate, check)
     return cached[check]
+
+
+def new_communicator(comm: MPI.Intracomm, check: str = "always") -> Router:
+    """Our communicator over the ranks of `comm`, which nobody else uses from now on. Collective over it."""
+    # Not all launchers hand on the environment: rank 0's setting holds for all.
+    name, folder = comm.bcast((uuid.uuid4().hex, trace_folder()))
+    timeline = None
+    if folder is not None:
+        from mpistrat.trace.of_job import begin
+
+        timeline = begin(comm, folder)
+    mpi = MpiTransport(comm)
+    ways, watch = ways_of(mpi, name)
+    contract = Contract(mpi, name, watch, check, timeline)
+    job_end().watch(contract, comm)
+    return Router(ways, contract)
 
 
 def discard(comm: MPI.Intracomm) -> None:

@@ -30,9 +30,9 @@ def wait_until(
 
     Args:
         yields: False sleeps instead of yielding: a core that is yielded is taken again at once.
-    Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, or when nobody observes this
-        node. Otherwise a reported stall ends the process from another thread. RankLostError when one of the ranks has
-        failed, and the others are to go on without it.
+    Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, when it takes longer than the
+        watch's timeout, or when nobody observes this node. Otherwise a reported stall ends the process from another
+        thread. RankLostError when one of the ranks has failed, and the others are to go on without it.
     """
     started = time.monotonic()
     if not watch.crowded:
@@ -56,6 +56,11 @@ def wait_until(
         raise_if_stalled(watch)
         if watch.revocable_group is not None:
             watch.revocable_group.raise_if_lost()
+        if watch.timeout and waited > watch.timeout:
+            raise StallError(
+                f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
+                f"{watch.timeout:g} s. Find out why they do not come, or pass a longer timeout= where the group is made"
+            )
         observed = now - record.looked / 1e9 < limit + patience
         if limit and waited > limit + patience and not observed:
             raise StallError(

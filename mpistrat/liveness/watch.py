@@ -27,6 +27,7 @@ class CommunicatorWatch:
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
         revocable_group: of the communicator, where it outlives its ranks; else None.
+        timeout: the most seconds that this rank waits for the others before an error; 0: what the settings say.
     """
 
     record: RankRecord = field(default_factory=_private)
@@ -34,6 +35,7 @@ class CommunicatorWatch:
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
     revocable_group: RevocableGroup | None = None
+    timeout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.board < 0:

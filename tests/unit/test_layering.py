@@ -38,6 +38,7 @@ LAYERS = (
     ("values",),
     ("context",),
     ("wire_formats",),
+    ("torch_distributed",),
     ("communicators",),
     ("trace",),
     (

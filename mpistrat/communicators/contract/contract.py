@@ -91,6 +91,11 @@ class Contract(Unchecked):
         code, line = self._called_at
         return f"{code.co_filename}:{line} in {code.co_name}"
 
+    @property
+    def is_abandoned(self) -> bool:  # type: ignore[override]
+        """Whether this rank left a call while others may still be in it: none can follow."""
+        return self._abandoned is not None
+
     def raise_together(self, error: Exception) -> NoReturn:
         with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
             mark_raised_by_all(error)

@@ -30,6 +30,7 @@ class Unchecked:
         parts: the contracts of the communicators that were made of this one.
         called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
             must not look at frames that run on.
+        is_abandoned: this rank left a call while others may still be in it: none can follow.
     """
 
     name = ""
@@ -40,6 +41,7 @@ class Unchecked:
     waiting_in: CallSignature | None = None
     parts: Sequence[Unchecked] = ()
     called_at = "an unknown place"
+    is_abandoned = False
 
     def enter(
         self,

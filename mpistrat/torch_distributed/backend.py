@@ -1,0 +1,52 @@
+"""What torch calls to make a group of the backend "mpistrat", and for `init_method="mpi://"`.
+
+`mpistrat_torch` registers both, by torch's entry point, before this file is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.torch_distributed.native import NativeGroups
+from mpistrat.torch_distributed.process_group import MpistratProcessGroup
+from mpistrat.torch_distributed.rendezvous import base, store_of
+
+
+def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
+    """The group of `options`, as torch's `_DistributedBackendOptions`. Collective over its ranks."""
+    rank, size = options.group_rank, options.group_size
+    ranks = list(options.global_ranks_in_group)
+    native = NativeGroups(options.store, rank, size, options.timeout, options.group_id)
+    pools = base().pools
+    world = 1 if pools is None else pools.comm.size
+    if not ranks and size != world:
+        raise RuntimeError(
+            f"rank {rank}: init_process_group was called for {size} ranks, but MPI has {world} here. Start the "
+            "program with mpirun or srun, and leave out rank= and world_size=, or set them to those of MPI"
+        )
+    if pools is None:
+        group = MpistratProcessGroup(
+            LocalCommunicator(), None, native, options.group_id, lambda: None
+        )
+    else:
+        from mpistrat.torch_distributed.messages import Messages  # here, for it loads mpi4py
+
+        pool, used = pools.take(rank, ranks)
+        watch = used.collectives.contract.watch
+        messages = Messages(used.messages, watch) if watch is not None else None
+        group = MpistratProcessGroup(
+            used.collectives, messages, native, options.group_id, lambda: pool.give_back(used)
+        )
+    group.set_timeout(options.timeout)
+    return group
+
+
+def rendezvous(url: str, **_: Any) -> Iterator[tuple[c10d.Store, int, int]]:
+    """For `init_method="mpi://"`: a store, this process's rank and the number of ranks, all from MPI."""
+    here = base()
+    yield store_of(here), here.rank, here.size

@@ -1,0 +1,193 @@
+"""The collectives of `torch.distributed` on CPU tensors of any strides, each of which returns when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.torch_distributed.reductions import combination_of, operand
+from mpistrat.torch_distributed.tensors import flat, read, unflatten, written
+
+
+class Collectives:
+    """Every method is collective over the ranks of `communicator`. Tensors, and `op`, are as in `torch.distributed`.
+
+    Raises: CollectiveMismatchError on all ranks where they call different collectives, or with tensors that differ.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._rank, self._size = communicator.rank, communicator.size
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
+        for tensor in tensors:
+            if tensor.is_sparse:
+                self._all_reduce_sparse(tensor, op)
+                continue
+            with self.communicator.raising_together():
+                how = combination_of(op, tensor.dtype, self._size)
+            with operand(tensor, how) as buffer:
+                self.communicator.all_reduce(buffer, how.reduction)
+
+    def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
+        """One message for all tensors, which are of one dtype."""
+        buffer = flat(tensors)
+        self.all_reduce([buffer], op)
+        unflatten(buffer, tensors)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], op: Any, root: int) -> None:
+        for tensor in tensors:
+            with self.communicator.raising_together():
+                how = combination_of(op, tensor.dtype, self._size)
+            own = tensor
+            if self._rank != root and how.changes_operands:
+                own = tensor.detach().clone()  # the others' tensors stay as they are
+            with operand(own, how) as buffer:
+                self.communicator.reduce(buffer, root, how.reduction)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        for tensor in tensors:
+            with written(tensor) as buffer:
+                self.communicator.broadcast(buffer, root)
+
+    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        with written(out) as buffer:
+            self.communicator.all_gather_into(read(tensor), buffer)
+
+    def all_gather_singles(
+        self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        for out, tensor in zip(outs, tensors, strict=True):
+            self.all_gather_single(out, tensor)
+
+    def all_gather(
+        self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
+        for outs, tensor in zip(lists, tensors, strict=True):
+            if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
+                gathered = tensor.new_empty((self._size, *tensor.shape))
+                self.communicator.all_gather_into(read(tensor), gathered)
+                parts: Sequence[torch.Tensor] = gathered.unbind()
+            else:
+                parts = self.communicator.all_gather(read(tensor))
+            for out, part in zip(outs, parts, strict=True):
+                out.detach().copy_(part)
+
+    def gather(
+        self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], root: int
+    ) -> None:
+        """The lists are empty but on rank `root`."""
+        for i, tensor in enumerate(tensors):
+            rows = read(tensor).reshape(1, -1)
+            here = self._rank == root
+            gathered = rows.new_empty((self._size if here else 0, rows.shape[1]))
+            sent = [int(rank == root) for rank in range(self._size)]
+            received = [int(here)] * self._size
+            self.communicator.all_to_all(rows, gathered, sent, received, label=f"gather to {root}")
+            if here:
+                for out, part in zip(lists[i], gathered, strict=True):
+                    out.detach().copy_(part.view(out.shape))
+
+    def scatter(
+        self, outs: Sequence[torch.Tensor], lists: Sequence[Sequence[torch.Tensor]], root: int
+    ) -> None:
+        """The lists are empty but on rank `root`."""
+        for i, out in enumerate(outs):
+            here = self._rank == root
+            with written(out) as buffer:
+                received = buffer.view(1, -1)
+                rows = received[:0]
+                if here:
+                    rows = torch.stack([part.detach().reshape(-1) for part in lists[i]])
+                sent = [int(here)] * self._size
+                counts = [int(rank == root) for rank in range(self._size)]
+                self.communicator.all_to_all(
+                    rows, received, sent, counts, label=f"scatter from {root}"
+                )
+
+    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
+        with self.communicator.raising_together():
+            how = combination_of(op, tensor.dtype, self._size)
+        source = read(tensor)
+        if how.factor is not None:
+            source = source * how.factor
+        with written(out) as buffer:
+            parts = buffer.reshape(-1)
+            whole = source.reshape(-1)
+            if whole.dtype is torch.bool:
+                whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
+            self.communicator.reduce_scatter(whole, parts, how.reduction)
+            if how.divisor is not None:
+                buffer.div_(how.divisor, rounding_mode="trunc")
+
+    def reduce_scatter_singles(
+        self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
+    ) -> None:
+        for out, tensor in zip(outs, tensors, strict=True):
+            self.reduce_scatter_single(out, tensor, op)
+
+    def reduce_scatter(
+        self, outs: Sequence[torch.Tensor], lists: Sequence[Sequence[torch.Tensor]], op: Any
+    ) -> None:
+        """Rank r's `out` is the combination of the r-th tensors of all ranks' lists."""
+        for out, parts in zip(outs, lists, strict=True):
+            if len({part.numel() for part in parts}) == 1:
+                self.reduce_scatter_single(out, flat(parts), op)
+                continue
+            whole = flat(parts)
+            self.all_reduce([whole], op)
+            own = whole.split([part.numel() for part in parts])[self._rank]
+            out.detach().copy_(own.view(out.shape))
+
+    def all_to_all_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Rows of `tensor` go to ranks as `sent` says; without numbers, equal parts."""
+        with written(out) as buffer:
+            with self.communicator.raising_together():
+                sent = sent or _equal_parts(tensor, self._size, "input")
+                received = received or _equal_parts(out, self._size, "output")
+            self.communicator.all_to_all(read(tensor), buffer, list(sent), list(received))
+
+    def all_to_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """The r-th tensor goes to rank r; the shapes may differ."""
+        buffer = tensors[0].new_empty(sum(out.numel() for out in outs))
+        self.communicator.all_to_all(
+            flat(tensors),
+            buffer,
+            [tensor.numel() for tensor in tensors],
+            [out.numel() for out in outs],
+        )
+        unflatten(buffer, outs)
+
+    def barrier(self) -> None:
+        self.communicator.barrier()
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
+        with self.communicator.raising_together():
+            if getattr(op, "op", op).name not in ("SUM", "AVG"):
+                raise ValueError(
+                    f"sparse tensors can be summed alone, got ReduceOp.{getattr(op, 'op', op).name}"
+                )
+        own = tensor.detach().coalesce()
+        indices = self.communicator.all_gather(own.indices().contiguous(), label="indices")
+        values = self.communicator.all_gather(own.values().contiguous(), label="values")
+        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape)
+        total = total.coalesce()
+        if getattr(op, "op", op).name == "AVG":
+            total = total / self._size
+        tensor.detach().copy_(total)
+
+
+def _equal_parts(tensor: torch.Tensor, size: int, which: str) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if rows % size:
+        raise ValueError(
+            f"all_to_all_single without {which}_split_sizes needs an {which} whose rows can be shared out among {size} "
+            f"ranks, got the shape {tuple(tensor.shape)}"
+        )
+    return [rows // size] * size

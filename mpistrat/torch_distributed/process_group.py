@@ -1,0 +1,370 @@
+"""A process group of `torch.distributed` over one of our communicators.
+
+torch calls the methods by the names that its own groups have: from Python, and from C++, as DDP and functional
+collectives do, through trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp). A few names differ between torch
+2.9 and 2.13; both are here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.liveness.call_site import outside
+from mpistrat.torch_distributed.collectives import Collectives
+from mpistrat.torch_distributed.native import NativeGroups
+from mpistrat.torch_distributed.work import DoneWork, PendingWork, Steps
+
+if TYPE_CHECKING:
+    from mpistrat.torch_distributed.messages import Messages
+
+NAME = "mpistrat"
+
+Tensors = Sequence[torch.Tensor]
+_SUM = dist.AllreduceOptions()
+
+
+class MpistratProcessGroup(dist.ProcessGroup):
+    """Moves tensors in CPU memory by `communicator`, and those of accelerators by torch's own groups.
+
+    A call that the program waits for runs on its own thread. One that it does not wait for (`async_op=True`, DDP's
+    buckets) runs on a communication thread, after those before it; a call that the program waits for lets these end
+    first. So the calls of a group are in the program's order, which is the same on all ranks.
+
+    Args:
+        communicator: nobody else uses it.
+        messages: what `send` and `recv` go by; None for a group of one rank.
+        native: for accelerators.
+        name: torch's name of the group.
+        give_back: called once, when the group is destroyed and its calls have ended.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        messages: Messages | None,
+        native: NativeGroups,
+        name: str,
+        give_back: Callable[[], None],
+    ) -> None:
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._communicator, self._messages, self._native = communicator, messages, native
+        self._name, self._give_back = name, give_back
+        self._collectives = Collectives(communicator)
+        self._order = threading.RLock()
+        self._thread: CommunicationThread | None = None
+        self._pending: list[PendingWork] = []
+        self._coalesced: list[Any] | None = None
+        self._is_shut_down = False
+
+    # What torch asks of a group. Without the properties, DeviceMesh and functional collectives find no group.
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return NAME
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._communicator
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    def size(self) -> int:
+        return self._communicator.size
+
+    getRank, getSize = rank, size  # noqa: N815
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a call waits for the other ranks."""
+        watch = self._communicator.contract.watch
+        if watch is not None:
+            watch.timeout = max(0.0, timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Not collective. Calls on their way end first. Called by `destroy_process_group`."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self._native.shut_down()
+        if self._thread is not None:
+            self._thread.end()
+        self._raise_unobserved()
+        self._give_back()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # Collectives
+
+    def allreduce(self, tensors: Tensors, opts: Any = _SUM, timeout: Any = None) -> dist.Work:
+        tensors = _listed(tensors)
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.allreduce(tensors, opts)
+        op = getattr(opts, "reduceOp", opts)
+        return self._run(opts, tensors, self._collectives.all_reduce, tensors, op)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _SUM) -> dist.Work:
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.allreduce_coalesced(tensors, opts)
+        call = self._collectives.all_reduce_coalesced
+        return self._run(opts, tensors, call, tensors, opts.reduceOp)
+
+    def reduce(self, tensors: Tensors, opts: Any, op: Any = None) -> dist.Work:
+        tensors = _listed(tensors)
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.reduce(tensors, opts)
+        root = getattr(opts, "rootRank", opts)
+        op = getattr(opts, "reduceOp", op or dist.ReduceOp.SUM)
+        return self._run(opts, tensors, self._collectives.reduce, tensors, op, root)
+
+    def broadcast(self, tensors: Tensors, opts: Any = 0, timeout: Any = None) -> dist.Work:
+        tensors = _listed(tensors)
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.broadcast(tensors, opts)
+        root = getattr(opts, "rootRank", opts)
+        return self._run(opts, tensors, self._collectives.broadcast, tensors, root)
+
+    def allgather(self, lists: Any, tensors: Tensors, opts: Any = None) -> dist.Work:
+        if isinstance(tensors, torch.Tensor):
+            lists, tensors = [lists], [tensors]
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.allgather(lists, tensors, opts or c10d.AllgatherOptions())
+        result = [out for outs in lists for out in outs]
+        return self._run(opts, result, self._collectives.all_gather, lists, tensors)
+
+    def allgather_coalesced(self, lists: Any, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """`lists` has a list for each rank, with what becomes of the rank's tensors."""
+        return self.allgather(list(zip(*lists, strict=True)), tensors, opts)
+
+    def all_gather_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        native = self._native_of([tensor])
+        if native is not None:
+            return native._allgather_base(out, tensor, opts or c10d.AllgatherOptions())
+        return self._run(opts, [out], self._collectives.all_gather_single, out, tensor)
+
+    def all_gather_single_coalesced(
+        self, outs: Tensors, tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        native = self._native_of(tensors)
+        if native is not None:
+            opts = opts or c10d.AllgatherOptions()
+            return native.allgather_into_tensor_coalesced(outs, tensors, opts)
+        return self._run(opts, outs, self._collectives.all_gather_singles, outs, tensors)
+
+    def gather(self, lists: Any, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
+        if isinstance(tensors, torch.Tensor):
+            lists, tensors = [lists], [tensors]
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.gather(lists, tensors, opts)
+        root = getattr(opts, "rootRank", opts)
+        result = [out for outs in lists for out in outs]
+        return self._run(opts, result, self._collectives.gather, lists, tensors, root)
+
+    def scatter(self, outs: Any, lists: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
+        if isinstance(outs, torch.Tensor):
+            outs, lists = [outs], [lists]
+        native = self._native_of(outs)
+        if native is not None:
+            return native.scatter(outs, lists, opts)
+        root = getattr(opts, "rootRank", opts)
+        return self._run(opts, outs, self._collectives.scatter, outs, lists, root)
+
+    def reduce_scatter(self, outs: Any, lists: Any, opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        if isinstance(outs, torch.Tensor):
+            outs, lists = [outs], [lists]
+        native = self._native_of(outs)
+        if native is not None:
+            return native.reduce_scatter(outs, lists, opts)
+        op = getattr(opts, "reduceOp", opts)
+        return self._run(opts, outs, self._collectives.reduce_scatter, outs, lists, op)
+
+    def reduce_scatter_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        native = self._native_of([tensor])
+        if native is not None:
+            return native._reduce_scatter_base(out, tensor, opts)
+        call = self._collectives.reduce_scatter_single
+        return self._run(opts, [out], call, out, tensor, opts.reduceOp)
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Tensors, tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.reduce_scatter_tensor_coalesced(outs, tensors, opts)
+        call = self._collectives.reduce_scatter_singles
+        return self._run(opts, outs, call, outs, tensors, opts.reduceOp)
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        received: Sequence[int] = (),
+        sent: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        native = self._native_of([tensor])
+        if native is not None:
+            opts = opts or dist.AllToAllOptions()
+            return native.alltoall_base(out, tensor, received, sent, opts)
+        call = self._collectives.all_to_all_single
+        return self._run(opts, [out], call, out, tensor, received, sent)
+
+    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> dist.Work:
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.alltoall(outs, tensors, opts or dist.AllToAllOptions())
+        return self._run(opts, outs, self._collectives.all_to_all, outs, tensors)
+
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> dist.Work:
+        return self._run(opts, (), self._barrier, timeout or getattr(opts, "timeout", None))
+
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """The report of a stall says which ranks are missing."""
+        self.barrier(timeout=timeout).wait()
+
+    # torch 2.9's names
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Messages
+
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.send(tensors, rank, tag)
+        return self._collect(self._peers().send(tensor, rank, tag))
+
+    def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        native = self._native_of(tensors)
+        if native is not None:
+            return native.recv(tensors, rank, tag)
+        return self._collect(self._peers().receive(tensor, rank, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        return self.recv(tensors, None, tag)
+
+    # Several calls as one
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._coalesced = []
+        else:
+            self._native.of(device)._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            return self._native.of(device)._end_coalescing()
+        works, self._coalesced = self._coalesced or [], None
+        return Steps(works, [tensor for work in works for tensor in work.result()])
+
+    def _collect(self, work: DoneWork) -> DoneWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _run(
+        self, opts: Any, result: Sequence[torch.Tensor], call: Callable[..., None], *operands: Any
+    ) -> DoneWork:
+        """Make a call here, or on the communication thread if the program does not wait for it."""
+        if self._is_shut_down:
+            raise RuntimeError(
+                f"rank {self.rank()}: the process group {self._name!r} was destroyed"
+            )
+        if self._pending:
+            self._raise_unobserved()
+        # A program that calls a group's own method, without options, waits for the result.
+        waits = not getattr(opts, "asyncOp", True)
+        if waits or not self._communicator.thread_multiple:
+            if self._thread is not None:
+                self._thread.wait_until_idle()
+            with self._order:
+                call(*operands)
+            return self._collect(DoneWork(result))
+        if self._thread is None:
+            self._thread = CommunicationThread(self._communicator)
+
+        def work() -> None:
+            with self._order:
+                call(*operands)
+
+        done = self._thread.submit(work, outside(sys._getframe(2)))
+        pending = PendingWork(done, result)
+        self._pending.append(pending)
+        self._collect(pending)
+        return pending
+
+    def _raise_unobserved(self) -> None:
+        """Raise the error of an earlier call that nobody waited for."""
+        ended = [work for work in self._pending if work.is_completed()]
+        self._pending = [work for work in self._pending if work not in ended]
+        for work in ended:
+            if not work.observed and work.exception() is not None:
+                work.wait()
+
+    def _barrier(self, timeout: datetime.timedelta | None) -> None:
+        watch = self._communicator.contract.watch
+        seconds = timeout.total_seconds() if timeout else 0.0
+        if watch is None or seconds <= 0:
+            self._collectives.barrier()
+            return
+        of_group, watch.timeout = watch.timeout, seconds
+        try:
+            self._collectives.barrier()
+        finally:
+            watch.timeout = of_group
+
+    def _native_of(self, tensors: Any) -> Any:
+        """torch's own group for these tensors; None: they are in CPU memory."""
+        device = tensors[0].device
+        return None if device.type == "cpu" else self._native.of(device)
+
+    def _peers(self) -> Messages:
+        if self._messages is None:
+            raise RuntimeError("a group of one rank has nobody to send to, or to receive from")
+        return self._messages
+
+
+def _listed(tensors: Any) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors

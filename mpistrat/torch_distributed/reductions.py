@@ -1,0 +1,93 @@
+"""How `torch.distributed.ReduceOp` combines tensors, in the words of our communicators."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from mpistrat.communicators.reduction import Reduction, reducing
+from mpistrat.torch_distributed.tensors import written
+
+_OPS = {
+    "SUM": "sum",
+    "AVG": "sum",
+    "PREMUL_SUM": "sum",
+    "PRODUCT": "prod",
+    "MAX": "max",
+    "MIN": "min",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+}
+# Of booleans, which are combined as bytes of 0 and 1.
+_OPS_OF_BOOLEANS = {
+    "SUM": "bor",
+    "PRODUCT": "band",
+    "MAX": "bor",
+    "MIN": "band",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+}
+
+
+class Combination(NamedTuple):
+    """How the tensors of all ranks are combined.
+
+    Attributes:
+        reduction: of the buffers.
+        factor: what each rank's tensor is multiplied by before; None: it is taken as it is.
+        divisor: what the result is divided by, towards zero; None: it is taken as it is.
+    """
+
+    reduction: Reduction
+    factor: Any = None
+    divisor: int | None = None
+
+    @property
+    def changes_operands(self) -> bool:
+        return self.factor is not None or self.divisor is not None
+
+
+def combination_of(op: Any, dtype: torch.dtype, ranks: int) -> Combination:
+    """How `op`, a `ReduceOp` or one of its constants, combines tensors of `dtype` of so many ranks.
+
+    Raises: TypeError if it cannot.
+    """
+    name = getattr(op, "op", op).name
+    if name == "PREMUL_SUM":
+        _, factor = op.__getstate__()
+        return Combination(_combination(name, dtype, ranks).reduction, factor)
+    return _combination(name, dtype, ranks)
+
+
+@functools.lru_cache(maxsize=256)
+def _combination(name: str, dtype: torch.dtype, ranks: int) -> Combination:
+    if dtype is torch.bool:
+        if name not in _OPS_OF_BOOLEANS:
+            raise TypeError(f"ReduceOp.{name} is for numbers, got a tensor of {dtype}")
+        return Combination(reducing(_OPS_OF_BOOLEANS[name]))
+    numeric = dtype.is_floating_point or dtype.is_complex
+    if name in ("BAND", "BOR", "BXOR") and numeric:
+        raise TypeError(f"ReduceOp.{name} is for integers and booleans, got a tensor of {dtype}")
+    if name == "AVG" and numeric:
+        return Combination(reducing("sum", "", 1 / ranks))
+    return Combination(reducing(_OPS[name]), divisor=ranks if name == "AVG" else None)
+
+
+@contextlib.contextmanager
+def operand(tensor: torch.Tensor, how: Combination) -> Iterator[torch.Tensor]:
+    """A contiguous buffer of `tensor`, multiplied by the factor of `how`, as elements that can be combined.
+
+    After the block `tensor` is what the block made of the buffer, divided by the divisor of `how`.
+    """
+    with written(tensor) as buffer:
+        if how.factor is not None:
+            buffer.mul_(how.factor)
+        yield buffer.view(torch.uint8) if buffer.dtype is torch.bool else buffer
+        if how.divisor is not None:
+            buffer.div_(how.divisor, rounding_mode="trunc")
