@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 
-from mpistrat.arrays import Array, is_torch
+from mpistrat.arrays import Array, is_torch, numpy_knows
 
 
 def view_of(buffer: Array) -> np.ndarray:
@@ -12,14 +15,20 @@ def view_of(buffer: Array) -> np.ndarray:
     if buffer.__class__ is np.ndarray:
         return buffer
     if is_torch(buffer):
-        try:
-            return (buffer.detach() if buffer.requires_grad else buffer).numpy()
-        except TypeError:
-            import torch
-
-            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.element_size()]
-            return buffer.detach().view(bits).numpy()
+        tensor = buffer.detach() if buffer.requires_grad else buffer
+        stand_in = _stand_in(tensor.dtype)
+        return (tensor if stand_in is None else tensor.view(stand_in)).numpy()
     return buffer
+
+
+@functools.cache
+def _stand_in(dtype: Any) -> Any:
+    """Torch's integers of the size of a dtype that NumPy lacks; None for other dtypes."""
+    if numpy_knows(dtype):
+        return None
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
 def as_buffer_of(buffer: Array, view: np.ndarray) -> Array:

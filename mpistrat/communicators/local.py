@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.arrays import Array
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.operand_checks import (
+    check_contiguous,
     check_exchange,
     check_gathered,
     check_parts,
@@ -34,7 +35,7 @@ class LocalCommunicator(Communicator):
         cause: Exception | None = None,
     ) -> None:
         target, reduction = buffer if out is None else out, as_reduction(reduction)
-        check_reduction(reduction, buffer)
+        check_reduction(reduction.op, reduction.scale, buffer)
         if out is not None:
             out[...] = buffer
         factor = reduction.scale
@@ -66,6 +67,7 @@ class LocalCommunicator(Communicator):
 
     def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
         check_gathered(buffer, out, 1)
+        check_contiguous(buffer, out)
         out[...] = buffer.reshape(out.shape)
 
     def all_to_all(
@@ -78,6 +80,7 @@ class LocalCommunicator(Communicator):
         label: str = "",
     ) -> None:
         check_exchange(buffer, out, sent, received, 1)
+        check_contiguous(buffer, out)
         out[...] = buffer
 
     def explain(self) -> str:

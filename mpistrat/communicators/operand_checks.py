@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpistrat.arrays import Array, dtype_name, is_floating, is_torch, num_elements
-from mpistrat.communicators.reduction import BITWISE, OPS, Reduction
+from mpistrat.communicators.reduction import BITWISE, OPS
 
 
-def check_reduction(reduction: Reduction, buffer: Array) -> None:
+def check_reduction(op: str, scale: float | None, buffer: Array) -> None:
     """Raises: ValueError or TypeError if `buffer` cannot be reduced so."""
-    if reduction.op not in OPS:
-        raise ValueError(f"op must be one of {OPS}, got {reduction.op!r}")
+    if op not in OPS:
+        raise ValueError(f"op must be one of {OPS}, got {op!r}")
     name = dtype_name(buffer)
     inexact = is_floating(buffer) or name.startswith("complex")
-    if reduction.op in BITWISE and inexact:
-        raise TypeError(f"{reduction.op!r} combines the bits of integers, got {name}")
-    if reduction.scale is not None and not inexact:
+    if op in BITWISE and inexact:
+        raise TypeError(f"{op!r} combines the bits of integers, got {name}")
+    if scale is not None and not inexact:
         raise ValueError(f"scale is for floating point, got {name}")
 
 
@@ -45,8 +45,6 @@ def check_gathered(buffer: Array, out: Array, size: int) -> None:
             f"all_gather_into over {size} ranks of {dtype_name(buffer)} of {tuple(buffer.shape)} needs an out of "
             f"{size} times as many elements, got {dtype_name(out)} of {tuple(out.shape)}"
         )
-    check_contiguous("buffer", buffer)
-    check_contiguous("out", out)
 
 
 def check_exchange(
@@ -64,14 +62,26 @@ def check_exchange(
                 f"all_to_all over {size} ranks: {name} must be {size} counts that add up to the "
                 f"{array.shape[0]} rows, got {list(counts)}"
             )
-    check_contiguous("buffer", buffer)
-    check_contiguous("out", out)
 
 
-def check_contiguous(name: str, buffer: Array) -> None:
-    """Raises: ValueError unless `buffer`, an operand of that name, is C-contiguous."""
-    if not (buffer.is_contiguous() if is_torch(buffer) else buffer.flags.c_contiguous):
+def check_arrived(starts: Sequence[Sequence[int]], received: Sequence[int], rank: int) -> None:
+    """Of `all_to_all`, afterwards. Raises: ValueError unless each rank has sent the rows that this rank expected.
+
+    Args: starts: as of `Operands`.
+    """
+    arrived = [of_rank[rank + 1] - of_rank[rank] for of_rank in starts]
+    if arrived != list(received):
         raise ValueError(
-            f"{name} must be C-contiguous, got an array of shape {tuple(buffer.shape)} with other strides; copy it "
-            "first"
+            f"all_to_all over {len(starts)} ranks: rank {rank} expected {list(received)} rows, by rank, and was sent "
+            f"{arrived}"
         )
+
+
+def check_contiguous(buffer: Array, out: Array) -> None:
+    """Raises: ValueError unless both are C-contiguous."""
+    for name, array in (("buffer", buffer), ("out", out)):
+        if not (array.is_contiguous() if is_torch(array) else array.flags.c_contiguous):
+            raise ValueError(
+                f"{name} must be C-contiguous, got an array of shape {tuple(array.shape)} with other strides; copy it "
+                "first"
+            )

@@ -6,22 +6,18 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import Array, dtype_name, is_on_accelerator, is_on_xla
+from mpistrat.arrays import Array, dtype_name
 from mpistrat.communicators.arithmetic import scale
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
+from mpistrat.communicators.contract.call_signature import signature_of
 from mpistrat.communicators.contract.unchecked import UNCHECKED, Unchecked
+from mpistrat.communicators.known_calls import Agreed, KnownCalls, words_of_label
 from mpistrat.communicators.node.memory import NO_MEMORY, CheckedMemory, NodeMemory
-from mpistrat.communicators.node.slots import SharedSlots, Slot
-from mpistrat.communicators.operand_checks import (
-    check_exchange,
-    check_gathered,
-    check_parts,
-    check_reduction,
-    wrong_out,
-)
+from mpistrat.communicators.node.slots import SharedSlots
+from mpistrat.communicators.node.small_calls import TOO_LARGE
+from mpistrat.communicators.operand_checks import check_arrived, check_contiguous, wrong_out
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Operands, Transport
@@ -30,9 +26,6 @@ from mpistrat.options import CommunicationImplementation
 
 if TYPE_CHECKING:
     from mpistrat.communicators.reduction_tree import ReductionTree
-
-# Kinds of all-reduces whose signatures and slots are kept; what is forgotten is made again.
-_KNOWN_CALLS = 4096
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Ways:
         mpi: takes the calls that no other transport takes, and objects.
         transports: are asked before `mpi`, in this order.
         memory: what the ranks of a node have in common.
-        slots: for small sums; None where not all ranks share a node's memory.
+        slots: for small calls; None where not all ranks share a node's memory.
         asked_for: the ways for an implementation that a program asks for; if it is missing, these are.
         of_part: makes the ways and the watch of some of the ranks, of their MPI and the name of their communicator.
             Collective over them. None: they have MPI alone.
@@ -91,8 +84,11 @@ class Router(Communicator):
         self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
         self._enter = _entering(contract, last_words)
         self.memory = CheckedMemory(ways.memory, self._enter)
-        # Without an agreement there is nothing that small sums could travel with.
-        self._sums = _KnownSums(None if contract.agreement is None else ways.slots, last_words)
+        # Without an agreement there is nothing that small calls could travel with.
+        slots = None if contract.agreement is None else ways.slots
+        self._known = KnownCalls(
+            self.size, slots, self.takes_device_buffers, last_words, contract.raise_together
+        )
         self._overridden: dict[CommunicationImplementation, _Overridden] = {}
 
     # Collectives
@@ -109,75 +105,52 @@ class Router(Communicator):
             reduction = as_reduction(reduction)
         if out is not None and (out.shape != buffer.shape or out.dtype != buffer.dtype):
             self.raise_together(wrong_out(buffer, out))
-        kind = _kind_of(buffer) if self.takes_device_buffers else None
-        key = (reduction.agreed, buffer.dtype, buffer.shape, kind)
-        known = self._sums.get(key)
-        if known is None:
-            with self.raising_together():
-                known = self._sums.learn(key, buffer, reduction)
-        signature, slot = known
+        operands = Operands(buffer, reduction, out)
+        # What `_call` does: few frames lie between a program and its bytes.
+        signature, small = self._known.find("all_reduce", operands, reduction.agreed)
         contract = self.contract
-        if slot is None:
+        if small is None:
             with contract.enter(signature, cause):
-                operands = Operands(buffer, reduction, out)
                 self.ways.choose("all_reduce", operands).all_reduce(operands)
             return
-        how = slot.how
         try:
-            mine = how.elements(buffer)
-            total = mine if out is None else how.elements(out)
+            payload = small.payload(operands)
         except Exception as error:
             contract.raise_together(error)
-        with contract.enter(signature, cause, slot, mine):
-            how.combine(slot.pieces[contract.calls & 1], total, reduction.scale)
+        with contract.enter(signature, cause, small, payload):
+            small.take(contract.calls & 1, operands, payload)
 
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
         words = f"{tree.replicas} replicas", dtype_name(sums), tuple(sums.shape[1:])
-        with self._enter("all_reduce_by_tree", *words, *_words_of(reduction)):
+        with self._enter("all_reduce_by_tree", *words, *words_of_label(reduction.agreed)):
             operands = Operands(sums, reduction, tree=tree)
             self.ways.choose("all_reduce", operands).all_reduce(operands)
 
     def reduce(self, buffer: Array, root: int = 0, reduction: Reduction | str = SUM) -> None:
-        reduction, root = as_reduction(reduction), index(root)
-        with self.raising_together():
-            check_reduction(reduction, buffer)
-        words = reduction.op, root, *_words_of_buffer(buffer), *_words_of(reduction)
-        with self._enter("reduce", *words):
-            operands = Operands(buffer, reduction.plain, root=root)
-            self.ways.choose("reduce", operands).reduce(operands)
-            if self.rank == root:
-                scale(buffer, reduction.scale)
+        reduction, root = as_reduction(reduction), index(root)  # not a NumPy integer
+        self._call("reduce", Operands(buffer, reduction.plain, root=root), reduction.agreed)
+        if self.rank == root:
+            scale(buffer, reduction.scale)
 
     def reduce_scatter(self, buffer: Array, out: Array, reduction: Reduction | str = SUM) -> None:
         reduction = as_reduction(reduction)
-        with self.raising_together():
-            check_reduction(reduction, buffer)
-            check_parts(buffer, out, self.size)
-        words = reduction.op, *_words_of_buffer(buffer), *_words_of(reduction)
-        with self._enter("reduce_scatter", *words):
-            operands = Operands(buffer, reduction.plain, out)
-            self.ways.choose("reduce_scatter", operands).reduce_scatter(operands)
-            scale(out, reduction.scale)
+        self._call("reduce_scatter", Operands(buffer, reduction.plain, out), reduction.agreed)
+        scale(out, reduction.scale)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> None:
-        root = index(root)  # a NumPy integer would look different from a number
-        with self._enter("broadcast", root, *_words_of_buffer(buffer), label):
-            operands = Operands(buffer, root=root)
-            self.ways.choose("broadcast", operands).broadcast(operands)
+        self._call("broadcast", Operands(buffer, root=index(root)), ("", label, None))
 
     def all_gather(self, buffer: Array, *, label: str = "") -> list[Array]:
-        with self._enter("all_gather", _kind_of(buffer), f"{buffer.ndim} dimensions", label):
-            operands = Operands(buffer)
-            return self.ways.choose("all_gather", operands).all_gather(operands)
+        return self._call("all_gather", Operands(buffer), ("", label, None))
 
     def all_gather_into(self, buffer: Array, out: Array, *, label: str = "") -> None:
-        with self.raising_together():
-            check_gathered(buffer, out, self.size)
-        with self._enter("all_gather_into", *_words_of_buffer(buffer), label):
-            operands = Operands(buffer, out=out)
-            self.ways.choose("all_gather_into", operands).all_gather_into(operands)
+        try:
+            check_contiguous(buffer, out)
+        except ValueError as error:
+            self.raise_together(error)
+        self._call("all_gather_into", Operands(buffer, out=out), ("", label, None))
 
     def all_to_all(
         self,
@@ -188,12 +161,34 @@ class Router(Communicator):
         *,
         label: str = "",
     ) -> None:
-        with self.raising_together():
-            check_exchange(buffer, out, sent, received, self.size)
-        rows = f"rows of {tuple(buffer.shape[1:])}"
-        with self._enter("all_to_all", _kind_of(buffer), rows, label):
-            operands = Operands(buffer, out=out, sent=sent, received=received)
-            self.ways.choose("all_to_all", operands).all_to_all(operands)
+        try:
+            check_contiguous(buffer, out)
+        except ValueError as error:
+            self.raise_together(error)
+        operands = Operands(buffer, out=out, sent=tuple(sent), received=tuple(received))
+        self._call("all_to_all", operands, ("", label, None))
+        try:
+            if operands.starts is not None:
+                check_arrived(operands.starts, operands.received, self.rank)
+        except ValueError as error:
+            self.raise_together(error)
+
+    def _call(self, call: str, operands: Operands, agreed: Agreed) -> Any:
+        """Make a call: agree on it, and have its bytes moved."""
+        signature, small = self._known.find(call, operands, agreed)
+        contract = self.contract
+        if small is None:
+            with contract.enter(signature):
+                return getattr(self.ways.choose(call, operands), call)(operands)
+        try:
+            payload = small.payload(operands)
+        except Exception as error:
+            contract.raise_together(error)
+        with contract.enter(signature, None, small if small.writes else None, payload):
+            result = small.take(contract.calls & 1, operands, payload)
+            if result is TOO_LARGE:
+                result = getattr(self.ways.choose(call, operands), call)(operands)
+            return result
 
     def broadcast_object(self, value: Any, root: int = 0, *, label: str = "") -> Any:
         root = index(root)
@@ -230,7 +225,7 @@ class Router(Communicator):
         """From now on `transport`, over the same ranks, is asked first. Collective."""
         self.ways = replace(self.ways, transports=[transport, *self.ways.transports])
         self.takes_device_buffers = transport.takes_device_buffers
-        self._sums.clear()
+        self._known.forget(transport.takes_device_buffers)
         self._overridden.clear()
 
     def explain(self) -> str:
@@ -256,52 +251,8 @@ class _Overridden(Router):
         return f"implementation={self._implementation.name} was asked for:\n{super().explain()}"
 
 
-class _KnownSum(NamedTuple):
-    signature: CallSignature
-    slot: Slot | None
-
-
-class _KnownSums(dict[tuple[Any, ...], _KnownSum]):
-    """The signatures and slots of the all-reduces that were called, by all in which calls may differ."""
-
-    def __init__(self, slots: SharedSlots | None, last_words: tuple[str, ...]) -> None:
-        super().__init__()
-        self._slots, self._last_words = slots, last_words
-
-    def learn(self, key: tuple[Any, ...], buffer: Array, reduction: Reduction) -> _KnownSum:
-        """Remember an all-reduce. Raises: ValueError or TypeError if `buffer` cannot be reduced so."""
-        check_reduction(reduction, buffer)
-        words = reduction.op, *_words_of_buffer(buffer), *_words_of(reduction), *self._last_words
-        slot = None
-        if self._slots is not None and not is_on_accelerator(buffer):
-            slot = self._slots.slot_for(buffer, reduction)
-        if len(self) == _KNOWN_CALLS:
-            self.clear()
-        known = self[key] = _KnownSum(signature_of(("all_reduce", *words)), slot)
-        return known
-
-
 def _entering(
     contract: Unchecked, last_words: tuple[str, ...]
 ) -> Callable[..., contextlib.AbstractContextManager[None]]:
     """A function of the words of a call, whose result surrounds the call."""
     return lambda *words: contract.enter(signature_of(words + last_words))
-
-
-def _kind_of(buffer: Array) -> str:
-    """The dtype and the kind of device: ranks must agree on both, for they decide which way a buffer goes."""
-    name = dtype_name(buffer)
-    if not is_on_accelerator(buffer):
-        return name
-    return f"{name} on an XLA device" if is_on_xla(buffer) else f"{name} on a GPU"
-
-
-def _words_of_buffer(buffer: Array) -> tuple[str, tuple[int, ...]]:
-    return _kind_of(buffer), tuple(buffer.shape)
-
-
-def _words_of(reduction: Reduction) -> tuple[str, ...]:
-    """What the ranks must agree on of a reduction, but for the operation."""
-    if reduction.scale is None:
-        return (reduction.label,)
-    return reduction.label, f"times {reduction.scale!r}"

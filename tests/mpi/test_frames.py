@@ -7,8 +7,8 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.arithmetic import arithmetic_of
-from mpistrat.communicators.node import slots
 from mpistrat.communicators.node.blocks import Blocks
+from mpistrat.communicators.node.small_calls import SmallAllReduce
 from support.frames import Frames, Watched, files_of, watching
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -29,13 +29,13 @@ def all_reduce(strategy, value):
 
 def test_a_small_sum(strategy, monkeypatch):
     frames = Frames()
-    original = slots.SharedSlots.slot_for
+    original = SmallAllReduce.__init__
 
-    def slot_for(self, *args):
-        slot = original(self, *args)
-        return slot._replace(own=tuple(Watched(memory, frames) for memory in slot.own))
+    def init(self, *args):
+        original(self, *args)
+        self.own = tuple(Watched(memory, frames) for memory in self.own)
 
-    monkeypatch.setattr(slots.SharedSlots, "slot_for", slot_for)
+    monkeypatch.setattr(SmallAllReduce, "__init__", init)
     all_reduce(strategy, np.ones(2))
     calls = frames.since("all_reduce", "replicas/replica_context.py")
     assert len(calls) <= MOST_OF_ONE_NODE, calls

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat.communicators.arithmetic import Arithmetic, share_of
-from mpistrat.communicators.host_views import bytes_of, parts_with_own
+from mpistrat.communicators.host_views import address_of, bytes_of
 from mpistrat.communicators.node.shared_memory import before_others_see
 from mpistrat.communicators.reduction_tree import how_to_combine
 from mpistrat.communicators.transports.transport import Mover, Operands, Unbroken
@@ -21,6 +22,8 @@ PAGE = 4096
 _SLOTS = 3
 _BLOCK = 1 << 20
 _WIDTH = 1 << 18
+# Bytes that are copied between two meetings: what a rank brings is read from the caches.
+_STEP = 1 << 18
 
 # Words of a segment's first page.
 _TICK, _PLACE = 0, 8
@@ -145,32 +148,62 @@ class Blocks(Mover):
     def broadcast(self, operands: Operands) -> None:
         memory, root = bytes_of(operands.buffer), operands.root
         with self.unbroken:
-            for start in range(0, len(memory), _BLOCK):
+            for start in range(0, len(memory), _STEP):
                 slot = self._slots[self._ticks % _SLOTS][root]
-                part = memory[start : start + _BLOCK]
+                part = memory[start : start + _STEP]
                 if self.rank == root:
                     slot[: len(part)] = part
                 self.tick()
                 if self.rank != root:
                     part[:] = slot[: len(part)]
 
+    def all_to_all(self, operands: Operands) -> None:
+        """Piece by piece of what goes to each rank. `operands.starts` must be known."""
+        source, target = bytes_of(operands.buffer), bytes_of(operands.target)
+        starts = np.array(operands.starts) * operands.row_bytes
+        lengths = np.diff(starts)
+        width = _width(self._size)
+        bounds = list(itertools.pairwise(starts[self.rank].tolist()))
+        parts = np.split(target, np.cumsum(operands.received)[:-1] * operands.row_bytes)
+        first, end = bounds[self.rank]
+        _copy(source[first:end], parts[self.rank])
+        np.fill_diagonal(lengths, 0)
+        with self.unbroken:
+            for start in range(0, lengths.max(), width):
+                slots = self._slots[self._ticks % _SLOTS]
+                self._bring(source, [(first + start, end) for first, end in bounds], width)
+                self.tick()
+                for peer in self._others:
+                    arrived = min(lengths[peer, self.rank] - start, width)
+                    mine = self.rank * width
+                    _copy(slots[peer][mine : mine + max(0, arrived)], parts[peer][start:])
+
     def all_gather_into(self, operands: Operands) -> None:
-        parts = parts_with_own(operands.buffer, operands.target, self.rank, self._size)
-        self.gather(parts[self.rank], parts)
+        parts = list(bytes_of(operands.target).reshape(self._size, -1))
+        self.gather(bytes_of(operands.buffer), parts)
 
     def gather(self, mine: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         """Copy every rank's `mine` to its part on all ranks. All are bytes. `mine` may be this rank's part itself."""
-        if mine.ctypes.data != parts[self.rank].ctypes.data:
-            parts[self.rank][:] = mine
+        own = parts[self.rank]
+        lies_there = address_of(mine) == address_of(own)
         with self.unbroken:
-            for start in range(0, max(map(len, parts)), _BLOCK):
+            for start in range(0, max(map(len, parts)), _STEP):
                 slots = self._slots[self._ticks % _SLOTS]
-                brought = mine[start : start + _BLOCK]
+                here = slice(start, start + _STEP)
+                brought = mine[here]
                 slots[self.rank][: len(brought)] = brought
+                if not lies_there:
+                    own[here] = brought
                 self.tick()
                 for peer in self._others:
-                    taken = parts[peer][start : start + _BLOCK]
+                    taken = parts[peer][here]
                     taken[:] = slots[peer][: len(taken)]
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy bytes, as many as the shorter has."""
+    length = min(len(source), len(target))
+    target[:length] = source[:length]
 
 
 def _width(size: int, nbytes: int | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Small sums of the ranks of a node: they travel with the agreement, in slots of memory that all ranks see.
+"""Slots: memory that all ranks of a node see, in which small values travel with the agreement on a call.
 
-Before a rank says which call it enters, it puts its buffer into its slot. When all ranks have said it, every rank
-combines all slots, in rank order. So a small sum takes one meeting, and no message.
+Before a rank says which call it enters, it puts its buffer into its slot. When all ranks have said it, every rank reads
+what it needs from the slots. So a small call takes one meeting, and no message.
 
 A rank has two slots, which calls take in turn: a rank that enters call n + 2 has seen all ranks enter call n + 1, so
 they have read the slots of call n. The agreement's fence orders these reads and writes on processors that reorder them.
@@ -9,55 +9,63 @@ they have read the slots of call n. The agreement's fence orders these reads and
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array
-from mpistrat.communicators.arithmetic import Arithmetic, arithmetic_of, can_combine
-from mpistrat.communicators.reduction import Reduction
-
-# Bytes of the largest buffer: of a larger one, each rank would read more than a message brings.
-LARGEST = 1 << 12
+# Bytes of the largest buffer.
+LARGEST = 1 << 16
 _SLOTS = 2
+_LEAST_NUMBERS = 64  # as many dimensions as an array can have
+
+_T = TypeVar("_T")
+# Places in the slots of all ranks, by rank, for even and for odd calls.
+Places: TypeAlias = tuple[list[_T], list[_T]]
 
 
-class Slot(NamedTuple):
-    """Where all ranks put buffers of one dtype and shape. The places are pairs, for even and odd calls.
+class Slot(Protocol):
+    """Where a rank puts what travels with the agreement on a call.
 
     Attributes:
-        how: combines the buffers.
-        own: this rank's place.
-        pieces: the places of all ranks, in rank order.
+        own: the place for even calls, and that for odd ones: `place[...] = payload` fills it.
     """
 
-    how: Arithmetic
     own: tuple[Any, Any]
-    pieces: tuple[list[Any], list[Any]]
 
 
 class SharedSlots:
-    """The slots of the ranks of a communicator.
+    """The slots of the ranks of a communicator. A slot holds a few numbers, and the bytes of a buffer.
 
     Args:
-        segments: shared memory, `NBYTES` of each rank, in rank order.
+        segments: shared memory, `nbytes_for` their number of each rank, in rank order.
     """
 
-    NBYTES = _SLOTS * LARGEST
-
     def __init__(self, segments: list[np.ndarray], rank: int) -> None:
-        self._segments, self._rank = segments, rank
+        self._segments, self.rank, self.size = segments, rank, len(segments)
 
-    def slot_for(self, buffer: Array, reduction: Reduction) -> Slot | None:
-        """The slot of a sum; None if `buffer` is too large, or its dtype unknown. The same on all ranks."""
-        nbytes, shape = int(buffer.nbytes), tuple(buffer.shape)
-        if nbytes > LARGEST or not can_combine(buffer, reduction.op):
-            return None
-        how = arithmetic_of(buffer, reduction.op)
+    @staticmethod
+    def nbytes_for(ranks: int) -> int:
+        """The size of a rank's segment."""
+        return _SLOTS * (_bytes_of_numbers(ranks) + LARGEST)
 
-        def pieces(start: int) -> list[Any]:
-            memories = [segment[start : start + nbytes] for segment in self._segments]
-            return [how.view(memory).reshape(shape) for memory in memories]
+    def bytes(self, nbytes: int) -> Places[np.ndarray]:
+        """The places of buffers of `nbytes`, LARGEST at most."""
+        return self._places(lambda slot: slot[_bytes_of_numbers(self.size) :][:nbytes])
 
-        even, odd = pieces(0), pieces(LARGEST)
-        return Slot(how, (even[self._rank], odd[self._rank]), (even, odd))
+    def numbers(self, count: int) -> Places[memoryview]:
+        """The places of `count` numbers of 64 bits: up to 64, and up to one more than there are ranks."""
+        return self._places(lambda slot: slot[: 8 * count].data.cast("q"))
+
+    def _places(self, place_in: Callable[[np.ndarray], _T]) -> Places[_T]:
+        length = _bytes_of_numbers(self.size) + LARGEST
+        even, odd = (
+            [place_in(segment[first : first + length]) for segment in self._segments]
+            for first in (0, length)
+        )
+        return even, odd
+
+
+def _bytes_of_numbers(ranks: int) -> int:
+    """Of a slot: whole cache lines."""
+    return -(-max(_LEAST_NUMBERS, ranks + 1) // 8) * 64

@@ -6,7 +6,6 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -61,7 +60,7 @@ class MpiTransport(Transport):
     def all_reduce(self, operands: Operands) -> None:
         buffer, reduction, out = operands.buffer, operands.reduction, operands.out
         if operands.tree is not None:
-            self._all_reduce_by_tree(buffer, operands.tree, reduction.scale)
+            _all_reduce_by_tree(self.comm, buffer, operands.tree, reduction.scale)
             return
         op, name = OPS[reduction.op], dtype_name(buffer)
         if name.startswith(SUMMED_AS_FLOAT32):
@@ -86,24 +85,6 @@ class MpiTransport(Transport):
             self.comm.Allreduce(view_of(buffer), view_of(out), op)
             scale(out, reduction.scale)
 
-    def _all_reduce_by_tree(self, sums: Array, tree: ReductionTree, factor: float | None) -> None:
-        """In slices; of small sums each rank adds up all."""
-        how = tree_sum_of(sums, tree)
-        held = [len(parts) for parts in tree.held]
-        mine = bytes_of(sums).reshape(held[self.rank], -1)
-        nbytes = mine.shape[1]
-        if not nbytes:
-            return
-        if nbytes * self.size > _WHOLE:
-            _all_reduce_in_slices(self.comm, how, list(mine), held, mine[0], factor)
-            return
-        gathered = np.empty((sum(held), nbytes), np.uint8)
-        if tree.one_each:
-            self.comm.Allgather(mine, gathered)
-        else:
-            self.comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
-        how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), factor)
-
     def reduce(self, operands: Operands) -> None:
         buffer, root, op = operands.buffer, operands.root, OPS[operands.reduction.op]
         if dtype_name(buffer) not in KNOWN_TO_MPI:
@@ -127,17 +108,20 @@ class MpiTransport(Transport):
     def broadcast(self, operands: Operands) -> None:
         self.comm.Bcast([view_of(operands.buffer), MPI.BYTE], operands.root)
 
-    def shapes_of(self, buffer: Array) -> np.ndarray:
-        """The shapes of all ranks' buffers, a row each; that of a scalar is (1,)."""
-        shapes = np.empty((self.size, max(1, buffer.ndim)), np.int64)
-        self.comm.Allgather(np.asarray(tuple(buffer.shape) or (1,), np.int64), shapes)
-        return shapes
+    def shapes_of(self, operands: Operands) -> np.ndarray:
+        """`operands.shapes`, after they were exchanged where they are not known yet."""
+        if operands.shapes is None:
+            operands.shapes = _gathered(self.comm, tuple(operands.buffer.shape) or (1,))
+        return operands.shapes
 
-    def all_gather(self, operands: Operands, shapes: np.ndarray | None = None) -> list[Array]:
-        """`shapes` is the result of `shapes_of`, where that was called already."""
-        buffer = operands.buffer
-        if shapes is None:
-            shapes = self.shapes_of(buffer)
+    def starts_of(self, operands: Operands) -> Sequence[Sequence[int]]:
+        """`operands.starts`, likewise."""
+        if operands.starts is None:
+            operands.starts = _gathered(self.comm, operands.own_starts).tolist()
+        return operands.starts
+
+    def all_gather(self, operands: Operands) -> list[Array]:
+        buffer, shapes = operands.buffer, self.shapes_of(operands)
         view = view_of(buffer)
         lengths = shapes.prod(axis=1)
         gathered = np.empty(int(lengths.sum()), view.dtype)
@@ -156,13 +140,14 @@ class MpiTransport(Transport):
             self.comm.Allgather(MPI.IN_PLACE, [bytes_of(out), num_elements(buffer), element])
 
     def all_to_all(self, operands: Operands) -> None:
-        row = itemsize(operands.buffer) * math.prod(operands.buffer.shape[1:])
-        if not row:
+        if not operands.row_bytes:
             return
-        with _elements_of(row) as element:
+        # mpi4py would take a tuple for counts and displacements.
+        sent, received = list(operands.sent), list(operands.received)
+        with _elements_of(operands.row_bytes) as element:
             self.comm.Alltoallv(
-                [bytes_of(operands.buffer), operands.sent, element],
-                [bytes_of(operands.target), operands.received, element],
+                [bytes_of(operands.buffer), sent, element],
+                [bytes_of(operands.target), received, element],
             )
 
     @property
@@ -175,6 +160,27 @@ class MpiTransport(Transport):
 
     def split(self, color: int, key: int = 0) -> MpiTransport:
         return MpiTransport(cast("MPI.Intracomm", self.comm.Split(color, key)))
+
+
+def _all_reduce_by_tree(
+    comm: MPI.Intracomm, sums: Array, tree: ReductionTree, factor: float | None
+) -> None:
+    """In slices; of small sums each rank adds up all."""
+    how = tree_sum_of(sums, tree)
+    held = [len(parts) for parts in tree.held]
+    mine = bytes_of(sums).reshape(held[comm.rank], -1)
+    nbytes = mine.shape[1]
+    if not nbytes:
+        return
+    if nbytes * comm.size > _WHOLE:
+        _all_reduce_in_slices(comm, how, list(mine), held, mine[0], factor)
+        return
+    gathered = np.empty((sum(held), nbytes), np.uint8)
+    if tree.one_each:
+        comm.Allgather(mine, gathered)
+    else:
+        comm.Allgatherv(mine, [gathered, [number * nbytes for number in held]])
+    how.combine([how.view(piece) for piece in gathered], how.view(mine[0]), factor)
 
 
 def _all_reduce_in_slices(
@@ -211,6 +217,13 @@ def _all_reduce_in_slices(
         in_order = [how.view(pieces[key]) for key in sorted(pieces)]
         how.combine(in_order, how.view(total[first:end]), factor)
         comm.Allgatherv(MPI.IN_PLACE, [total, lengths, starts, element])
+
+
+def _gathered(comm: MPI.Intracomm, numbers: Sequence[int]) -> np.ndarray:
+    """All ranks' numbers, a row each."""
+    everyone = np.empty((comm.size, len(numbers)), np.int64)
+    comm.Allgather(np.asarray(numbers, np.int64), everyone)
+    return everyone
 
 
 @contextlib.contextmanager

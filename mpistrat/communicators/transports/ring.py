@@ -98,7 +98,7 @@ class RingTransport(Transport):
 
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer
-        parts = room_for(buffer, self._mpi.shapes_of(buffer))
+        parts = room_for(buffer, self._mpi.shapes_of(operands))
         parts[self.rank][...] = view_of(buffer)
         self._hand_round([bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]

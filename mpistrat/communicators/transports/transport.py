@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, copy, dtype_name, is_torch
+from mpistrat.arrays import Array, copy, dtype_name, is_torch, itemsize
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.reduction import SUM, Reduction
 
@@ -28,7 +30,9 @@ class Operands:
         out: the result goes there; None, of `all_reduce`: into `buffer`.
         tree: of `all_reduce`: its order, as of `Communicator.all_reduce_by_tree`; None: any order.
         root: of `reduce` and `broadcast`.
-        sent, received: of `all_to_all`: the rows that go to each rank, and that come from it.
+        sent, received: of `all_to_all`: the numbers of rows that go to each rank, and that come from it.
+        shapes: of `all_gather`: of all ranks' buffers, a row each, that of a scalar being (1,); None: not known yet.
+        starts: of `all_to_all`: `own_starts` of all ranks; None: not known yet.
     """
 
     buffer: Array
@@ -38,11 +42,23 @@ class Operands:
     root: int = 0
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
+    shapes: np.ndarray | None = None
+    starts: Sequence[Sequence[int]] | None = None
 
     @property
     def target(self) -> Array:
         """Where the result goes."""
         return self.buffer if self.out is None else self.out
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row, along the first dimension, of `buffer`."""
+        return itemsize(self.buffer) * math.prod(self.buffer.shape[1:])
+
+    @property
+    def own_starts(self) -> list[int]:
+        """The first of the rows of `buffer` that go to each rank, and the number of all rows."""
+        return [0, *itertools.accumulate(self.sent)]
 
 
 class Mover:

@@ -96,8 +96,8 @@ class WindowTransport(Transport, NodeMemory):
         return self._blocks
 
     def shared_slots(self) -> SharedSlots | None:
-        """Slots for small sums; None where the ranks cannot share memory. Collective."""
-        segments, _ = self._share(SharedSlots.NBYTES, populate=True)
+        """Slots for small calls; None where the ranks cannot share memory. Collective."""
+        segments, _ = self._share(SharedSlots.nbytes_for(self.size), populate=True)
         return None if segments is None else SharedSlots(segments, self.rank)
 
     def common_memory(
@@ -151,11 +151,9 @@ class WindowTransport(Transport, NodeMemory):
     # Collectives
 
     def choose(self, call: str, operands: Operands) -> Mover | None:
-        if call == "all_gather":
+        if call in ("all_gather", "all_to_all"):
             return self  # the ranks compare the sizes of their parts first
-        if call == "all_to_all" or operands.buffer.nbytes < SMALLEST:
-            return None
-        if not is_combined_in_slices(call, operands):
+        if operands.buffer.nbytes < SMALLEST or not is_combined_in_slices(call, operands):
             return None
         blocks = self.shared_blocks()
         if blocks is None:
@@ -167,14 +165,23 @@ class WindowTransport(Transport, NodeMemory):
 
     def all_gather(self, operands: Operands) -> list[Array]:
         buffer = operands.buffer
-        shapes = self.mpi.shapes_of(buffer)
+        shapes = self.mpi.shapes_of(operands)
         largest = int(shapes.prod(axis=1).max()) * view_of(buffer).itemsize
         blocks = self.shared_blocks() if largest >= SMALLEST else None
         if blocks is None or largest < self.smallest:
-            return self.mpi.all_gather(operands, shapes)
+            return self.mpi.all_gather(operands)
         parts = room_for(buffer, shapes)
         blocks.gather(bytes_of(buffer), [bytes_of(part) for part in parts])
         return [as_buffer_of(buffer, part) for part in parts]
+
+    def all_to_all(self, operands: Operands) -> None:
+        starts = self.mpi.starts_of(operands)
+        largest = max(of_rank[-1] for of_rank in starts) * operands.row_bytes
+        blocks = self.shared_blocks() if largest >= SMALLEST else None
+        if blocks is None or largest < self.smallest:
+            self.mpi.all_to_all(operands)
+        else:
+            blocks.all_to_all(operands)
 
     def explain(self, rest: str) -> str:
         if self.why_not:

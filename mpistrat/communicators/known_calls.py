@@ -1,0 +1,132 @@
+"""What is made once of each kind of call, and looked up when the program makes such a call again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+from mpistrat.arrays import Array, dtype_name, is_on_accelerator, is_on_xla
+from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
+from mpistrat.communicators.contract.joint_errors import RaisingTogether
+from mpistrat.communicators.node.slots import SharedSlots
+from mpistrat.communicators.node.small_calls import SmallCall, small_call
+from mpistrat.communicators.operand_checks import (
+    check_exchange,
+    check_gathered,
+    check_parts,
+    check_reduction,
+)
+from mpistrat.communicators.transports.transport import Operands
+
+# The operation, the label and the scale that ranks must agree on; "" and None of a call that has none.
+Agreed: TypeAlias = tuple[str, str, float | None]
+# Kinds of calls that are kept; what is forgotten is made again.
+_KNOWN_CALLS = 4096
+
+
+class KnownCall(NamedTuple):
+    """A kind of call.
+
+    Attributes:
+        signature: what the ranks must agree on.
+        small: moves its bytes with the agreement; None where a transport moves them.
+    """
+
+    signature: CallSignature
+    small: SmallCall | None
+
+
+class KnownCalls:
+    """The kinds of calls that a communicator has seen, by all in which its calls may differ.
+
+    Args:
+        size: of the communicator.
+        slots: for small calls; None where there are none.
+        takes_device_buffers: as of `Communicator`.
+        last_words: of the signature of each call.
+        raise_together: raises an error on all ranks.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        slots: SharedSlots | None,
+        takes_device_buffers: bool,
+        last_words: tuple[str, ...],
+        raise_together: Callable[[Exception], NoReturn],
+    ) -> None:
+        self._size, self._slots, self._last_words = size, slots, last_words
+        self._takes_device_buffers = takes_device_buffers
+        self._raise_together = raise_together
+        self._known: dict[tuple[Any, ...], KnownCall] = {}
+
+    def find(self, call: str, operands: Operands, agreed: Agreed) -> KnownCall:
+        """What is known of a call. Operands that are wrong are errors on all ranks."""
+        buffer, out = operands.buffer, operands.out
+        key = (
+            *(call, agreed, buffer.dtype, buffer.shape, operands.root),
+            None if out is None else (out.dtype, out.shape),
+            *(operands.sent, operands.received),
+            kind_of(buffer) if self._takes_device_buffers else None,
+        )
+        known = self._known.get(key)
+        if known is None:
+            with RaisingTogether(self._raise_together):
+                known = self._learn(call, operands, agreed)
+            if len(self._known) == _KNOWN_CALLS:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+    def forget(self, takes_device_buffers: bool) -> None:
+        """Calls may go other ways from now on."""
+        self._known.clear()
+        self._takes_device_buffers = takes_device_buffers
+
+    def _learn(self, call: str, operands: Operands, agreed: Agreed) -> KnownCall:
+        buffer, out = operands.buffer, operands.target
+        if agreed[0]:
+            check_reduction(agreed[0], agreed[2], buffer)
+        if call == "reduce_scatter":
+            check_parts(buffer, out, self._size)
+        elif call == "all_gather_into":
+            check_gathered(buffer, out, self._size)
+        elif call == "all_to_all":
+            check_exchange(buffer, out, operands.sent, operands.received, self._size)
+        small = None
+        if self._slots is not None and not is_on_accelerator(buffer):
+            small = small_call(call, self._slots, operands)
+        words = words_of(call, operands, agreed)
+        return KnownCall(signature_of((*words, *self._last_words)), small)
+
+
+def words_of(call: str, operands: Operands, agreed: Agreed) -> tuple[Any, ...]:
+    """The words of a call's signature."""
+    op, buffer = agreed[0], operands.buffer
+    words: list[Any] = [call]
+    if op:
+        words.append(op)
+    if call in ("reduce", "broadcast"):
+        words.append(operands.root)
+    words.append(kind_of(buffer))
+    if call == "all_gather":
+        words.append(f"{buffer.ndim} dimensions")
+    elif call == "all_to_all":
+        words.append(f"rows of {tuple(buffer.shape[1:])}")
+    else:
+        words.append(tuple(buffer.shape))
+    return *words, *words_of_label(agreed)
+
+
+def words_of_label(agreed: Agreed) -> tuple[str, ...]:
+    """The label, and the scale where there is one."""
+    _, label, factor = agreed
+    return (label,) if factor is None else (label, f"times {factor!r}")
+
+
+def kind_of(buffer: Array) -> str:
+    """The dtype and the kind of device: ranks must agree on both, for they decide which way a buffer goes."""
+    name = dtype_name(buffer)
+    if not is_on_accelerator(buffer):
+        return name
+    return f"{name} on an XLA device" if is_on_xla(buffer) else f"{name} on a GPU"
