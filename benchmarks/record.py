@@ -44,6 +44,9 @@ def programs(ranks: int, quick: bool) -> Iterator[tuple[str, ...]]:
     for collective in ("broadcast", "reduce", "all_gather", "reduce_scatter"):
         yield *BENCH, collective, *calls, "--json", f"PREFIXsweep-{collective}.json"
 
+    calls = ("--size", "8", "64K") if quick else ()
+    yield *BENCH, "compare", "torch", *calls, *rounds, "--json", "PREFIXtorch.json"
+
     # Few of ResNet-50's pictures, of which a core computes about three in a second.
     batches = {"mlp": 64, "mlp-large": 64, "resnet50": 4, "transformer": 16}
     for model in ("mlp",) if quick else ("resnet50", "transformer"):

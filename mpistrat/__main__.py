@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,7 +23,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "1: a problem; 2: wrong usage.",
     )
     doctor.add_argument("--json", action="store_true", help="everything that was found, as JSON")
+    runs = commands.add_parser(
+        "run",
+        help="run a program of torch.distributed as ranks of MPI: srun mpistrat run train.py",
+        usage="mpistrat run [--keep-backend] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description="Runs the program on each rank that mpirun or srun has started, with the environment that torchrun "
+        'would give it, and its default process group on the backend "mpistrat", by MPI: it needs no address and no '
+        "port. Alone, the program is one rank.",
+    )
+    runs.add_argument(
+        "--keep-backend",
+        action="store_true",
+        help="leave the default group on the backend that the program names",
+    )
+    runs.add_argument("-m", dest="module", action="store_true", help="a module, as of python -m")
+    runs.add_argument("program", metavar="SCRIPT or MODULE")
+    runs.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     parsed = top.parse_args(arguments)
+    if parsed.command == "run":
+        if not (parsed.module or os.path.exists(parsed.program)):
+            runs.error(f"there is no {parsed.program!r}, seen from {os.getcwd()}")
+        from mpistrat.torch_distributed.run import run_program
+
+        run_program(
+            parsed.program,
+            parsed.arguments,
+            is_module=parsed.module,
+            keeps_backend=parsed.keep_backend,
+        )
 
     from mpistrat.tools.doctor.command import run
 

@@ -38,6 +38,12 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def is_sharded(value: object) -> bool:
+    """Whether it is one of torch's DTensors, of which each rank has a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def is_cupy(value: object) -> bool:
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)

@@ -49,6 +49,10 @@ class Setting(Generic[T]):
         except ValueError:
             raise TopologyError(f"{self.name}={text!r:.80}: expected {self.expected}") from None
 
+    def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
+        """Whether the user has chosen the value, also where it is the default one."""
+        return self.name in (os.environ if environ is None else environ)
+
 
 def _seconds(text: str) -> float:
     seconds = float(text)
@@ -86,7 +90,8 @@ stall_seconds = Setting(
     default="60",
     unit="seconds",
     read_by="each rank, when it builds a strategy",
-    meaning="How long a collective may last, transfers included; 0 waits for ever.",
+    meaning="How long a collective may last, transfers included; 0 waits for ever. Not set: a group of "
+    "`torch.distributed` that has a longer `timeout` waits as long as that.",
     parse=_seconds,
     expected="a number of seconds; 0 waits for ever",
 )

@@ -17,6 +17,7 @@ from mpistrat.checkpoint.failures import on_rank, on_ranks
 from mpistrat.checkpoint.followers import have_loaded, load_as_follower, states_for_followers
 from mpistrat.checkpoint.saving import Files, Saving, SavingOfAll, SavingOfRank
 from mpistrat.checkpoint.schema import COUNT
+from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
 from mpistrat.context import require_cross_replica
@@ -158,6 +159,7 @@ class CheckpointManager:
             step = None if step is None else _checked_step(step)
             own = {**state["ranks"][rank], **state["own"]}
             files.update(self._snapshots.of_rank(rank, own))
+            files.update(self._snapshots.parts(rank, state["common"]))
             if self._open is not None:
                 files.update(self._snapshots.common(state["common"]))
                 begun = self._open.begin(step)
@@ -298,12 +300,24 @@ class CheckpointManager:
         states = None
         # Some loading is collective.
         with self._communicator.raising_together(), self._role.unchanging():
+            state = self._assembled(stored)
             if self._role.has_followers:
-                states = states_for_followers(self.checkpoint, stored.state)
-            self.checkpoint.load_state_dict(stored.state)
+                states = states_for_followers(self.checkpoint, state)
+            self.checkpoint.load_state_dict(state)
             have_loaded(self.checkpoint)
         self._communicator.raise_any(None, "could not restore")
         return states
+
+    def _assembled(self, stored: StoredCheckpoint) -> dict[str, Mapping[Any, Any]]:
+        """`stored.state`, whose sharded tensors are spread as the objects have them now."""
+        common, communicator = stored.state["common"], self._communicator
+        objects = self.checkpoint.stateful_objects()
+        assembly = Assembly(objects, communicator.rank, communicator.size)
+        known = {name: common[name] for name in objects if name in common}
+        found = assembly.assembled(known, stored.parts, stored.manifest.ranks)
+        if found:  # the same objects on all ranks, of which one may not have found its parts
+            communicator.raise_any(None, "could not assemble what is sharded")
+        return {**stored.state, "common": {**dict.fromkeys(common), **known, **found}}
 
 
 def _read(path: str, checkpoint: Checkpoint, communicator: Communicator) -> StoredCheckpoint:

@@ -4,6 +4,8 @@ state.json               the states that are the same on all ranks, by object; r
 <object>.safetensors     their arrays
 rank-00003.json          what is rank 3's own
 rank-00003.safetensors
+rank-00003-parts.json    where in sharded tensors the parts are that rank 3 had
+rank-00003-parts.safetensors
 manifest.json            sizes and checksums of all these
 """
 
@@ -30,6 +32,11 @@ _SCHEMA = {"step": COUNT, "number": COUNT, "ranks": COUNT, "files": _FILES}
 def of_rank(rank: int) -> str:
     """What the names of a rank's files begin with."""
     return f"rank-{rank:05}"
+
+
+def parts_of(rank: int) -> str:
+    """What the names of a rank's files begin with that hold its parts of sharded tensors; it may have none."""
+    return f"{of_rank(rank)}-parts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +120,7 @@ def _check_names(files: Mapping[str, Any], ranks: int) -> None:
     for name in (STATE, *(f"{own}.json" for own in of_ranks)):
         if name not in files:
             raise ValueError(f"of {ranks} ranks there is no {name}")
+    of_ranks |= set(map(parts_of, range(ranks)))
     for name in files:
         stem = name.removesuffix(ARRAYS)
         is_ours = name == STATE or name.removesuffix(".json") in of_ranks

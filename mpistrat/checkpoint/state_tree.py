@@ -2,7 +2,8 @@
 
 JSON's own values stand for themselves, and lists for lists. All else is an object whose first name is its kind:
 {"dict": {"lr": 0.1}}, {"pairs": [[0, …]]} for other keys than strings, {"tuple": [0.9, 0.999]}, {"tensor": "weight"}
-for the tensor of that name in a file beside.
+for the tensor of that name in a file beside, {"sharded": "weight", "shape": [8, 4], "dtype": "float32"} for one of
+which each rank has written a part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.checkpoint.schema import COUNT, Schema, check
+from mpistrat.checkpoint.shards import ShardedArray, unused
 from mpistrat.checkpoint.tensor_file import StoredArray
 
 Json = Any
@@ -35,6 +37,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.arrays: dict[str, arrays.Array] = {}
+        self._sharded: set[str] = set()
 
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Json:
         """`value` as JSON. Its arrays are named by where they are: "state.0.exp_avg".
@@ -56,6 +59,11 @@ class Encoder:
             return {"bytes": base64.b64encode(value).decode()}
         if kind is complex:
             return {"complex": [self.encode(value.real), self.encode(value.imag)]}
+        if arrays.is_sharded(value):
+            name = unused(".".join(path), self._sharded)
+            self._sharded.add(name)
+            dtype = arrays.dtype_name(value)
+            return {"sharded": name, "shape": list(value.shape), "dtype": dtype}
         if arrays.is_torch(value):
             return self._array("tensor", value, path)
         if arrays.is_cupy(value):
@@ -105,9 +113,7 @@ class Encoder:
                 f"{'.'.join(path)} is a {array.layout} tensor on {array.device}, which a checkpoint cannot keep; "
                 "it keeps dense ones that have values"
             )
-        name = ".".join(path)
-        while name in self.arrays or name == "__metadata__":  # {"a.b": …} beside {"a": {"b": …}}
-            name += "_"
+        name = unused(".".join(path), self.arrays)
         self.arrays[name] = array
         return {kind: name}
 
@@ -123,11 +129,13 @@ def decode(tree: Json, stored: Mapping[str, StoredArray]) -> Any:
         return tree
     kind = next(iter(tree), "nothing")
     content: Any = tree.get(kind)
-    if kind not in _CONTENTS or not tree.keys() <= {kind, *_OF_MAPPINGS.get(kind, ())}:
+    if kind not in _CONTENTS or not tree.keys() <= {kind, *_ATTRIBUTES.get(kind, ())}:
         raise ValueError(f"an unknown kind of value: {reprlib.repr(tree)}")
     check(content, _CONTENTS[kind], kind)
-    if kind in _OF_MAPPINGS:
+    if kind in _MAPPING_KINDS:
         return _decoded_mapping(kind, tree, stored)
+    if kind == "sharded":
+        return _decoded_sharded(tree)
     if kind in ("tensor", "array", "scalar"):
         return _decoded_array(kind, content, stored)
     if kind in ("size", "dtype", "device"):
@@ -141,11 +149,14 @@ def _of_two(content: Json) -> None:
         raise ValueError(f"it has {len(content)} parts, not 2")
 
 
-_OF_MAPPINGS = {"dict": ("of", "metadata"), "pairs": ("of", "metadata")}
+_MAPPING_KINDS = ("dict", "pairs")
+# What may stand beside the name of a kind.
+_ATTRIBUTES = {**dict.fromkeys(_MAPPING_KINDS, ("of", "metadata")), "sharded": ("shape", "dtype")}
 # What stands under the name of each kind.
 _CONTENTS: dict[str, Schema] = {
     **{"dict": dict, "pairs": [_of_two], "tuple": list, "complex": _of_two, "size": [COUNT]},
     **dict.fromkeys(("float", "bytes", "tensor", "array", "scalar", "dtype", "device"), str),
+    "sharded": str,
 }
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
@@ -172,6 +183,12 @@ def _decoded_array(kind: str, name: str, stored: Mapping[str, StoredArray]) -> A
     if kind == "scalar" and array.ndim:
         raise ValueError(f"its array {name!r:.80}: a scalar of shape {array.shape}")
     return array[... if kind == "array" else ()]
+
+
+def _decoded_sharded(tree: Json) -> ShardedArray:
+    check(tree, {"shape": [COUNT], "dtype": str}, "sharded")
+    _of_torch("dtype", tree["dtype"])
+    return ShardedArray(tree["sharded"], tuple(tree["shape"]), tree["dtype"])
 
 
 def _of_torch(kind: str, content: Any) -> Any:

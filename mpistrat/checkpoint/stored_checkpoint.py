@@ -13,9 +13,10 @@ import numpy as np
 
 from mpistrat.checkpoint import durable_files
 from mpistrat.checkpoint.lazy_mapping import LazyMapping
-from mpistrat.checkpoint.manifest import ARRAYS, STATE, of_rank, read_manifest
+from mpistrat.checkpoint.manifest import ARRAYS, STATE, of_rank, parts_of, read_manifest
 from mpistrat.checkpoint.saving import Files
 from mpistrat.checkpoint.schema import check, parsed
+from mpistrat.checkpoint.shards import check_parts, parts_of_rank, sharded_arrays
 from mpistrat.checkpoint.state_tree import Encoder, decode
 from mpistrat.checkpoint.tensor_file import Snapshot, parse
 
@@ -41,6 +42,15 @@ class Snapshots:
         files: dict[str, Any] = {}
         tree = self._encode(of_rank(rank), "", states, files)
         return {**files, f"{of_rank(rank)}.json": map(_json, [tree])}
+
+    def parts(self, rank: int, states: Mapping[str, Any]) -> Files:
+        """Args: states: those that are the same on all ranks, by object; their sharded tensors have parts here."""
+        parts = parts_of_rank(states)
+        if not parts:
+            return {}
+        files: dict[str, Any] = {}
+        tree = self._encode(parts_of(rank), "", parts, files)
+        return {**files, f"{parts_of(rank)}.json": map(_json, [tree])}
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
         encoder = Encoder()
@@ -80,6 +90,7 @@ class StoredCheckpoint:
         for name, state in states.items():
             with self._damaged(STATE):
                 check_state(name, objects[name], state, "state_schema")
+        self._sharded = {name: sharded_arrays(state) for name, state in states.items()}
         self.state: dict[str, Mapping[Any, Any]] = {
             "common": LazyMapping(trees, states.__getitem__),
             "ranks": LazyMapping(range(self.manifest.ranks), functools.cache(self._read_rank)),
@@ -92,6 +103,17 @@ class StoredCheckpoint:
             with self._damaged(f"{of_rank(writer)}.json"):
                 for name in self._objects.keys() & states.keys():
                     check_state(name, self._objects[name], states[name], "rank_state_schema")
+            self.parts(writer)
+
+    def parts(self, rank: int) -> Any:
+        """What a rank wrote of sharded tensors, by object and name; read at each call. Raises: ValueError."""
+        file = f"{parts_of(rank)}.json"
+        if file not in self.manifest.files:
+            return {}
+        parts = self._decode(parts_of(rank), self._json(file))
+        with self._damaged(file):
+            check_parts(parts, self._sharded)
+        return parts
 
     def _read_rank(self, rank: int) -> Any:
         file = f"{of_rank(rank)}.json"

@@ -35,7 +35,10 @@ class CommunicationThread:
         self._pid = os.getpid()
         self._unfinished: Future[None] | None = None
         # A daemon: a program that ends by an error must not wait for ranks that will never come.
-        threading.Thread(target=self._run, name="mpistrat communication", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._run, name="mpistrat communication", daemon=True
+        )
+        self._thread.start()
         atexit.register(self._check_idle)
 
     @classmethod
@@ -60,10 +63,15 @@ class CommunicationThread:
         self._work.put(None)
         atexit.unregister(self._check_idle)
 
+    def is_current(self) -> bool:
+        """Whether it runs the caller."""
+        return threading.current_thread() is self._thread
+
     def wait_until_idle(self) -> None:
-        """Return when all that was submitted is done, whether or not it failed."""
-        if self._unfinished is not None:
-            concurrent.futures.wait([self._unfinished])
+        """Return when all that was submitted is done, whether or not it failed; on the thread itself, at once."""
+        last = self._unfinished
+        if last is not None and not last.done() and not self.is_current():
+            concurrent.futures.wait([last])
 
     def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
         """Have `work` done after what was submitted before. `frame`: where the program did so, for reports.

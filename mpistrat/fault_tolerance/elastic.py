@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrat.checkpoint import Checkpoint
+from mpistrat.checkpoint.shards import check_whole
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
 from mpistrat.errors import TooFewReplicasError
@@ -24,6 +25,11 @@ from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised
 from mpistrat.machine.notices import tell
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.torch_distributed.default_group import (
+    has_default_group,
+    leave_default_group,
+    move_default_group,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,6 +47,9 @@ def run_elastic(
     comm: MPI.Intracomm | None = None,
 ) -> T:
     """`train(elastic)`, called again by the ranks that are left whenever some are lost; returns what it returns.
+
+    A default group of torch.distributed is destroyed then. One of the backend "mpistrat" that was there before the
+    call is made anew over the ranks that are left; a strategy with `torch_distributed=True` makes its own.
 
     That takes Open MPI 5 under `mpirun --with-ft ulfm`. Elsewhere a line on stderr says why not, and a lost rank ends
     the job, as it does before and after the call.
@@ -77,11 +86,13 @@ def run_elastic(
 
 def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Survivors) -> T:
     results: list[T] = []
+    has_group = has_default_group("mpistrat")  # that training goes on with
     try:
         while True:
             results.clear()
             try:
                 survivors.meet()
+                move_default_group(survivors.comm, again=has_group)
                 result = train(elastic)
                 survivors.communicator.barrier(label="end of run_elastic")
                 results.append(result)
@@ -201,6 +212,8 @@ class Elastic:
     def _keep(self, checkpoint: Checkpoint, survivors: Survivors) -> None:
         started = time.perf_counter()
         state = checkpoint.state_dict()
+        if not self._num_kept:
+            check_whole(state["common"], "run_elastic")
         ranks = {rank: pickle.dumps(own) for rank, own in state["ranks"].items()}
         survivors.exchange(ranks)
         self._states.keep(self.step, {**state, "ranks": ranks})
@@ -218,6 +231,7 @@ class Elastic:
             lost, (_, size, noticed) = self._loss[0] + lost, self._loss
         self._loss = lost, size, noticed
         self.comm = survivors.comm
+        leave_default_group()
         self._checkpoint = None
         gc.collect()  # the model, the strategy and their memory
         self._restored = self._states.back_to(step)

@@ -146,18 +146,18 @@ def _reader_of(
             return torch_loader.LoaderReader(dataset, share, policy, communicator)
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         _warn_of_reading_everything(dataset, communicator)
-        return BatchReader(with_safe_workers(dataset), share, policy, communicator)
+        return BatchReader(with_safe_workers(dataset, communicator), share, policy, communicator)
     return BatchReader(with_safe_workers(dataset), share, policy)
 
 
-def with_safe_workers(dataset: Any) -> Any:
-    """`dataset`; a DataLoader with workers that can live beside MPI."""
+def with_safe_workers(dataset: Any, whole_on: Communicator | None = None) -> Any:
+    """`dataset`; a DataLoader with workers that can live beside MPI. `whole_on`: as of `WholeLoader`."""
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader
 
         from mpistrat.input.torch_loader import WholeLoader
 
-        return WholeLoader(dataset) if isinstance(dataset, DataLoader) else dataset
+        return WholeLoader(dataset, whole_on) if isinstance(dataset, DataLoader) else dataset
     return dataset
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 import torch.utils.data as data
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from mpistrat.communicators import Communicator
 from mpistrat.input.datasets import fetch
@@ -47,16 +49,26 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
     Raises:
         ValueError: its sampler already takes one rank's share.
     """
-    if not isinstance(dataset, data.DataLoader) or dataset.batch_sampler is None:
+    if not isinstance(dataset, data.DataLoader):
         return False
     for sampler in samplers_of(dataset):
-        if isinstance(sampler, data.DistributedSampler):
+        if _takes_share(sampler):
             raise ValueError(
-                "the DataLoader has a DistributedSampler, which gives each rank a share of the examples; "
+                f"the DataLoader has a {type(sampler).__name__}, which gives each rank a share of the examples; "
                 "here the loader yields GLOBAL batches and the strategy shares them out. Use "
-                "DataLoader(dataset, batch_size=GLOBAL, shuffle=True)"
+                "DataLoader(dataset, batch_size=GLOBAL, shuffle=True), and leave out what has sharded it, as "
+                "accelerate's prepare() and Fabric's setup_dataloaders() do"
             )
+    if dataset.batch_sampler is None:
+        return False
     return not isinstance(dataset.dataset, data.IterableDataset) and not _iterates_itself(dataset)
+
+
+def _takes_share(sampler: Any) -> bool:
+    """Whether it is torch's, or has the words of torch or of accelerate for one rank of several."""
+    counts = (getattr(sampler, name, None) for name in ("num_replicas", "num_processes"))
+    shards = any(isinstance(count, int) and count > 1 for count in counts)
+    return isinstance(sampler, data.DistributedSampler) or shards
 
 
 def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
@@ -67,11 +79,29 @@ def _iterates_itself(loader: data.DataLoader[Any]) -> bool:
     )
 
 
-class WholeLoader(Restartable):
-    """A DataLoader that is read as it is, but with workers that can live beside MPI."""
+class _WholePipe(data.IterableDataset[Any]):
+    """The elements of a datapipe in an epoch: all on every rank, shared out among the workers of a DataLoader."""
 
-    def __init__(self, loader: data.DataLoader[Any]) -> None:
+    def __init__(self, pipe: data.IterDataPipe[Any], seed: int) -> None:
+        self._pipe, self._seed = pipe, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        info = data.get_worker_info()
+        pipe = apply_random_seed(self._pipe, torch.Generator().manual_seed(self._seed))
+        apply_sharding(pipe, *((1, 0) if info is None else (info.num_workers, info.id)))
+        return iter(pipe)
+
+
+class WholeLoader(Restartable):
+    """A DataLoader that is read as it is, but with workers that can live beside MPI.
+
+    Args: whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
+        out over the ranks of a default group; None: as torch does.
+    """
+
+    def __init__(self, loader: data.DataLoader[Any], whole_on: Communicator | None = None) -> None:
         self._loader = loader
+        self._whole_on = whole_on
         if loader.num_workers and loader.multiprocessing_context is None:
             self._loader = copy.copy(loader)
             self._loader._iterator = None  # persistent workers of the user's own
@@ -83,9 +113,23 @@ class WholeLoader(Restartable):
 
     def __iter__(self) -> Iterator[Any]:
         with self.random.of_epoch(), starting_workers(self._user):
-            batches = iter(self._loader)
+            batches = iter(self._loader if self._whole_on is None else self._whole(self._whole_on))
             first = list(itertools.islice(batches, 1))  # samplers draw their seed now
         return itertools.chain(first, batches)
+
+    def _whole(self, ranks: Communicator) -> data.DataLoader[Any]:
+        """The loader; beside a default group, one whose datapipe all `ranks` read whole, by rank 0's random numbers."""
+        pipe = self._user.dataset
+        has_group = dist.is_available() and dist.is_initialized()
+        if not (has_group and isinstance(pipe, data.IterDataPipe)):
+            return self._loader
+        # As a DataLoader draws it, and has its ranks share it.
+        seed = torch.empty((), dtype=torch.int64).random_(generator=self._user.generator).item()
+        seed = ranks.broadcast_object(seed, label="seed of the datapipe")
+        loader = copy.copy(self._loader)
+        # torch refuses to set them. Workers that persist would go on with the seed of the first epoch.
+        vars(loader).update(dataset=_WholePipe(pipe, seed), persistent_workers=False)
+        return loader
 
     def __len__(self) -> int:
         """Raises: TypeError where torch can only guess, of an IterableDataset that workers share out."""

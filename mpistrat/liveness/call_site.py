@@ -11,8 +11,19 @@ from collections.abc import Iterator
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Where Python and what was installed for it are; "<frozen runpy>" starts modules.
+_INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
-_between: dict[str, bool] = {}  # by file name; each collective looks at several frames
+_OF_DECORATORS = (
+    "contextlib",
+    "typing_extensions",
+    "warnings",
+)  # the latter two mark what is deprecated
+
+# Whose a frame is. Between the program's and us: of this package, torch, and what calls torch.
+_BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
+
+_owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
 
 class _StandingFor(threading.local):
@@ -33,25 +44,36 @@ def standing_for(frame: FrameType) -> Iterator[None]:
 
 
 def outside(frame: FrameType) -> FrameType:
-    """The innermost frame of the user's program, at or outside `frame`; the outermost frame if there is none.
+    """The innermost frame of the user's program, at or outside `frame`.
 
-    Frames of this package, torch (whose `backward` reduces), torch_xla and contextlib are not the user's.
+    Frames of this package, torch (whose `backward` reduces), torch_xla, and of those by whose decorators torch is
+    called, are not the user's. Nor are those of installed libraries, such as Lightning: where there are no others, it
+    is the innermost of these, and else the outermost frame.
     """
     frame = _standing_for.frame or frame
+    of_library = None
     while True:
         file = frame.f_code.co_filename
-        between = _between.get(file)
-        if between is None:
-            between = _between[file] = _is_between(file)
-        if not between or frame.f_back is None:
+        owner = _owners.get(file)
+        if owner is None:
+            owner = _owners[file] = _owner_of(file)
+        if owner == _OF_PROGRAM:
             return frame
+        if owner == _OF_LIBRARY and of_library is None:
+            of_library = frame
+        if frame.f_back is None:
+            return of_library or frame
         frame = frame.f_back
 
 
 def raised_at(error: BaseException) -> str:
     """Where the user's program stood when `error` was raised: "train.py:33 in main"; "" if no frame is the user's."""
-    own = [place for place in places_of(error) if not _is_between(place.partition(":")[0])]
-    return own[-1] if own else ""
+    places = [(_owner_of(place.partition(":")[0]), place) for place in places_of(error)]
+    for wanted in (_OF_PROGRAM, _OF_LIBRARY):
+        own = [place for owner, place in places if owner == wanted]
+        if own:
+            return own[-1]
+    return ""
 
 
 def places_of(error: BaseException) -> list[str]:
@@ -60,13 +82,19 @@ def places_of(error: BaseException) -> list[str]:
     return [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in stack]
 
 
-def _is_between(file: str) -> bool:
+def _owner_of(file: str) -> int:
     # A library is loaded by the time that a frame of it is seen.
-    libraries = [
-        getattr(sys.modules.get(name), "__file__", None) for name in ("torch", "torch_xla")
-    ]
-    folders = [os.path.dirname(library) + os.sep for library in libraries if library is not None]
-    return file == contextlib.__file__ or file.startswith((_PACKAGE, *folders))
+    folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
+    if file in _files_of(*_OF_DECORATORS) or file.startswith((_PACKAGE, *folders)):
+        return _BETWEEN
+    installed = file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
+    return _OF_LIBRARY if installed else _OF_PROGRAM
+
+
+def _files_of(*modules: str) -> list[str]:
+    """Of those that are loaded."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+    return [file for file in files if file is not None]
 
 
 def call_site(frame: FrameType) -> str:

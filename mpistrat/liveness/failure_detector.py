@@ -127,14 +127,31 @@ class Wait:
     size: int
     since: int  # when the first of the waiting ranks entered it
     waiting: list[Rank]
+    entries: list[int]  # of the waiting ranks: the call's entries in their rings
     missing: list[Rank]
     group: int  # the hash of its communicator's name
     first: int  # the number in the job of its communicator's rank 0
+    timeout: float  # after so many seconds the waiting ranks raise an error; 0: never
 
     @property
     def elsewhere(self) -> int:
         """How many of its ranks are on other nodes."""
         return self.size - len(self.waiting) - len(self.missing)
+
+    @property
+    def limit(self) -> float:
+        """How many seconds it may last; 0: no limit."""
+        return self.waiting[0].record.limit_of(self.timeout)
+
+    @property
+    def noticed(self) -> bool:
+        """Whether it was said, after the timeout, for whom all of the waiting ranks wait."""
+        pairs = zip(self.waiting, self.entries, strict=True)
+        return all(rank.record.noticed == entry for rank, entry in pairs)
+
+    def set_noticed(self) -> None:
+        for rank, entry in zip(self.waiting, self.entries, strict=True):
+            rank.record.noticed = entry
 
     def lasts(self) -> bool:
         """Whether the ranks still wait in it."""
@@ -158,11 +175,22 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
     for group, members in groups.items():
         alive = [(rank, board) for rank, board in members if of_the_dead or not rank.dead]
         call = max((board.calls for _, board in alive if board.since), default=0)
-        since = {rank: board.since for rank, board in alive if board.since and board.calls == call}
-        if since:
+        inside = {rank: board for rank, board in alive if board.since and board.calls == call}
+        if inside:
             missing, board = [rank for rank, board in members if board.calls < call], members[0][1]
-            first = min(since.values())
-            found.append(Wait(call, board.size, first, [*since], missing, group, board.first))
+            found.append(
+                Wait(
+                    call,
+                    board.size,
+                    min(each.since for each in inside.values()),
+                    [*inside],
+                    [each.entry for each in inside.values()],
+                    missing,
+                    group,
+                    board.first,
+                    min((each.timeout for each in inside.values() if each.timeout), default=0.0),
+                )
+            )
     return sorted(found, key=lambda wait: wait.since)
 
 

@@ -126,5 +126,12 @@ def _process_namespace() -> int:
 
 def _start(record: RankRecord) -> RankRecord:
     world, on_stall = MPI.COMM_WORLD, RAISE if raises_on_stall() else END
-    record.start(world.rank, world.size, socket.gethostname(), stall_seconds(), on_stall)
+    record.start(
+        world.rank,
+        world.size,
+        socket.gethostname(),
+        stall_seconds(),
+        on_stall,
+        limit_is_set=stall_seconds.is_set(),
+    )
     return record

@@ -12,6 +12,7 @@ observer kills it, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import tempfile
@@ -32,7 +33,7 @@ from mpistrat.liveness.failure_detector import (
     waits,
 )
 from mpistrat.liveness.job_folder import JobFolder, report_of, words_of
-from mpistrat.liveness.other_accounts import Account, find_accounts
+from mpistrat.liveness.other_accounts import Account, find_accounts, forget_accounts
 from mpistrat.liveness.processes import (
     DEAD,
     describe_exit,
@@ -84,6 +85,7 @@ class Observer:
         )
         self._leaving_since = 0.0  # when ranks were seen to wait at their end
         self._noticed_leaving = False
+        self._has_noticed_wait = False
 
     def run(self) -> None:
         """Until no rank is left."""
@@ -217,16 +219,41 @@ class Observer:
 
     def _judge_waits(self) -> None:
         ranks = self._detector.going_on
-        wait = next(iter(waits(ranks)), None)
-        if self._reported or wait is None:
-            return
-        if any(rank.record.state == ENDING or rank.record.abort for rank in ranks):
+        if self._reported or any(
+            rank.record.state == ENDING or rank.record.abort for rank in ranks
+        ):
             return  # one says why; or a rank did in our place, or another node
-        record = wait.waiting[0].record
-        grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
-        waited = self._pauses.seconds_since(wait.since / 1e9)
-        if record.limit and waited > record.limit + SECONDS_FOR_THE_FIRST_NODE * grace:
-            self._report(lambda: self._stall_report(wait, waited), record.on_stall, 1, wait)
+        for wait in waits(ranks):
+            grace = wait.first not in self._detector.ranks or self._is_reported_elsewhere()
+            waited = self._pauses.seconds_since(wait.since / 1e9)
+            overdue = waited - SECONDS_FOR_THE_FIRST_NODE * grace
+            if wait.limit and overdue > wait.limit:
+                compose = functools.partial(self._stall_report, wait, waited)
+                self._report(compose, wait.waiting[0].record.on_stall, 1, wait)
+                return
+            if wait.timeout and not wait.noticed:
+                self._notice_wait(wait, waited, overdue)
+
+    def _notice_wait(self, wait: Wait, waited: float, overdue: float) -> None:
+        """Say who is missing, and end nothing: once when a wait is long, and when the ranks are to raise an error."""
+        limit = wait.waiting[0].record.limit
+        passed = overdue > wait.timeout
+        is_long = not self._has_noticed_wait and 0 < limit < overdue
+        if not (passed or is_long):
+            return
+        if not self._is_reported_elsewhere():
+            text = self._compose(lambda: self._stall_report(wait, waited))
+            if not wait.lasts():
+                return
+            end = (
+                "Raising StallError on the ranks that wait."
+                if passed
+                else "They go on waiting until then."
+            )
+            self._say(f"\nmpistrat: {text}\nmpistrat: {end}\n")
+        self._has_noticed_wait = True
+        if passed:
+            wait.set_noticed()
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
@@ -237,6 +264,7 @@ class Observer:
     def _ask_other_nodes(self, wait: Wait) -> list[Account]:
         if not wait.elsewhere:
             return []
+        forget_accounts(self._folder.path)
         wait.waiting[0].record.ask = 1
         until = time.monotonic() + SECONDS_FOR_OTHER_NODES
         while time.monotonic() < until:

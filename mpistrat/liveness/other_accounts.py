@@ -6,6 +6,7 @@ other nodes over MPI, and leaves their accounts, one for each node, in the job's
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -34,6 +35,12 @@ def leave_accounts(folder: str, accounts: list[Account]) -> None:
     with create(path + ".new") as file:
         json.dump([asdict(account) for account in accounts], file)
     os.replace(path + ".new", path)
+
+
+def forget_accounts(folder: str) -> None:
+    """Of an earlier question."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, _FILE))
 
 
 def find_accounts(folder: str) -> list[Account] | None:

@@ -65,8 +65,10 @@ class OtherNodes:
             if first != self._node:
                 self._others.setdefault(first, []).append(rank)
         self._accounts: dict[int, Account] = {}  # by node
-        self._asked_at = 0.0  # when the other nodes were asked; 0.0: not yet
-        self._raised = False
+        self._asked_at = (
+            0.0  # when the other nodes were asked what they have not answered yet; 0.0: nothing
+        )
+        self._has_asked = self._raised = False
 
     def receive(self, message: Message) -> None:
         record = self._record
@@ -86,17 +88,18 @@ class OtherNodes:
         record = self._record
         if not self._others or not record.folder:
             return
-        if self._asked_at and not self._raised and record.abort == RAISE:
+        if self._has_asked and not self._raised and record.abort == RAISE:
             self._raised = True
             with open(report_of(record.folder), encoding="utf-8") as file:
                 self._send_all(Raise(file.read(), record.stalled))
         if not record.ask:
             return
         if not self._asked_at:
-            self._asked_at = now
+            self._asked_at, self._has_asked = now, True
+            self._accounts.clear()
             self._send_all(Ask(self._rank), RANKS_TO_ASK)
         elif len(self._accounts) == len(self._others) or now - self._asked_at > SECONDS_TO_ANSWER:
-            record.ask = 0
+            record.ask, self._asked_at = 0, 0.0
             leave_accounts(record.folder, [self._accounts[node] for node in sorted(self._accounts)])
 
     def _send_all(self, message: Message, most: int | None = None) -> None:

@@ -44,7 +44,9 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     SAY,  # 1: the observer is to say what the rank has left in the job's folder
     STARTING,  # since when the rank waits for all others in MPI_Init, or to build a strategy; 0: it does not
     EXITS,  # whether the rank is about to end by os._exit(0)
-) = range(21)
+    LIMIT_IS_SET,  # 1: LIMIT is the user's choice; else the timeout of a group takes its place
+    NOTICED,  # the ring entry of a call of this rank that was reported when its timeout had passed
+) = range(23)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
@@ -53,8 +55,11 @@ ANNOUNCED, SEEN = 1, 2
 # ON_STALL, and ABORT once it is decided: what the ranks do after a stall was reported
 END, RAISE = 1, 2
 # Words of a board: what this rank's current call is (see `agreement`), its number, when it was entered (0: in none),
-# the communicator's size, the hash of its name, its first rank's number in the job, and the call's entry in the ring
-WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY = range(7)
+# the communicator's size, the hash of its name, its first rank's number in the job, the call's entry in the ring, and
+# after how many ns the rank itself raises an error (0: never)
+WORD, CALLS, SINCE, GROUP_SIZE, GROUP, FIRST, ENTRY, TIMEOUT = range(8)
+# After a timeout the ranks raise an error; those that cannot, in MPI for one, have so long until the job is ended.
+SECONDS_TO_RAISE_ALONE = 15.0
 
 WAITED, _WAITED_SECOND = 3072 // 8, 3584 // 8
 _FIRST_BOARD, _BOARD_WORDS, MAX_BOARDS = 4096 // 8, 8, 256
@@ -104,6 +109,7 @@ class RankRecord:
     abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
     looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
     observer, say, starting, exits = map(_Word, (OBSERVER, SAY, STARTING, EXITS))
+    limit_is_set, noticed = map(_Word, (LIMIT_IS_SET, NOTICED))
     host = _Text(1024, 256)
     end = _Text(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
 
@@ -131,11 +137,19 @@ class RankRecord:
             raise OSError(f"{path} is not a record of this version")
 
     def start(
-        self, rank: int, size: int, host: str, limit: float = 0.0, on_stall: int = END
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        limit: float = 0.0,
+        on_stall: int = END,
+        *,
+        limit_is_set: bool = False,
     ) -> None:
         """Fill in the header; from here on others may read. Called again when the limit is known."""
         self.pid, self.rank, self.size = os.getpid(), rank, size
         self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
+        self.limit_is_set = int(limit_is_set)
         self.host = host
         self.words[VERSION] = MAGIC
 
@@ -205,6 +219,12 @@ class RankRecord:
         """How many seconds a collective may last; 0: no limit."""
         return self.words[LIMIT] / 1e9
 
+    def limit_of(self, timeout: float) -> float:
+        """How many seconds a call may last whose communicator has this timeout, or none (0); 0: no limit."""
+        if not timeout or (self.limit_is_set and self.limit):
+            return self.limit
+        return timeout + SECONDS_TO_RAISE_ALONE
+
     @property
     def started(self) -> bool:
         return self.words[VERSION] == MAGIC
@@ -218,7 +238,7 @@ class RankRecord:
         words = self.words
         end = _FIRST_BOARD + words[BOARDS] * _BOARD_WORDS
         return [
-            Board(base, *words[base + CALLS : base + ENTRY + 1])
+            Board(base, *words[base + CALLS : base + _BOARD_WORDS])
             for base in range(_FIRST_BOARD, end, _BOARD_WORDS)
         ]
 
@@ -255,6 +275,7 @@ class Board:
         group: the hash of its name.
         first: the number in the job of its rank 0.
         entry: the number of the call's entry in the ring.
+        timeout_ns: when the rank itself raises an error; 0: never.
     """
 
     base: int
@@ -264,6 +285,12 @@ class Board:
     group: int
     first: int
     entry: int
+    timeout_ns: int
+
+    @property
+    def timeout(self) -> float:
+        """In seconds."""
+        return self.timeout_ns / 1e9
 
 
 @dataclass(frozen=True)

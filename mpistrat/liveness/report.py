@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ _MOST_FRAMES = 12
 _MOST_RANKS = 24  # that are described one by one
 _SECONDS_OF_CPU = 0.3
 _BUSY = 0.1  # of a core, which it may have to share
+_STARTS_PROGRAMS = "run_program"  # of `mpistrat run`, through runpy
+_RUNPY = re.compile(r"\brunpy(\.py)?>?:\d+ in ")
 
 
 def stall_report(
@@ -33,10 +36,14 @@ def stall_report(
 
     Args: missing_elsewhere, lines_of_others: what other nodes answered, if they did.
     """
-    head = (
-        f"ranks have waited {waited:.1f} s in a collective "
-        f"(MPISTRAT_STALL_SECONDS allows {wait.waiting[0].record.limit:g} s)"
+    limit = wait.waiting[0].record.limit
+    by_timeout = wait.limit != limit or 0 < wait.timeout <= limit
+    allowed = (
+        f"the timeout of their group is {wait.timeout:g} s"
+        if by_timeout
+        else f"MPISTRAT_STALL_SECONDS allows {limit:g} s"
     )
+    head = f"ranks have waited {waited:.1f} s in a collective ({allowed})"
     elsewhere = wait.elsewhere
     # A rank inside MPI is not missing, and may yet be what the others wait for.
     suspects = wait.missing or [rank for rank in wait.waiting if rank.stands_still]
@@ -60,9 +67,10 @@ def stall_report(
     if elsewhere and not lines_of_others:
         lines.append(f"  {elsewhere} of its {wait.size} ranks are on other nodes.")
     lines += straggler([*wait.waiting, *wait.missing])
-    lines.append(
-        "Every rank must make the same calls. If one is only slow, allow more: MPISTRAT_STALL_SECONDS=N (0: no limit)."
+    more = (
+        "a longer timeout= of the group" if by_timeout else "MPISTRAT_STALL_SECONDS=N (0: no limit)"
     )
+    lines.append(f"Every rank must make the same calls. If one is only slow, allow more: {more}.")
     return "\n".join(lines)
 
 
@@ -189,10 +197,19 @@ def _describe(rank: Rank, entry: Entry) -> str:
 def _stack(rank: Rank, request: StackRequest | None) -> list[str]:
     if request is None or rank.stands_still:
         return []
-    frames = request.frames()
+    frames = _of_the_program(request.frames())
     if not frames:
         return ["    and did not answer when it was asked for its stack"]
     return ["    and stands (innermost call first)", *(f"      {f}" for f in frames[:_MOST_FRAMES])]
+
+
+def _of_the_program(frames: list[str]) -> list[str]:
+    """Frames, the innermost first, without those outside of a program that `mpistrat run` has started."""
+    starts = (n for n, frame in enumerate(frames) if frame.endswith(f" in {_STARTS_PROGRAMS}"))
+    inner = frames[: next(starts, None)]
+    while len(inner) < len(frames) and inner and _RUNPY.search(inner[-1]):
+        del inner[-1]
+    return inner
 
 
 def _spoken_at_death(rank: Rank) -> list[str]:

@@ -126,6 +126,9 @@ class FaultTolerantComm(MPI.Intracomm):
             cast("MPI.Intracomm", super().Split_type(split_type, key, info))
         )
 
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> FaultTolerantComm:  # noqa: N802
+        return self.revocable_group.adopt(super().Create_group(group, tag))
+
     def Free(self) -> None:  # noqa: N802
         self.revocable_group.free(self)
 

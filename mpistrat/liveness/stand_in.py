@@ -23,8 +23,10 @@ class StandIn:
         if observed is None or observed.record.abort:
             return
         record, now = observed.record, time.monotonic()
-        since = min((board.since for board in record.boards() if board.since), default=None)
-        waits = since is not None and 0 < record.limit < now - since / 1e9
+        waits = any(
+            board.since and 0 < record.limit_of(board.timeout) < now - board.since / 1e9
+            for board in record.boards()
+        )
         is_silent = now - record.looked / 1e9 > SECONDS_OF_SILENCE
         self._silent = self._silent + 1 if waits and is_silent else 0
         if self._silent < SILENT_TIMES:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mpistrat.errors import StallError
 from mpistrat.liveness.job_folder import report_of
-from mpistrat.liveness.record import GROUP, RAISE, RankRecord
+from mpistrat.liveness.record import ENTRY, GROUP, RAISE, RankRecord
 from mpistrat.liveness.watch import CommunicatorWatch
 
 SPIN_SECONDS = 200e-6
@@ -18,6 +18,8 @@ SHORTEST_PAUSE = 50e-6
 # The observer reports at the limit, and looks twice a second: one that has not looked for so long is gone.
 SECONDS_FOR_THE_OBSERVER = 5.0
 SECONDS_OF_A_PAUSE = 1.0
+# After a timeout, until the observer has said for whom this rank waits; it may have to ask other nodes.
+SECONDS_TO_BE_NOTICED = 8.0
 
 
 def wait_until(
@@ -31,8 +33,9 @@ def wait_until(
     Args:
         yields: False sleeps instead of yielding: a core that is yielded is taken again at once.
     Raises: StallError when the wait was reported as a stall and MPISTRAT_ON_STALL=raise, when it takes longer than the
-        watch's timeout, or when nobody observes this node. Otherwise a reported stall ends the process from another
-        thread. RankLostError when one of the ranks has failed, and the others are to go on without it.
+        watch's timeout and the observer has said who is missing, or when nobody observes this node. Otherwise a
+        reported stall ends the process from another thread. RankLostError when one of the ranks has failed, and the
+        others are to go on without it.
     """
     started = time.monotonic()
     if not watch.crowded:
@@ -41,7 +44,8 @@ def wait_until(
             if arrived():
                 return
     record, looked = watch.record, started
-    limit = record.limit
+    timeout = watch.timeout
+    limit = record.limit_of(timeout)
     # Where there are records, one of the ranks reports in its place.
     patience = SECONDS_FOR_THE_OBSERVER * (1 + (record.path is not None))
     while not arrived():
@@ -56,10 +60,10 @@ def wait_until(
         raise_if_stalled(watch)
         if watch.revocable_group is not None:
             watch.revocable_group.raise_if_lost()
-        if watch.timeout and waited > watch.timeout:
+        if timeout and waited > timeout and _is_noticed(watch, waited - timeout):
             raise StallError(
                 f"rank {record.rank} waited {waited:.1f} s for the other ranks, and the timeout of its group is "
-                f"{watch.timeout:g} s. Find out why they do not come, or pass a longer timeout= where the group is made"
+                f"{timeout:g} s. Find out why they do not come, or pass a longer timeout= where the group is made"
             )
         observed = now - record.looked / 1e9 < limit + patience
         if limit and waited > limit + patience and not observed:
@@ -68,6 +72,14 @@ def wait_until(
                 f"{limit:g} s), and no observer runs on this node that could say which are missing"
             )
         time.sleep(min(max(waited / 32, SHORTEST_PAUSE), LONGEST_PAUSE))
+
+
+def _is_noticed(watch: CommunicatorWatch, late: float) -> bool:
+    """Whether the observer has said for whom this rank waits, or will not: it is gone, or has had time enough."""
+    record = watch.record
+    observed = time.monotonic() - record.looked / 1e9 < SECONDS_FOR_THE_OBSERVER
+    noticed = record.noticed == record.words[watch.board + ENTRY]
+    return noticed or not observed or late > SECONDS_TO_BE_NOTICED
 
 
 def raise_if_stalled(watch: CommunicatorWatch) -> None:

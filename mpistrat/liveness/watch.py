@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from mpistrat.liveness.record import RankRecord
+from mpistrat.liveness.record import TIMEOUT, RankRecord
 
 if TYPE_CHECKING:
     from mpistrat.liveness.revocable_group import RevocableGroup
@@ -27,7 +27,6 @@ class CommunicatorWatch:
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
         revocable_group: of the communicator, where it outlives its ranks; else None.
-        timeout: the most seconds that this rank waits for the others before an error; 0: what the settings say.
     """
 
     record: RankRecord = field(default_factory=_private)
@@ -35,7 +34,6 @@ class CommunicatorWatch:
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
     revocable_group: RevocableGroup | None = None
-    timeout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.board < 0:
@@ -43,6 +41,19 @@ class CommunicatorWatch:
             if board is None:
                 raise ValueError("the record has no board left for another communicator")
             self.board = board
+
+    @property
+    def timeout(self) -> float:
+        """After how many seconds this rank raises a StallError when it waits for the others.
+
+        0: never, and the settings say how long a call may last. Where the user has set nothing, a timeout takes the
+        place of that limit (`RankRecord.limit_of`).
+        """
+        return self.record.words[self.board + TIMEOUT] / 1e9
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.record.words[self.board + TIMEOUT] = int(seconds * 1e9)
 
 
 class WatchedCalls(Protocol):

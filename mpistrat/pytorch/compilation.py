@@ -1,90 +1,16 @@
 """What `torch.compile` leaves alone: where a program communicates it runs as it is written.
 
-Dynamo, the part of torch that reads what it compiles, would else read our functions down to MPI. The decorator of
-torch's own, `torch.compiler.disable`, loads Dynamo, and stands in the way of each call. Here functions get only the
-mark that Dynamo looks for; when Dynamo is loaded, by whomever, it is told to skip their code and all that it calls.
-So calls cost nothing, and torch is not imported here.
+Dynamo would else read our functions down to MPI.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import sys
-from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
-
 from mpistrat.replicas.losses import choose_sum
 from mpistrat.replicas.replica_context import ReplicaContext
+from mpistrat.torch_distributed.compilation import not_compiled, when_dynamo_loads
 from mpistrat.variables.variable import Variable
 
-_DYNAMO = "torch._dynamo"
-_REASON = "mpistrat communicates here; compile what one replica computes between such calls"
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-_skipped: set[CodeType] = set()
-
-
-class _WhenDynamoLoads(importlib.abc.MetaPathFinder):
-    """Calls `actions`, in order, once the process has loaded Dynamo."""
-
-    def __init__(self) -> None:
-        self.has_loaded = _DYNAMO in sys.modules
-        self.actions: list[Callable[[], None]] = []
-        if not self.has_loaded:
-            sys.meta_path.insert(0, self)
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _DYNAMO:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: ModuleType) -> None:
-                execute(module)
-                self.has_loaded = True
-                for action in self.actions:
-                    action()
-
-            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-        return spec
-
-
-_loading = _WhenDynamoLoads()
-
-
-def when_dynamo_loads(action: Callable[[], None]) -> None:
-    """Call `action` before anything is compiled: now, if Dynamo is loaded."""
-    if _loading.has_loaded:
-        action()
-    else:
-        _loading.actions.append(action)
-
-
-def not_compiled(function: _Function) -> _Function:
-    """Have `torch.compile` break its graph at calls of `function`, and compile nothing that it calls. A decorator."""
-    # What torch.compiler.disable() sets.
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
-    assert isinstance(function, FunctionType)
-    code = function.__code__
-    if code not in _skipped:
-        _skipped.add(code)
-        when_dynamo_loads(lambda: _skip(code))
-    return function
-
-
-def _skip(code: CodeType) -> None:
-    from torch._C._dynamo.eval_frame import (
-        _FrameAction,
-        _FrameExecStrategy,
-        set_code_exec_strategy,
-    )
-
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-
+__all__ = ["not_compiled", "when_dynamo_loads"]
 
 for _function in (ReplicaContext.merge_call, ReplicaContext.all_reduce, ReplicaContext.all_gather):
     not_compiled(_function)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from mpistrat import arrays
 from mpistrat.context import current_mode
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
@@ -112,7 +113,7 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
 
 
 def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
-    """RuntimeError if the step would change a parameter that is not mirrored."""
+    """RuntimeError if the step would change a parameter that is neither mirrored nor sharded by torch."""
     parameters = hooks.parameters_of(optimizer)
     found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
     before = _checked.get(optimizer)
@@ -122,7 +123,9 @@ def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
         own = group["params"]
         names = group.get("param_names") or [f"{i} of group {g}" for i in range(len(own))]
         for name, parameter in zip(names, own, strict=True):
-            if parameter.requires_grad and parameter not in reducer.registry:
+            if arrays.is_sharded(parameter):
+                reducer.check_may_be_sharded(name)
+            elif parameter.requires_grad and parameter not in reducer.registry:
                 raise RuntimeError(
                     f"optimizer.step() inside run: parameter {name}, of shape {list(parameter.shape)}, "
                     "was never mirrored, so its replicas would drift apart. Build the module inside "

@@ -22,13 +22,14 @@ class GradientRule:
 
     Attributes:
         name: is no other rule's in this process.
+        is_of_loss: whether a loss has decided it, and not the program's argument.
     """
 
     def __init__(self, gradients: str | None = None) -> None:
         self.name = f"rule {next(_numbers)}"
         self._rule = gradients
         self._decided_by = f"the strategy's argument gradients={gradients!r}"
-        self._has_warned = False
+        self._has_warned = self.is_of_loss = False
 
     def ask_for(self, rule: str, call: str, *, warn: bool) -> None:
         """The loss that `call` has scaled is right with `rule` only: decide it if nothing has.
@@ -37,6 +38,7 @@ class GradientRule:
         """
         if self._rule is None:
             self._rule, self._decided_by = rule, f"{call}, called at {call_site(sys._getframe())}"
+            self.is_of_loss = True
         elif self._rule != rule and warn and not self._has_warned:
             self._has_warned = True
             warnings.warn(

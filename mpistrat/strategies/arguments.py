@@ -15,8 +15,11 @@ def check_strategy_arguments(
     cross_device_ops: CrossDeviceOps | None = None,
     check: str = "always",
     deterministic: bool = False,
+    torch_distributed: bool = False,
 ) -> None:
     """ValueError for arguments of the wrong kind."""
+    if not isinstance(torch_distributed, bool):
+        raise ValueError(f"torch_distributed must be True or False, got {torch_distributed!r:.60}")
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be True or False, got {deterministic!r:.60}")
     if not (isinstance(check, str) and check in CHECKS):

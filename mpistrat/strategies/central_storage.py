@@ -30,7 +30,7 @@ class CentralStorageStrategy(Strategy):
         compute_devices: of this rank's replicas; None is one CPU.
         parameter_device: where variables live; None is the compute device if there is one, else "cpu:0".
         comm: the mpi4py communicator of the ranks that take part; None is all.
-        communication_options, gradients, check: as of `MirroredStrategy`.
+        communication_options, gradients, check, torch_distributed: as of `MirroredStrategy`.
     Raises:
         ValueError: on all ranks, when they are on several nodes.
     """
@@ -44,8 +44,11 @@ class CentralStorageStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         gradients: str | None = None,
         check: str = "always",
+        torch_distributed: bool = False,
     ) -> None:
-        check_strategy_arguments(communication_options, gradients, check=check)
+        check_strategy_arguments(
+            communication_options, gradients, check=check, torch_distributed=torch_distributed
+        )
         wire = communication_options
         if wire is not None and (wire.wire_dtype or wire.wire_format):
             raise ValueError(
@@ -64,15 +67,19 @@ class CentralStorageStrategy(Strategy):
                 "keeps one copy of the parameters)"
             )
         shared = len(devices) == 1
+        name = type(self).__name__
+        communicator = wiring.communicator_of(resolver, check, name)
         group = wiring.agree(
-            type(self).__name__,
+            name,
             topology,
-            wiring.communicator_of(resolver, check, type(self).__name__),
+            communicator,
             devices,
             communication_options,
             gradients,
             shared_parameters=shared,
+            torch_distributed=torch_distributed,
         )
+        wiring.share_default_group(name, lambda: resolver.comm, communicator, torch_distributed)
         extended = wiring.central_storage(
             self,
             group,

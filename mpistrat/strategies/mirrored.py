@@ -25,6 +25,13 @@ def _of_node(communicator: Communicator, node: int) -> Communicator:
     return communicator.split(node)
 
 
+@functools.cache
+def _comm_of_node(node: int) -> MPI.Intracomm:
+    """As `_of_node`, mpi4py's, of all ranks."""
+    world = MPIClusterResolver().comm
+    return world.Split(node, world.rank)
+
+
 class MirroredStrategy(Strategy):
     """Synchronous replicas on one node: the ranks that share this rank's memory.
 
@@ -43,6 +50,7 @@ class MirroredStrategy(Strategy):
             `MultiWorkerMirroredStrategy` does. Takes one replica per rank.
         deterministic: sums over replicas have the same bits however many ranks the replicas are spread over, and
             each rank computes with OMP_NUM_THREADS threads, or with 1. Not with `cross_device_ops`.
+        torch_distributed: as of `MultiWorkerMirroredStrategy`, over the ranks of this node.
     """
 
     def __init__(
@@ -56,15 +64,22 @@ class MirroredStrategy(Strategy):
         check: str = "always",
         deterministic: bool = False,
         shared_parameters: bool = False,
+        torch_distributed: bool = False,
     ) -> None:
         check_strategy_arguments(
-            communication_options, gradients, cross_device_ops, check, deterministic
+            communication_options,
+            gradients,
+            cross_device_ops,
+            check,
+            deterministic,
+            torch_distributed,
         )
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
         communicator = wiring.communicator_of(resolver, check, type(self).__name__)
-        if comm is None and topology.num_nodes > 1:
+        is_part = comm is None and topology.num_nodes > 1
+        if is_part:
             communicator = _of_node(communicator, topology.node)
         group = wiring.agree(
             type(self).__name__,
@@ -75,6 +90,13 @@ class MirroredStrategy(Strategy):
             gradients,
             deterministic=deterministic,
             shared_parameters=shared_parameters,
+            torch_distributed=torch_distributed,
+        )
+        wiring.share_default_group(
+            type(self).__name__,
+            lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
+            communicator,
+            torch_distributed,
         )
         extended = wiring.mirrored(
             self,

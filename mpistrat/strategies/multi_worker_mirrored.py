@@ -43,9 +43,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             element: of others, each rank computes whole steps. Where memory cannot be shared, each rank has its own,
             and a warning says so; and of parameters that lie in one storage, which go on doing so. Takes one replica
             per rank.
+        torch_distributed: torch's default group is over the strategy's ranks: the one that the program has made, else
+            one of the backend "mpistrat", which the strategy makes. What asks torch.distributed, such as torchmetrics,
+            then works over these ranks. Under `mpistrat run` a strategy makes the group without being asked, if there
+            is none.
     Raises:
         TopologyError: on all ranks, when MPI, the launcher and the resolver or TF_CONFIG disagree about ranks.
         ValueError: on all ranks, when the resolver or TF_CONFIG name no task that trains.
+        RuntimeError: on all ranks, with `torch_distributed=True`, when the program's default group is over other ranks.
     """
 
     def __init__(
@@ -59,9 +64,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         check: str = "always",
         deterministic: bool = False,
         shared_parameters: bool = False,
+        torch_distributed: bool = False,
     ) -> None:
         check_strategy_arguments(
-            communication_options, gradients, check=check, deterministic=deterministic
+            communication_options,
+            gradients,
+            check=check,
+            deterministic=deterministic,
+            torch_distributed=torch_distributed,
         )
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
@@ -91,7 +101,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             gradients,
             deterministic=deterministic,
             shared_parameters=shared_parameters,
+            torch_distributed=torch_distributed,
         )
+        wiring.share_default_group(name, lambda: over_mpi.comm, communicator, torch_distributed)
         extended = wiring.mirrored(
             self,
             group,

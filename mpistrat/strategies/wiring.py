@@ -14,6 +14,7 @@ from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.cross_device_ops import CrossDeviceOps
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.options import CommunicationOptions, implementation_of
+from mpistrat.pytorch.metrics import warn_of_metrics_of
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.cross_replica_ops import CrossReplicaOps
 from mpistrat.replicas.extended import Parts
@@ -29,6 +30,7 @@ from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.tracing import trace_ranges
 from mpistrat.strategies.variables import CopyPerNode, CopyPerReplica, PlainVariables
 from mpistrat.topology import Topology
+from mpistrat.torch_distributed import default_group
 from mpistrat.variables.store import VariableStore
 from mpistrat.wire_formats import name_of
 
@@ -53,6 +55,7 @@ def agree(
     *,
     deterministic: bool = False,
     shared_parameters: bool = False,
+    torch_distributed: bool = False,
 ) -> ReplicaGroup:
     """Agree with the other ranks on a strategy of class `what`, and share out the cores and the GPUs.
 
@@ -67,6 +70,7 @@ def agree(
     if shared_parameters:
         _check_shared_parameters(replicas, deterministic, options)
     sharing = ", shared_parameters=True" if shared_parameters else ""
+    sharing += ", torch_distributed=True" if torch_distributed else ""
     wire = "" if options is None or options.wire_format is None else name_of(options.wire_format)
     communicator.barrier(
         label=f"constructor of {what}, gradients={gradients!r}{sharing}, {options} {wire}".rstrip()
@@ -84,6 +88,19 @@ def agree(
     return ReplicaGroup(
         communicator.by(implementation_of(options)), bound, replicas_of_ranks, threads
     )
+
+
+def share_default_group(
+    what: str, comm: Callable[[], Any], communicator: Communicator, asked_for: bool
+) -> None:
+    """With `torch_distributed=True`, and under `mpistrat run`, have torch's default group over a strategy's ranks.
+
+    Called by: every rank of `communicator`.
+    Args: comm: gives mpi4py's communicator of the same ranks; it is asked where the group is wanted.
+    Raises: RuntimeError on all ranks, when it was asked for, and the program's own group is over others.
+    """
+    if asked_for or default_group.is_wanted():
+        default_group.share_default_group(what, comm(), communicator)
 
 
 def _check_shared_parameters(
@@ -167,6 +184,8 @@ def _parts(
     shared_parameters: bool = False,
     contexts: list[ReplicaContext] | None = None,
 ) -> Parts:
+    if group.communicator.size > 1:
+        warn_of_metrics_of(strategy)
     replicas = Replicas(strategy, group, ops, contexts)
     used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
     modules = mirrored_modules(used, shared_parameters)

@@ -34,13 +34,14 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
             LocalCommunicator(), None, native, options.group_id, lambda: None
         )
     else:
-        from mpistrat.torch_distributed.messages import Messages  # here, for it loads mpi4py
-
         pool, used = pools.take(rank, ranks)
-        watch = used.collectives.contract.watch
-        messages = Messages(used.messages, watch) if watch is not None else None
         group = MpistratProcessGroup(
-            used.collectives, messages, native, options.group_id, lambda: pool.give_back(used)
+            used.collectives,
+            used.messages,
+            native,
+            options.group_id,
+            lambda: pool.give_back(used),
+            base().cpu_share,
         )
     group.set_timeout(options.timeout)
     return group

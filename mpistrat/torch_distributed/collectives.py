@@ -8,40 +8,43 @@ from typing import Any
 import torch
 
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.torch_distributed.reductions import combination_of, operand
-from mpistrat.torch_distributed.tensors import flat, read, unflatten, written
+from mpistrat.torch_distributed.tensors import by_dtype, flat, read, unflatten, written
 
 
 class Collectives:
     """Every method is collective over the ranks of `communicator`. Tensors, and `op`, are as in `torch.distributed`.
 
     Raises: CollectiveMismatchError on all ranks where they call different collectives, or with tensors that differ.
+        TypeError or ValueError on one rank for what it alone finds wrong: the caller has the other ranks hear of it.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
+        # Of lists of tensors, whose elements move as those of one: one buffer before, another after.
+        self._buffers = RecycledBuffers(kept=2)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
         for tensor in tensors:
             if tensor.is_sparse:
                 self._all_reduce_sparse(tensor, op)
                 continue
-            with self.communicator.raising_together():
-                how = combination_of(op, tensor.dtype, self._size)
+            how = combination_of(op, tensor.dtype, self._size)
             with operand(tensor, how) as buffer:
                 self.communicator.all_reduce(buffer, how.reduction)
 
     def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """One message for all tensors, which are of one dtype."""
-        buffer = flat(tensors)
-        self.all_reduce([buffer], op)
-        unflatten(buffer, tensors)
+        """One message for all tensors of a dtype."""
+        for alike in by_dtype(tensors):
+            buffer = flat(alike, self._buffers)
+            self.all_reduce([buffer], op)
+            unflatten(buffer, alike)
 
     def reduce(self, tensors: Sequence[torch.Tensor], op: Any, root: int) -> None:
         for tensor in tensors:
-            with self.communicator.raising_together():
-                how = combination_of(op, tensor.dtype, self._size)
+            how = combination_of(op, tensor.dtype, self._size)
             own = tensor
             if self._rank != root and how.changes_operands:
                 own = tensor.detach().clone()  # the others' tensors stay as they are
@@ -68,8 +71,9 @@ class Collectives:
     ) -> None:
         """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
         for outs, tensor in zip(lists, tensors, strict=True):
+            self._check_one_a_rank("all_gather", outs)
             if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
-                gathered = tensor.new_empty((self._size, *tensor.shape))
+                gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
                 self.communicator.all_gather_into(read(tensor), gathered)
                 parts: Sequence[torch.Tensor] = gathered.unbind()
             else:
@@ -81,13 +85,16 @@ class Collectives:
         self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], root: int
     ) -> None:
         """The lists are empty but on rank `root`."""
+        here = self._rank == root
         for i, tensor in enumerate(tensors):
+            if here:
+                self._check_one_a_rank("gather", lists[i])
             rows = read(tensor).reshape(1, -1)
-            here = self._rank == root
             gathered = rows.new_empty((self._size if here else 0, rows.shape[1]))
             sent = [int(rank == root) for rank in range(self._size)]
             received = [int(here)] * self._size
-            self.communicator.all_to_all(rows, gathered, sent, received, label=f"gather to {root}")
+            label = f"gather of {tuple(tensor.shape)} to {root}"
+            self.communicator.all_to_all(rows, gathered, sent, received, label=label)
             if here:
                 for out, part in zip(lists[i], gathered, strict=True):
                     out.detach().copy_(part.view(out.shape))
@@ -96,8 +103,11 @@ class Collectives:
         self, outs: Sequence[torch.Tensor], lists: Sequence[Sequence[torch.Tensor]], root: int
     ) -> None:
         """The lists are empty but on rank `root`."""
+        here = self._rank == root
         for i, out in enumerate(outs):
-            here = self._rank == root
+            if here:
+                self._check_one_a_rank("scatter", lists[i])
+            label = f"scatter of {tuple(out.shape)} from {root}"
             with written(out) as buffer:
                 received = buffer.view(1, -1)
                 rows = received[:0]
@@ -105,13 +115,10 @@ class Collectives:
                     rows = torch.stack([part.detach().reshape(-1) for part in lists[i]])
                 sent = [int(here)] * self._size
                 counts = [int(rank == root) for rank in range(self._size)]
-                self.communicator.all_to_all(
-                    rows, received, sent, counts, label=f"scatter from {root}"
-                )
+                self.communicator.all_to_all(rows, received, sent, counts, label=label)
 
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
-        with self.communicator.raising_together():
-            how = combination_of(op, tensor.dtype, self._size)
+        how = combination_of(op, tensor.dtype, self._size)
         source = read(tensor)
         if how.factor is not None:
             source = source * how.factor
@@ -135,10 +142,11 @@ class Collectives:
     ) -> None:
         """Rank r's `out` is the combination of the r-th tensors of all ranks' lists."""
         for out, parts in zip(outs, lists, strict=True):
+            self._check_one_a_rank("reduce_scatter", parts)
             if len({part.numel() for part in parts}) == 1:
-                self.reduce_scatter_single(out, flat(parts), op)
+                self.reduce_scatter_single(out, flat(parts, self._buffers), op)
                 continue
-            whole = flat(parts)
+            whole = flat(parts, self._buffers)
             self.all_reduce([whole], op)
             own = whole.split([part.numel() for part in parts])[self._rank]
             out.detach().copy_(own.view(out.shape))
@@ -148,16 +156,18 @@ class Collectives:
     ) -> None:
         """Rows of `tensor` go to ranks as `sent` says; without numbers, equal parts."""
         with written(out) as buffer:
-            with self.communicator.raising_together():
-                sent = sent or _equal_parts(tensor, self._size, "input")
-                received = received or _equal_parts(out, self._size, "output")
+            sent = sent or _equal_parts(tensor, self._size, "input")
+            received = received or _equal_parts(out, self._size, "output")
             self.communicator.all_to_all(read(tensor), buffer, list(sent), list(received))
 
     def all_to_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """The r-th tensor goes to rank r; the shapes may differ."""
-        buffer = tensors[0].new_empty(sum(out.numel() for out in outs))
+        self._check_one_a_rank("all_to_all", outs)
+        self._check_one_a_rank("all_to_all", tensors)
+        length = sum(out.numel() for out in outs)
+        buffer = self._buffers.empty((length,), tensors[0].dtype)
         self.communicator.all_to_all(
-            flat(tensors),
+            flat(tensors, self._buffers),
             buffer,
             [tensor.numel() for tensor in tensors],
             [out.numel() for out in outs],
@@ -168,19 +178,25 @@ class Collectives:
         self.communicator.barrier()
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
-        with self.communicator.raising_together():
-            if getattr(op, "op", op).name not in ("SUM", "AVG"):
-                raise ValueError(
-                    f"sparse tensors can be summed alone, got ReduceOp.{getattr(op, 'op', op).name}"
-                )
+        name = getattr(op, "op", op).name
+        if name not in ("SUM", "AVG"):
+            raise ValueError(f"sparse tensors have ReduceOp.SUM and AVG, got ReduceOp.{name}")
         own = tensor.detach().coalesce()
         indices = self.communicator.all_gather(own.indices().contiguous(), label="indices")
         values = self.communicator.all_gather(own.values().contiguous(), label="values")
         total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape)
         total = total.coalesce()
-        if getattr(op, "op", op).name == "AVG":
+        if name == "AVG":
             total = total / self._size
-        tensor.detach().copy_(total)
+        with torch.no_grad():
+            tensor.copy_(total)  # not into detach(): that would have indices of its own
+
+    def _check_one_a_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(
+                f"rank {self._rank}: {call} over {self._size} ranks needs a list with a tensor for each, got "
+                f"{len(tensors)}"
+            )
 
 
 def _equal_parts(tensor: torch.Tensor, size: int, which: str) -> list[int]:

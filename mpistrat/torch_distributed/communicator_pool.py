@@ -18,6 +18,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.construction import new_communicator
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.torch_distributed.messages import Messages, Traffic
 
 _LARGEST_TAG = 32767  # that every MPI has
 
@@ -29,12 +30,19 @@ class GroupCommunicators:
     Attributes:
         number: among those of the same ranks; equal on all of them.
         collectives: for its collectives.
-        messages: for its messages.
+        messages: for its messages; None where there are no others.
     """
 
     number: int
     collectives: Communicator
-    messages: MPI.Intracomm
+    messages: Messages | None = None
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Of messages; None: another group cannot use this, as calls of the last one are under way."""
+        if self.messages is None or self.collectives.contract.is_abandoned:
+            return None
+        return self.messages.traffic
 
 
 @dataclass(eq=False)
@@ -47,19 +55,27 @@ class _Pool:
 
     def take(self) -> GroupCommunicators:
         """Collective over the ranks."""
-        usable = {n for n, each in self.free.items() if not each.collectives.contract.is_abandoned}
-        common = set.intersection(*self.comm.allgather(usable))
-        if common:
-            return self.free.pop(min(common))
+        if self.comm.size == 1:
+            return GroupCommunicators(0, LocalCommunicator())
+        everyone = self.comm.allgather({n: used.traffic for n, used in self.free.items()})
+        for number in sorted(set.intersection(*map(set, everyone))):
+            if _is_at_rest([each[number] for each in everyone]):
+                return self.free.pop(number)
         self.made += 1
-        collectives = LocalCommunicator() if self.comm.size == 1 else None
-        return GroupCommunicators(
-            self.made, collectives or new_communicator(self.comm.Dup()), self.comm.Dup()
-        )
+        collectives = new_communicator(self.comm.Dup())
+        messages = Messages(self.comm.Dup(), collectives.contract.watch)  # type: ignore[arg-type]
+        return GroupCommunicators(self.made, collectives, messages)
 
     def give_back(self, used: GroupCommunicators) -> None:
         """Not collective."""
         self.free[used.number] = used
+
+
+def _is_at_rest(everyone: Sequence[Traffic | None]) -> bool:
+    """Whether nothing is under way between the ranks: a message of one group must not reach the next."""
+    known = [traffic for traffic in everyone if traffic is not None]
+    on_their_way = sum(traffic.sent - traffic.received for traffic in known)
+    return len(known) == len(everyone) and not on_their_way
 
 
 class CommunicatorPools:

@@ -8,11 +8,13 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
-import datetime
+import atexit
+import os
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -22,11 +24,17 @@ from mpistrat.errors import StallError
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.settings import stall_seconds
-from mpistrat.torch_distributed.tensors import read
-from mpistrat.torch_distributed.work import DoneWork
+from mpistrat.torch_distributed.tensors import read, room_for
+from mpistrat.torch_distributed.work import UnfinishedWork
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
+
+
+class Traffic(NamedTuple):
+    """How many messages a rank has sent over a communicator, and how many it has received."""
+
+    sent: int
+    received: int
 
 
 class Messages:
@@ -34,56 +42,96 @@ class Messages:
 
     Args:
         comm: of the group's ranks, in its order. Messages of other groups do not mix with those of this one.
-        watch: of the group; its timeout limits how long a message may take, as MPISTRAT_STALL_SECONDS does.
+        watch: of the group.
+
+    Attributes:
+        timeout: the most seconds that a message may take; 0: as MPISTRAT_STALL_SECONDS says, which may be less.
+        traffic: since `comm` was made; None while a message is on its way.
     """
 
     def __init__(self, comm: MPI.Intracomm, watch: CommunicatorWatch) -> None:
+        self.timeout = 0.0
         self._comm, self._watch = comm, watch
         self._largest_tag = comm.Get_attr(MPI.TAG_UB) or 32767
+        self._unfinished: set[Message] = set()
+        self._sent = self._received = 0
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> MessageWork:
-        """Begin to send `tensor` to `rank` of the group. It must not be changed until the result's `wait` returns."""
-        self._check(tag)
+    @property
+    def traffic(self) -> Traffic | None:
+        on_their_way = [message for message in list(self._unfinished) if not message.test()]
+        return None if on_their_way else Traffic(self._sent, self._received)
+
+    def send(
+        self, tensor: torch.Tensor, rank: int, tag: int, failed: Callable[[UnfinishedWork], None]
+    ) -> Message:
+        """Begin to send `tensor` to `rank` of the group. It must not be changed until the result's `wait` returns.
+
+        Args: failed: as of `UnfinishedWork`.
+        """
+        self._check(tensor, tag)
         buffer = read(tensor)
         request = self._comm.Isend([bytes_of(buffer), MPI.BYTE], rank, tag)
+        self._sent += 1
         what = f"send({describe(tensor)}) to rank {rank}, tag {tag}"
-        return MessageWork(self, request, tensor, buffer, what)
+        return Message(self, request, tensor, buffer, what, failed)
 
-    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int) -> MessageWork:
+    def receive(
+        self,
+        tensor: torch.Tensor,
+        rank: int | None,
+        tag: int,
+        failed: Callable[[UnfinishedWork], None],
+    ) -> Message:
         """Begin to receive into `tensor` from `rank` of the group, or, with None, from any rank."""
-        self._check(tag)
-        own = tensor.detach()
-        buffer = own if own.is_contiguous() else torch.empty_like(own).contiguous()
+        self._check(tensor, tag)
+        buffer = room_for(tensor)
         source = MPI.ANY_SOURCE if rank is None else rank
         request = self._comm.Irecv([bytes_of(buffer), MPI.BYTE], source, tag)
+        self._received += 1
         whom = "any rank" if rank is None else f"rank {rank}"
         what = f"recv({describe(tensor)}) from {whom}, tag {tag}"
-        return MessageWork(self, request, tensor, buffer, what, receives=True)
+        return Message(self, request, tensor, buffer, what, failed, receives=True)
 
-    def wait_for(self, work: MessageWork, seconds: float = 0.0) -> None:
-        """Raises: StallError if the message does not come through in time."""
-        limits = [limit for limit in (seconds, stall_seconds(), self._watch.timeout) if limit]
-        limit = min(limits, default=0.0)
+    def begun(self, message: Message) -> None:
+        self._unfinished.add(message)
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            _progress.add(message)
+        else:  # messages move while the program waits for them, or begins others
+            for earlier in list(self._unfinished):
+                earlier.test()
+
+    def ended(self, message: Message) -> None:
+        self._unfinished.discard(message)
+
+    def wait_for(self, message: Message, seconds: float) -> None:
+        """Raises: StallError if the message does not come through in time; 0 `seconds`: the usual one."""
+        limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
+        limit = min(filter(None, limits), default=0.0)
         started = time.monotonic()
 
         def arrived() -> bool:
-            if work.test():
+            if message.test():
                 return True
             if limit and time.monotonic() - started > limit:
                 raise StallError(
-                    f"rank {self._comm.rank} waited {limit:g} s in {work.what}, at {work.called_at}. Does the other "
-                    "rank make the matching call, with this tag and group? It may be stuck, or have sent it elsewhere"
+                    f"rank {self._comm.rank} waited {limit:g} s in {message.what}, at {message.called_at}. Does the "
+                    "other rank make the matching call, with this tag and group? It may be stuck, or have sent it "
+                    "elsewhere"
                 )
             return False
 
         wait_until(arrived, self._watch)
 
-    def _check(self, tag: int) -> None:
+    def _check(self, tensor: torch.Tensor, tag: int) -> None:
         if not 0 <= tag <= self._largest_tag:
             raise ValueError(f"tag must be from 0 to {self._largest_tag}, got {tag}")
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"messages are dense tensors, got one of layout {tensor.layout}: send its indices and values"
+            )
 
 
-class MessageWork(DoneWork):
+class Message(UnfinishedWork):
     """A message on its way.
 
     Attributes:
@@ -98,49 +146,45 @@ class MessageWork(DoneWork):
         tensor: torch.Tensor,
         buffer: torch.Tensor,
         what: str,
+        failed: Callable[[UnfinishedWork], None],
         *,
         receives: bool = False,
     ) -> None:
-        super().__init__([tensor])
+        super().__init__([tensor], failed)
         self.what, self.called_at = what, call_site(sys._getframe(2))
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
-        self._error: Exception | None = None
-        self._ended = False
         if not self.test():
-            _progress.add(self)
+            messages.begun(self)
 
     def test(self) -> bool:
         """Whether the message has come through, or failed. Any thread may call this."""
-        if self._ended:
+        if self._done.done():
             return True
+        error: Exception | None = None
         with self._lock:
-            if not self._ended:
-                try:
-                    if self._request.Test(self._status):
-                        if self._receives:
-                            self._take()
-                        self._ended = True
-                except Exception as error:
-                    self._error, self._ended = error, True
-        return self._ended
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if not self.test():
-            self._messages.wait_for(self, max(0.0, timeout.total_seconds()) if timeout else 0.0)
-        if self._error is not None:
-            raise self._error
+            if self._done.done():
+                return True
+            try:
+                if not self._request.Test(self._status):
+                    return False
+                if self._receives:
+                    self._take()
+            except MPI.Exception as failure:
+                error = self._explained(failure)
+            except Exception as failure:
+                error = failure
+            self._messages.ended(self)
+            self.end(error)
         return True
 
     def is_completed(self) -> bool:
         return self.test()
 
-    def exception(self) -> BaseException | None:
-        return self._error
-
     def get_future(self) -> torch.futures.Future[Any]:
-        self.wait()
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            self.wait()  # nobody else would make progress
         return super().get_future()
 
     def source_rank(self) -> int:
@@ -148,54 +192,74 @@ class MessageWork(DoneWork):
 
     _source_rank = source_rank
 
+    def _wait_until_done(self, seconds: float) -> None:
+        if not self.test():
+            self._messages.wait_for(self, seconds)
+
     def _take(self) -> None:
         """Raises: ValueError if another number of bytes has come than fits."""
         nbytes = self._status.Get_elements(MPI.BYTE)
         if nbytes != self._buffer.nbytes:
-            raise ValueError(
-                f"{self.what}, at {self.called_at}: {self._buffer.nbytes} bytes were expected, rank "
-                f"{self._status.Get_source()} sent {nbytes}. Both ranks must give the same shape and dtype"
-            )
+            raise self._misfit(f"{nbytes} bytes")
         (tensor,) = self.result()
         if self._buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(self._buffer)
+
+    def _explained(self, error: MPI.Exception) -> Exception:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return self._misfit("more")
+        return RuntimeError(f"{self.what}, at {self.called_at}: {error}")
+
+    def _misfit(self, came: str) -> ValueError:
+        return ValueError(
+            f"{self.what}, at {self.called_at}: {self._buffer.nbytes} bytes were expected, rank "
+            f"{self._status.Get_source()} sent {came}. Both ranks must give the same shape and dtype"
+        )
 
 
 class _Progress:
     """A thread that tests the messages on their way; it sleeps while there are none."""
 
     def __init__(self) -> None:
-        self._works: list[MessageWork] = []
+        self._messages: list[Message] = []
         self._added = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._stopped, self._pid = False, os.getpid()
 
-    def add(self, work: MessageWork) -> None:
-        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-            return  # messages move while the program waits for them
+    def add(self, message: Message) -> None:
         with self._added:
-            self._works.append(work)
+            self._messages.append(message)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="mpistrat messages", daemon=True
                 )
                 self._thread.start()
+                atexit.register(self._stop)
             self._added.notify()
+
+    def _stop(self) -> None:
+        """Before MPI_Finalize, which a thread inside MPI may keep from returning."""
+        with self._added:
+            self._stopped = True
+            self._added.notify()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join()
 
     def _run(self) -> None:
         pause = SHORTEST_PAUSE
         while True:
             with self._added:
-                while not self._works:
+                while not (self._messages or self._stopped):
                     self._added.wait()
                     pause = SHORTEST_PAUSE
-                works = list(self._works)
-            if MPI.Is_finalized():
+                messages = list(self._messages)
+            if self._stopped:
                 return
-            ended = {work for work in works if work.test()}
+            ended = {message for message in messages if message.test()}
             pause = SHORTEST_PAUSE if ended else min(2 * pause, LONGEST_PAUSE)
             with self._added:
-                self._works = [work for work in self._works if work not in ended]
-            del works, ended
+                self._messages = [message for message in self._messages if message not in ended]
+            del messages, ended
             time.sleep(pause)
 
 

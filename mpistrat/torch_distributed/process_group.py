@@ -7,9 +7,13 @@ collectives do, through trampolines (torch/csrc/distributed/c10d/PyProcessGroup.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import math
+import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +23,17 @@ from torch._C import _distributed_c10d as c10d
 
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.contract.joint_errors import is_raised_by_all
 from mpistrat.liveness.call_site import outside
+from mpistrat.torch_distributed.after_backward import (
+    CallsAfterBackward,
+    WaitingWork,
+    inside_backward,
+)
 from mpistrat.torch_distributed.collectives import Collectives
+from mpistrat.torch_distributed.compilation import not_compiled
 from mpistrat.torch_distributed.native import NativeGroups
-from mpistrat.torch_distributed.work import DoneWork, PendingWork, Steps
+from mpistrat.torch_distributed.work import DoneWork, Steps, UnfinishedWork, end_job_for
 
 if TYPE_CHECKING:
     from mpistrat.torch_distributed.messages import Messages
@@ -38,7 +49,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     A call that the program waits for runs on its own thread. One that it does not wait for (`async_op=True`, DDP's
     buckets) runs on a communication thread, after those before it; a call that the program waits for lets these end
-    first. So the calls of a group are in the program's order, which is the same on all ranks.
+    first. So the calls of a group are in the program's order, which is the same on all ranks. Where the ranks of a node
+    have no core to spare for such a thread, calls of a backward() wait for its end.
 
     Args:
         communicator: nobody else uses it.
@@ -46,6 +58,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native: for accelerators.
         name: torch's name of the group.
         give_back: called once, when the group is destroyed and its calls have ended.
+        cpu_share: the CPUs that this rank has, as `machine.cpu_share` shares them out.
     """
 
     def __init__(
@@ -55,16 +68,20 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native: NativeGroups,
         name: str,
         give_back: Callable[[], None],
+        cpu_share: float = math.inf,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._communicator, self._messages, self._native = communicator, messages, native
         self._name, self._give_back = name, give_back
+        self._cpu_share = cpu_share
         self._collectives = Collectives(communicator)
-        self._order = threading.RLock()
+        self._order = threading.RLock()  # of the calls of several threads of the program
         self._thread: CommunicationThread | None = None
-        self._pending: list[PendingWork] = []
-        self._coalesced: list[Any] | None = None
+        self._after_backward = CallsAfterBackward()
+        self._failed: list[UnfinishedWork] = []  # whose errors nobody has asked for so far
+        self._coalesced: list[DoneWork] | None = None
         self._is_shut_down = False
+        self._pid = os.getpid()
 
     # What torch asks of a group. Without the properties, DeviceMesh and functional collectives find no group.
 
@@ -94,11 +111,19 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     getRank, getSize = rank, size  # noqa: N815
 
+    def _get_backend(self, device: torch.device) -> MpistratProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks."""
+        seconds = max(0.0, timeout.total_seconds())
         watch = self._communicator.contract.watch
         if watch is not None:
-            watch.timeout = max(0.0, timeout.total_seconds())
+            watch.timeout = seconds
+        if self._messages is not None:
+            self._messages.timeout = seconds
 
     _set_default_timeout = set_timeout
 
@@ -109,12 +134,19 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._is_shut_down = True
         self._native.shut_down()
         if self._thread is not None:
+            self._after_backward.make()
+            self._thread.wait_until_idle()
             self._thread.end()
-        self._raise_unobserved()
         self._give_back()
+        self._raise_unobserved()
 
     def abort(self) -> None:
-        self.shutdown()
+        """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
+        self._is_shut_down = True
+        atexit.unregister(self._end_job_if_unobserved)
+        self._after_backward.leave()
+        if self._thread is not None:
+            self._thread.end()
 
     # Collectives
 
@@ -273,14 +305,14 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native = self._native_of(tensors)
         if native is not None:
             return native.send(tensors, rank, tag)
-        return self._collect(self._peers().send(tensor, rank, tag))
+        return self._collect(self._peers().send(tensor, rank, tag, self._note_failure))
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         native = self._native_of(tensors)
         if native is not None:
             return native.recv(tensors, rank, tag)
-        return self._collect(self._peers().receive(tensor, rank, tag))
+        return self._collect(self._peers().receive(tensor, rank, tag, self._note_failure))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, None, tag)
@@ -297,7 +329,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         if device.type != "cpu":
             return self._native.of(device)._end_coalescing()
         works, self._coalesced = self._coalesced or [], None
-        return Steps(works, [tensor for work in works for tensor in work.result()])
+        return Steps(works)
 
     def _collect(self, work: DoneWork) -> DoneWork:
         if self._coalesced is not None:
@@ -308,40 +340,88 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self, opts: Any, result: Sequence[torch.Tensor], call: Callable[..., None], *operands: Any
     ) -> DoneWork:
         """Make a call here, or on the communication thread if the program does not wait for it."""
+        self._check_usable()
+        # A program that calls a group's own method, without options, waits for the result.
+        waits = not getattr(opts, "asyncOp", True) or self._after_backward.is_making()
+        if waits or not self._communicator.thread_multiple:
+            if self._thread is not None:
+                self._after_backward.make()
+                self._thread.wait_until_idle()
+            self._make(call, operands)
+            return self._collect(DoneWork(result))
+        with self._order:
+            if self._thread is None:
+                self._thread = CommunicationThread(self._communicator)
+        holds = (
+            self._after_backward.is_worth_it and self._has_no_core_to_spare() and inside_backward()
+        )
+        work = (
+            WaitingWork(result, self._note_failure, self._after_backward.make)
+            if holds
+            else UnfinishedWork(result, self._note_failure)
+        )
+
+        def make() -> None:
+            try:
+                self._make(call, operands)
+            except BaseException as error:
+                work.end(error)
+            else:
+                work.end(None)
+
+        frame = outside(sys._getframe(2))
+        if holds:
+            self._after_backward.add(make, self._thread, frame)
+        else:
+            self._thread.submit(make, frame)
+        return self._collect(work)
+
+    def _has_no_core_to_spare(self) -> bool:
+        """Whether a communication thread would take a core from the program, and for nothing but memory."""
+        return self._communicator.on_one_node and self._cpu_share < torch.get_num_threads() + 1
+
+    def _make(self, call: Callable[..., None], operands: Sequence[Any]) -> None:
+        """What this rank alone finds wrong with a call, the others hear of: they are in it, or will be."""
+        with self._order:
+            try:
+                call(*operands)
+            except Exception as error:
+                if is_raised_by_all(error) or self._communicator.contract.is_abandoned:
+                    raise
+                self._communicator.raise_together(error)
+
+    def _check_usable(self) -> None:
+        """Raises: RuntimeError where no call can be made; the error of an earlier call that nobody waited for."""
         if self._is_shut_down:
             raise RuntimeError(
                 f"rank {self.rank()}: the process group {self._name!r} was destroyed"
             )
-        if self._pending:
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"the process group {self._name!r} was used in a forked child of rank {self.rank()}; MPI belongs to "
+                "the parent: return what the child computed, and communicate there"
+            )
+        if self._failed:
             self._raise_unobserved()
-        # A program that calls a group's own method, without options, waits for the result.
-        waits = not getattr(opts, "asyncOp", True)
-        if waits or not self._communicator.thread_multiple:
-            if self._thread is not None:
-                self._thread.wait_until_idle()
-            with self._order:
-                call(*operands)
-            return self._collect(DoneWork(result))
-        if self._thread is None:
-            self._thread = CommunicationThread(self._communicator)
 
-        def work() -> None:
-            with self._order:
-                call(*operands)
-
-        done = self._thread.submit(work, outside(sys._getframe(2)))
-        pending = PendingWork(done, result)
-        self._pending.append(pending)
-        self._collect(pending)
-        return pending
+    def _note_failure(self, work: UnfinishedWork) -> None:
+        if not self._failed and not self._is_shut_down:
+            atexit.register(self._end_job_if_unobserved)
+        self._failed.append(work)
 
     def _raise_unobserved(self) -> None:
         """Raise the error of an earlier call that nobody waited for."""
-        ended = [work for work in self._pending if work.is_completed()]
-        self._pending = [work for work in self._pending if work not in ended]
-        for work in ended:
-            if not work.observed and work.exception() is not None:
+        while self._failed:
+            work = self._failed.pop(0)
+            if not work.observed:
                 work.wait()
+
+    def _end_job_if_unobserved(self) -> None:
+        """At exit."""
+        try:
+            self._raise_unobserved()
+        except Exception as error:
+            end_job_for(error)
 
     def _barrier(self, timeout: datetime.timedelta | None) -> None:
         watch = self._communicator.contract.watch
@@ -361,6 +441,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         return None if device.type == "cpu" else self._native.of(device)
 
     def _peers(self) -> Messages:
+        self._check_usable()
         if self._messages is None:
             raise RuntimeError("a group of one rank has nobody to send to, or to receive from")
         return self._messages
@@ -368,3 +449,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
 def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+for _member in vars(MpistratProcessGroup).values():
+    if isinstance(_member, types.FunctionType):
+        not_compiled(_member)

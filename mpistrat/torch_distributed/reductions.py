@@ -71,6 +71,10 @@ def _combination(name: str, dtype: torch.dtype, ranks: int) -> Combination:
         if name not in _OPS_OF_BOOLEANS:
             raise TypeError(f"ReduceOp.{name} is for numbers, got a tensor of {dtype}")
         return Combination(reducing(_OPS_OF_BOOLEANS[name]))
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        raise TypeError(
+            f"tensors of {dtype} can be moved, but not combined by ReduceOp.{name}: convert them to bfloat16 first"
+        )
     numeric = dtype.is_floating_point or dtype.is_complex
     if name in ("BAND", "BOR", "BXOR") and numeric:
         raise TypeError(f"ReduceOp.{name} is for integers and booleans, got a tensor of {dtype}")

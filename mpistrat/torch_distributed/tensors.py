@@ -7,27 +7,54 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mpistrat.communicators.recycled_buffers import RecycledBuffers
+
 
 @contextlib.contextmanager
 def written(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A contiguous buffer with the elements of `tensor`; what the block writes into it is in `tensor` afterwards."""
     own = tensor.detach()
-    if own.is_contiguous():
-        yield own
-        return
-    buffer = own.contiguous()
+    buffer = _plain(own)
     yield buffer
-    own.copy_(buffer)
+    if buffer is not own:
+        own.copy_(buffer)
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous buffer with the elements of `tensor`, to read: the tensor's own memory where that is contiguous."""
-    return tensor.detach().contiguous()
+    return _plain(tensor.detach())
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all, one after the other, in a buffer of one dimension."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
+    own = tensor.detach()
+    if _is_plain(own):
+        return own
+    return torch.empty_like(own, memory_format=torch.contiguous_format)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its elements in order, as that of a transposed or conjugated view does not."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each dtype, in the order in which the dtypes come."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.dtype, []).append(tensor)
+    return list(alike.values())
+
+
+def flat(tensors: Sequence[torch.Tensor], buffers: RecycledBuffers) -> torch.Tensor:
+    """The elements of all, which have one dtype, one after the other, in one of `buffers`."""
+    flattened = [tensor.detach().reshape(-1) for tensor in tensors]
+    buffer = buffers.empty((sum(map(len, flattened)),), tensors[0].dtype)
+    return torch.cat(flattened, out=buffer)
 
 
 def unflatten(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import concurrent.futures
 import datetime
 import io
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,46 +53,53 @@ class DoneWork(dist.Work):
         return future
 
 
-class PendingWork(DoneWork):
-    """Of a call that a communication thread makes.
+class UnfinishedWork(DoneWork):
+    """Of a call that goes on while the program does.
 
-    Args:
-        done: completed by the thread, with the error of the call, if any. The error is raised by `wait`; where only a
-            future was asked for, as by DDP's buckets, it ends the job: torch does not raise errors of such futures.
+    The error of the call, if any, is raised by `wait`. Where only a future was asked for, as by DDP's buckets, it ends
+    the job: torch does not raise errors of such futures. An error that nobody has asked for goes to `failed`.
+
+    Args: failed: called with this work if its call has failed, on any thread.
+
+    Attributes:
+        observed: whether somebody has got the error, or will.
     """
 
     def __init__(
-        self, done: concurrent.futures.Future[None], result: Sequence[torch.Tensor] = ()
+        self, result: Sequence[torch.Tensor], failed: Callable[[UnfinishedWork], None]
     ) -> None:
         super().__init__(result)
-        self._done = done
-        self.observed = False  # whether somebody has got the error, or will
+        self.observed = False
+        self._failed = failed
+        self._done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def end(self, error: BaseException | None) -> None:
+        """The call has ended, with `error` if it failed."""
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._failed(self)
+            self._done.set_exception(error)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         self.observed = True
-        seconds = timeout.total_seconds() if timeout else 0
-        try:
-            self._done.result(seconds if seconds > 0 else None)
-        except concurrent.futures.TimeoutError:
-            if self._done.done():
-                raise
-            raise StallError(
-                f"the call had not ended when Work.wait(timeout={seconds:g} s) gave up"
-            ) from None
+        seconds = timeout.total_seconds() if timeout else 0.0
+        self._wait_until_done(max(0.0, seconds))
+        self._done.result()
         return True
 
     def is_completed(self) -> bool:
         return self._done.done()
 
     def exception(self) -> BaseException | None:
-        if not self._done.done():
+        if not self.is_completed():
             return None
         self.observed = True
         return self._done.exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
         self.observed = True
+        future: torch.futures.Future[Any] = torch.futures.Future()
 
         def complete(done: concurrent.futures.Future[None]) -> None:
             error = done.exception()
@@ -103,21 +110,35 @@ class PendingWork(DoneWork):
         self._done.add_done_callback(complete)
         return future
 
+    def _wait_until_done(self, seconds: float) -> None:
+        """Raises: StallError if the call has not ended after `seconds`; 0: no limit."""
+        if not concurrent.futures.wait([self._done], seconds or None).done:
+            raise StallError(
+                f"the call had not ended when Work.wait(timeout={seconds:g} s) gave up"
+            )
+
 
 class Steps(DoneWork):
     """Several works as one, which has ended when all have."""
 
-    def __init__(self, works: Sequence[dist.Work], result: Sequence[torch.Tensor]) -> None:
-        super().__init__(result)
+    def __init__(self, works: Sequence[DoneWork]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()])
         self._works = works
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         for work in self._works:
-            work.wait()
+            work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for work in self._works if (e := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda _: self._result)
 
 
 def end_job_for(error: BaseException) -> None:

@@ -9,11 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpistrat.tools.bench.arguments import TORCH_CALLS
 from support.harness.mpi_launcher import Launcher
 
 TOP = Path(__file__).parents[2]
 BENCH = ("-m", "mpistrat.tools.bench")
-PEERS = ["raw MPI, flat buffer", "raw MPI, .grad in the buffer", "DDP, gloo"]
+PEERS = [
+    *("raw MPI, flat buffer", "raw MPI, .grad in the buffer", "DDP, gloo", "FSDP2, gloo"),
+    *("DDP, mpistrat", "FSDP2, mpistrat"),
+]
 
 
 def test_train(launcher: Launcher, tmp_path: Path) -> None:
@@ -93,6 +97,9 @@ def test_compare_training_steps(launcher: Launcher, tmp_path: Path) -> None:
     ours, alone = rows["mpistrat"]["loss"], rows["one rank alone"]["loss"]
     assert all(rows[name]["loss"] == pytest.approx(ours, rel=1e-4) for name in PEERS)
     assert alone != pytest.approx(ours, rel=1e-4)
+    for name in ("DDP", "FSDP2"):
+        ratio = rows[f"{name}, mpistrat"]["ms"] / rows[f"{name}, gloo"]["ms"]
+        assert rows[f"{name}, mpistrat"]["this / gloo"] == pytest.approx(ratio)
     assert set(content["left_out"]) <= {"Horovod", "TensorFlow"}
     for name, reason in content["left_out"].items():
         assert f"{name}: skipped, {reason}" in job.stdout
@@ -113,6 +120,21 @@ def test_compare_sums(launcher: Launcher, tmp_path: Path) -> None:
     assert [row["bytes"] for row in rows] == [1 << 16, 1 << 20]
     assert all(row["wrong"] == 0 and row["gloo / window"] > 0 for row in rows)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_calls_of_torch(launcher: Launcher, tmp_path: Path) -> None:
+    """Every call is right on both backends, with tensors that the ranks do not divide too."""
+    file = tmp_path / "rows.json"
+    job = launcher.run_python(
+        3,
+        *(*BENCH, "compare", "torch", "--size", "8", "100K", "--rounds", "1", "--json", file),
+        seconds=90,
+        forked=True,
+    )
+    assert job.returncode == 0, job.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["call"] for row in rows] == [call for call in TORCH_CALLS for _ in range(2)]
+    assert all(row["wrong"] == 0 and row["gloo / mpistrat"] > 0 for row in rows)
 
 
 def test_input(launcher: Launcher, tmp_path: Path) -> None:
@@ -137,7 +159,7 @@ def test_input(launcher: Launcher, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long("It starts 19 programs one after another.")
+@pytest.mark.long("It starts 20 programs one after another.")
 @pytest.mark.time_limit(300)
 def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
     """What scripts/benchmark starts once there are environments."""
@@ -152,6 +174,7 @@ def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
         "collectives",
         "training_step",
         "checkpoints",
+        "torch",
         "mlp",
         "train-mlp",
     }

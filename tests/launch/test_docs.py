@@ -32,6 +32,12 @@ ROWS = "loader = [np.arange(i, i + 4) for i in range(6)]"
 PROGRAMS = {
     "README.md": (2, "", ""),
     "docs/training.md": (2, COMPILED, EQUAL),
+    "docs/torch_distributed_and_strategies.md": (
+        2,
+        "",
+        "assert torch.distributed.get_world_size() == 2",
+    ),
+    "docs/torch_distributed.md": (2, "", "assert dist.get_world_size() == 2"),
     "docs/one_copy.md": (2, "", "assert (total.numpy() == 2).all()"),
     "docs/checkpoints.md": (2, TRAINING, "manager.wait()"),
     "docs/preemption.md": (2, STRATEGY, "assert handler.total_run_calls == STEPS"),

@@ -23,6 +23,7 @@ PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 ENDINGS = PROGRAM.with_name("elastic_endings.py")
 SAVING = PROGRAM.with_name("elastic_saving.py")
 WORKERS = PROGRAM.with_name("elastic_workers.py")
+DEFAULT_GROUP = PROGRAM.with_name("elastic_default_group.py")
 RANKS, EXAMPLES, STEPS_OF_EPOCH, EPOCHS = 4, 96, 6, 4
 SECONDS = 120.0
 # Recovery takes less than a second; a loaded machine may take its time.
@@ -194,6 +195,19 @@ def test_a_rank_is_killed_whose_loader_has_workers(tmp_path: Path) -> None:
     assert job.returncode == 0, job.output
     assert "2 of 3 ranks go on after step 3 without rank 1" in job.output
     assert job.stdout.split() == [str(float(sum(i * i for i in range(48))))] * 2
+    assert job.left_behind == ()
+
+
+@pytest.mark.parametrize(
+    "who",
+    ["strategy", *(pytest.param(who, marks=pytest.mark.slow) for who in ("program", "train"))],
+)
+def test_a_rank_is_killed_of_a_default_group(tmp_path: Path, who: str) -> None:
+    """The others wait for it in a collective of torch.distributed; the next ones are over those that are left."""
+    job = run(tmp_path, 3, DEFAULT_GROUP, who)
+    assert job.returncode == 0, job.output
+    assert "2 of 3 ranks go on after step 3 without rank 1" in job.output
+    assert job.stdout.splitlines() == ["3 3 3 2 2 2"] * 2
     assert job.left_behind == ()
 
 

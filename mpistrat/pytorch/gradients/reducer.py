@@ -129,6 +129,7 @@ class GradientReducer:
         # they may be the top of the heap, which glibc returns to the system: page faults were a quarter of
         # a training step.
         self._spent: list[torch.Tensor] = []
+        self._warned_of_scale = False
         self.steps = 0
         self.optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
             weakref.WeakValueDictionary()
@@ -157,9 +158,12 @@ class GradientReducer:
         replicas, alone = parts.group.num_replicas_in_sync, parts.replicas.count == 1
         synchronizes = id(self) not in _not_synchronizing.get()
         scale, buckets = None, None
-        if synchronizes and parts.rule.decided(f"backward() over {replicas} replicas") == "mean":
-            scale = 1.0 / replicas
         parameters = self.registry.parameters()
+        # What torch has sharded leaves nothing to decide.
+        mirrors = any(parameter is not None for parameter in parameters)
+        call = f"backward() over {replicas} replicas"
+        if synchronizes and mirrors and parts.rule.decided(call) == "mean":
+            scale = 1.0 / replicas
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
@@ -194,6 +198,32 @@ class GradientReducer:
         self._spent = [g for g in gradients if g is not None and g.device.type == "cpu"]
         unsynchronized.clear()
         _install(parameters, reduced, aside)
+
+    def check_may_be_sharded(self, name: str) -> None:
+        """Warn if the gradient of parameter `name`, a DTensor, may be scaled otherwise than those of mirrored ones.
+
+        Raises: RuntimeError if this strategy cannot leave it to torch.
+        """
+        rule = self._parts.rule
+        if rule.is_of_loss and not self._warned_of_scale:
+            self._warned_of_scale = True
+            if self._communicator.rank == 0:
+                warnings.warn(
+                    f"{rule}, but fully_shard leaves the mean of those of parameter {name}, which is sharded. Make the "
+                    'strategy with gradients="mean", and call backward() on the mean over this replica\'s own batch; '
+                    'or with gradients="sum", and call set_gradient_divide_factor(1.0) of each fully sharded module',
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        if self.slice_steps is not None:
+            why = "shared_parameters=True keeps one copy per node of whole parameters: leave it out"
+        elif self._parts.replicas.count > 1:
+            why = f"this rank has {self._parts.replicas.count} replicas: start one rank per replica"
+        else:
+            return
+        raise RuntimeError(
+            f"optimizer.step() inside run: parameter {name} is sharded over ranks (a DTensor), but {why}"
+        )
 
     def held_back(self) -> dict[str, Any]:
         """What the wire format has held back on this rank, for `hold_back`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpistrat import arrays
 from mpistrat.communicators import reducing
 from mpistrat.context import require_cross_replica
 from mpistrat.cross_device_ops import packing
@@ -18,6 +20,7 @@ from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replicas
 from mpistrat.pytorch.gradients import reducer as gradients
 from mpistrat.pytorch.modules import buffers
+from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
 from mpistrat.pytorch.modules.placing import place
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
@@ -62,7 +65,7 @@ class Mirroring(StrategyModules):
         slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
-        self.recorder = Recorder(parts.strategy)
+        self.recorder = Recorder(parts.strategy, registry.__contains__)
         optimizers.know(self)
         if not self._is_alone:
             gradients.install()
@@ -88,6 +91,9 @@ class Mirroring(StrategyModules):
 
     before_run = mirror_new
 
+    def has_made(self, module: torch.nn.Module) -> bool:
+        return self.recorder.knows(module)
+
     def stop_recording(self, failed: bool) -> None:
         if not failed:
             self.mirror_new()
@@ -98,11 +104,17 @@ class Mirroring(StrategyModules):
         modules = [value for value in values if isinstance(value, torch.nn.Module)]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         for root in modules:
+            if not self._is_alone:
+                check_not_wrapped(root, self._communicator.rank)
             self.recorder.record(root)
         self._place(modules)
         new = NewTensors([], [])
         self._collect(modules, new, again=True)
-        new.parameters.extend((f"parameter {i}", tensor) for i, tensor in enumerate(tensors))
+        new.parameters.extend(
+            (f"parameter {i}", tensor)
+            for i, tensor in enumerate(tensors)
+            if not arrays.is_sharded(tensor)
+        )
         self._mirror_tensors(new)
         return new
 
@@ -129,17 +141,23 @@ class Mirroring(StrategyModules):
     def _collect(
         self, roots: Iterable[torch.nn.Module], new: NewTensors, again: bool = False
     ) -> None:
-        """Add to `new` what is in `roots`: all of it (`again`), or what is not mirrored yet."""
+        """Add to `new` what is in `roots`: all of it (`again`), or what is not mirrored yet.
+
+        What torch has sharded is left to torch.
+        """
         for root in roots:
+            _reshard(root)
             kind = type(root).__name__
             for name, parameter in root.named_parameters():
+                if arrays.is_sharded(parameter):
+                    continue
                 if _is_pending(parameter):
                     self.recorder.changed = True  # look again at each run until it is known
                 elif again or parameter not in self.registry:
                     new.parameters.append((f"{kind}.{name}", parameter))
             for path, module in root.named_modules(prefix=kind):
                 for key, buffer in module._buffers.items():
-                    if buffer is None:
+                    if buffer is None or arrays.is_sharded(buffer):
                         continue
                     if _is_pending(buffer):
                         self.recorder.changed = True
@@ -214,6 +232,15 @@ def _flatten(value: Any) -> Iterator[torch.nn.Module | torch.Tensor]:
             yield from _flatten(item)
     else:
         raise TypeError(f"mirror takes a torch module or parameters, got {value!r:.60}")
+
+
+def _reshard(root: torch.nn.Module) -> None:
+    """Have modules of `fully_shard` show their shards: after a forward some show whole parameters, as plain ones."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in root.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpistrat import arrays
+
 
 def place(module: torch.nn.Module, device: torch.device) -> None:
     """Move what `module` has to `device`: parameters with their gradients, and buffers. Shared ones stay shared.
 
-    Those whose shape comes later will be made there; those whose values come later are left for later.
+    Those whose shape comes later will be made there; those whose values come later are left for later. DTensors stay
+    where their mesh is.
     Raises: RuntimeError: something keeps a weak reference to a parameter, which would lead to what is no longer one.
     """
     moved: dict[int, torch.Tensor] = {}
@@ -51,4 +54,4 @@ def place(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def _is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device != device and not tensor.is_meta
+    return tensor.device != device and not tensor.is_meta and not arrays.is_sharded(tensor)

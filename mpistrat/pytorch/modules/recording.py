@@ -7,12 +7,14 @@ All three registration hooks are needed: the parameter hook alone misses what is
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
 
 from mpistrat.context import AnyStrategy, per_thread
+from mpistrat.pytorch.modules.data_parallel import refuse_wrapping, wrapper_of
 
 
 class Recorder:
@@ -20,14 +22,15 @@ class Recorder:
 
     Args:
         strategy: in whose scope modules are recorded.
+        is_mirrored: whether a parameter is.
 
     Attributes:
         changed: a recorded module got a parameter, buffer or submodule, or has one whose shape or values are not known
             yet.
     """
 
-    def __init__(self, strategy: AnyStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: AnyStrategy, is_mirrored: Callable[[torch.Tensor], bool]) -> None:
+        self._strategy, self._is_mirrored = strategy, is_mirrored
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id
         self.changed = False
         see = weakref.WeakMethod(self._see)
@@ -50,11 +53,21 @@ class Recorder:
         in_scope = (
             mode is not None and mode.replica_context is None and mode.strategy is self._strategy
         )
+        if isinstance(value, torch.nn.Module) and (wrapper := wrapper_of(module)):
+            self._check_wrapper(wrapper, value, in_scope)
         if in_scope or self.knows(module):
             self.changed = True
             self.record(module)
             if isinstance(value, torch.nn.Module):
                 self.record(value)
+
+    def _check_wrapper(self, wrapper: str, module: torch.nn.Module, in_scope: bool) -> None:
+        strategy = self._strategy
+        mirrored = (
+            in_scope or self.knows(module) or any(map(self._is_mirrored, module.parameters()))
+        )
+        if mirrored and strategy.num_replicas_in_sync > 1:
+            refuse_wrapping(wrapper, module, strategy.extended.communicator.rank)
 
     def record(self, module: torch.nn.Module) -> None:
         if not self.knows(module):

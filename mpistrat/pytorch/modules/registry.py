@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpistrat import arrays
+
 
 @dataclasses.dataclass(eq=False)
 class ParameterSlot:
@@ -36,8 +38,10 @@ class BufferSlot:
     settled: frozenset[tuple[int, int]] = frozenset()
 
     def tensor(self) -> torch.Tensor | None:
+        """None also for one that torch has made a DTensor of: it is left to torch."""
         module = self.module()
-        return None if module is None else module._buffers.get(self.key)
+        tensor = None if module is None else module._buffers.get(self.key)
+        return None if arrays.is_sharded(tensor) else tensor
 
     def put(self, tensor: torch.Tensor | None) -> None:
         """Let `tensor` be the buffer. None changes nothing."""

@@ -38,6 +38,10 @@ class StrategyModules(abc.ABC):
     def before_run(self) -> Any:
         """A run begins: parameters and buffers get the values that they are to have in it."""
 
+    def has_made(self, module: torch.nn.Module) -> bool:
+        """Whether `module` was made in the strategy's scope on this rank, as far as that is known."""
+        return False
+
     def after_run(self) -> None:  # noqa: B027
         """A run has ended well."""
 
@@ -62,7 +66,10 @@ class StrategyModules(abc.ABC):
 
 
 def strategy_of(value: Any) -> AnyStrategy | None:
-    """The strategy that has the parameters of `value`, a module or an optimizer; None if there is none."""
+    """The strategy that has the parameters of `value`, a module or an optimizer; None if there is none.
+
+    Of a module that torch has sharded it is the one in whose scope it was made.
+    """
     parameters: Iterable[torch.Tensor] = ()
     if isinstance(value, torch.nn.Module):
         parameters = value.parameters()
@@ -71,5 +78,9 @@ def strategy_of(value: Any) -> AnyStrategy | None:
     for parameter in parameters:
         for modules in _all:
             if parameter in modules.registry:
+                return modules.parts.strategy
+    if isinstance(value, torch.nn.Module):
+        for modules in _all:
+            if any(map(modules.has_made, value.modules())):
                 return modules.parts.strategy
     return None

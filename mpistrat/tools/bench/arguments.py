@@ -70,6 +70,12 @@ def communication_options(text: str) -> CommunicationOptions:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+TORCH_CALLS = (
+    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+)
+_TORCH_SIZES = [8, *(4 << shift for shift in range(4, 25, 2))]  # to 64 MB
+
 _SIZES = ("-b --minbytes", "-e --maxbytes", "-f --factor")
 _FILES = ("--json", "--plot")
 _WORK = ("--model", "--batch-size", "--communication-options")
@@ -118,6 +124,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--ranks-per-node": {"type": _positive, "metavar": "K", "help": "so many of each node's (all)"},
     "--size": {"type": number_of_bytes, "nargs": "+", "metavar": "BYTES", "help": "1M 16M 64M"},
+    "--calls": {"nargs": "+", "choices": TORCH_CALLS, "default": TORCH_CALLS, "metavar": "CALL"},
     "--model-parameters": {
         "type": float,
         "nargs": "+",
@@ -191,6 +198,9 @@ def parser() -> argparse.ArgumentParser:
     _add(train, [*_WORK, "--rounds", *_FILES], run="compare_train", rounds=ROUNDS)
     sums = works.add_parser("all_reduce", aliases=["allreduce"], help="sums of float32, over sizes")
     _add(sums, [*_SIZES, "--rounds", *_FILES], run="compare_all_reduce", rounds=15)
+    calls = works.add_parser("torch", help="calls of torch.distributed, on gloo and on mpistrat")
+    options = ["--calls", "--size", "--rounds", "--json"]
+    _add(calls, options, run="compare_torch", size=_TORCH_SIZES, rounds=15)
     plan = commands.add_parser(
         "plan",
         help="predict all_reduce on other numbers of nodes",

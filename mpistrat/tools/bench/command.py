@@ -131,6 +131,13 @@ def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     return table_report("all_reduce", rows, surroundings(all_ranks()), left_out, draw)
 
 
+def _compare_torch(arguments: argparse.Namespace) -> Report:
+    from mpistrat.tools.bench import torch_collectives
+
+    rows = torch_collectives.compare_calls(arguments.calls, arguments.size, arguments.rounds)
+    return table_report("calls of torch.distributed", rows, surroundings(all_ranks()))
+
+
 _RUN = {
     "sweep": _sweep,
     "train": _train,
@@ -138,4 +145,5 @@ _RUN = {
     "plan": _plan,
     "compare_train": _compare_train,
     "compare_all_reduce": _compare_all_reduce,
+    "compare_torch": _compare_torch,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,21 @@ OURS, ALONE, COPY = "mpistrat", "one rank alone", "copy"
 
 
 def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, dict[str, str]]:
-    """One rank alone, all peers, and mpistrat; then the peers left out, with the reason. Called by: every rank."""
+    """One rank alone, all peers, torch on mpistrat's process group, and mpistrat.
+
+    Called by: every rank.   Returns: these, and the peers left out, with the reason.
+    """
+    from mpistrat.tools.bench import torch_groups
     from mpistrat.tools.bench.work import alone, with_mpistrat
 
     others, left_out = peers.contestants("training_steps", work)
-    return {ALONE: alone(work), **others, OURS: with_mpistrat(work, options)}, left_out
+    contestants = {
+        ALONE: alone(work),
+        **others,
+        **torch_groups.training_steps(work, torch_groups.MPISTRAT),
+        OURS: with_mpistrat(work, options),
+    }
+    return contestants, left_out
 
 
 def compare_training(contestants: Contestants, num_rounds: int) -> list[Row]:
@@ -38,12 +48,20 @@ def compare_training(contestants: Contestants, num_rounds: int) -> list[Row]:
             "training step": name,
             "ms": us / 1000,
             "mpistrat / this": times[OURS] / us,
+            **_over_gloo(name, times),
             "loss": losses[name],
             "wrong": name != ALONE and not math.isclose(losses[name], losses[OURS], rel_tol=1e-4),
             "samples": [sample / 1000 for sample in rounds[name]],
         }
         for name, us in times.items()
     ]
+
+
+def _over_gloo(name: str, times: Mapping[str, float]) -> Row:
+    """What torch takes on mpistrat's process group over what it takes on gloo's."""
+    wrapper, _, backend = name.partition(", ")
+    peer = f"{wrapper}, gloo"
+    return {"this / gloo": times[name] / times[peer]} if backend == OURS and peer in times else {}
 
 
 def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:

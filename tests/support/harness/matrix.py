@@ -11,7 +11,7 @@ from support.harness.stage import TOP, Stage
 from support.harness.turns import mpi_in_turn, under_both
 
 MODES = ("quick", "usual", "full", "xla")
-XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla
+XLA_PREFIX = "MPISTRAT_TEST_XLA"  # the environment that holds torch_xla, and the oldest torch that we support
 
 _CHOICES = {"quick": "not slow", "usual": "not slow", "full": "", "xla": "not slow"}
 _SCRIPTS = ("quickstart", "test", "test-gpu", "test-tpu", "benchmark", "mini-slurm")
@@ -50,6 +50,7 @@ def stages(mode: str) -> Iterator[Stage]:
             arguments = ["tests/conformance", "-m", choice]
             yield Stage("conformance", pytest=arguments, mpi=mpi, ranks=ranks)
     yield from _xla_with_mpi(choice, full=mode == "full")
+    yield from _old_torch(choice, full=mode == "full")
 
 
 def _static() -> Iterator[Stage]:
@@ -89,21 +90,31 @@ def _largest_size(file: Path) -> int:
 def _xla_alone(choice: str) -> Iterator[Stage]:
     """The tests that are not marked mpi; none where there is no torch_xla."""
     if XLA_PREFIX in os.environ:
-        python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
         chosen = ["tests/tpu", "-m", _both(choice, "not mpi")]
-        yield Stage("xla", pytest=chosen, python=python, beside_others=True)
+        yield Stage("xla", pytest=chosen, python=_xla_python(), beside_others=True)
 
 
 def _xla_with_mpi(choice: str, *, full: bool) -> Iterator[Stage]:
     """Those that are marked mpi."""
     if XLA_PREFIX not in os.environ:
         return
-    python = str(Path(os.environ[XLA_PREFIX], "bin", "python"))
     for ranks in (1, 2):
         mpis = MPI_NAMES if full else (MPI_NAMES[ranks % len(MPI_NAMES)],)
         for mpi in mpis:
             arguments = ["tests/tpu", "-m", _both(choice, "mpi")]
-            yield Stage("xla", pytest=arguments, mpi=mpi, ranks=ranks, python=python)
+            yield Stage("xla", pytest=arguments, mpi=mpi, ranks=ranks, python=_xla_python())
+
+
+def _old_torch(choice: str, *, full: bool) -> Iterator[Stage]:
+    """The backend of torch.distributed, whose methods torch has called by other names."""
+    if XLA_PREFIX in os.environ:
+        arguments = ["tests/mpi/torch_distributed", "-m", choice]
+        for mpi in MPI_NAMES if full else MPI_NAMES[:1]:
+            yield Stage("old torch", pytest=arguments, mpi=mpi, ranks=2, python=_xla_python())
+
+
+def _xla_python() -> str:
+    return str(Path(os.environ[XLA_PREFIX], "bin", "python"))
 
 
 def _both(choice: str, other: str) -> str:

@@ -7,7 +7,9 @@ import pytest
 from mpistrat.errors import StallError
 from mpistrat.liveness.record import (
     ABORT,
+    ENTRY,
     RAISE,
+    SECONDS_TO_RAISE_ALONE,
     STALLED,
     RankRecord,
 )
@@ -39,3 +41,47 @@ def test_waiting_has_a_limit_where_nobody_observes(monkeypatch: pytest.MonkeyPat
         StallError, match=r"rank 1 waited (0\.[3-9]|[1-9]\d*\.\d) s .* no observer runs"
     ):
         wait_until(lambda: False, CommunicatorWatch(record, crowded=True))
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_set", "timeout", "expected"),
+    [
+        (60, False, 0, 60),
+        (60, False, 1800, 1800 + SECONDS_TO_RAISE_ALONE),
+        (60, False, 5, 5 + SECONDS_TO_RAISE_ALONE),
+        (60, True, 1800, 60),
+        (0, True, 0, 0),
+        (0, True, 1800, 1800 + SECONDS_TO_RAISE_ALONE),
+    ],
+)
+def test_the_limit_of_a_group_with_a_timeout(
+    limit: float, is_set: bool, timeout: float, expected: float
+) -> None:
+    """What the user has set goes before a timeout, and that before the default."""
+    record = RankRecord(None)
+    record.start(1, 2, "node7", limit, limit_is_set=is_set)
+    watch = CommunicatorWatch(record)
+    watch.timeout = timeout
+    (board,) = record.boards()
+    assert watch.timeout == board.timeout == timeout
+    assert record.limit_of(board.timeout) == expected
+
+
+def test_a_timeout_waits_for_the_observer() -> None:
+    """Until that has said who is missing, as long as it looks."""
+    watch = CommunicatorWatch(new_record(None))
+    watch.timeout = 0.05
+    record = watch.record
+    record.enter(watch.board, 1, b"", 0)
+    record.looked = time.monotonic_ns()
+    began = time.monotonic()
+
+    def arrived() -> bool:
+        if time.monotonic() - began > 0.3:
+            record.noticed = record.words[watch.board + ENTRY]
+        return False
+
+    with pytest.raises(StallError, match=r"rank 0 waited 0\.[3-9] s .* timeout of its group is"):
+        wait_until(arrived, watch)
+    with pytest.raises(StallError, match=r"rank 0 waited 0\.[0-2] s"):
+        wait_until(lambda: False, watch)

@@ -16,7 +16,6 @@ FOLDER = Path(__file__).parents[3] / "mpistrat"
 ALLOWED = {
     ("tools/bench/peers/tensorflow.py", "socket"): "a peer, in a benchmark: TF_CONFIG names a port",
     ("tools/bench/peers/tensorflow.py", "bind"): "the same",
-    ("tools/bench/peers/torch_gloo.py", "TCPStore"): "a peer, in a benchmark: gloo meets at a port",
     ("communicators/costs/cache.py", "open"): "of a file that mkstemp has made",
     (
         "cluster_resolver/launcher_abort.py",
@@ -35,6 +34,17 @@ ALLOWED = {
         "loads",
     ): "what this job's ranks have written to a pipe without a name, or sent over MPI",
     ("parameter_server/store.py", "loads"): "the same",
+    ("machine/addresses.py", "create_server"): "while nodes look for an address; and for the next",
+    (
+        "machine/addresses.py",
+        "socket",
+    ): "asks for the addresses of interfaces, and is bound to none",
+    ("torch_distributed/rendezvous.py", "listen"): "at 127.0.0.1 on one node, else at one address",
+    (
+        "torch_distributed/rendezvous.py",
+        "TCPStore",
+    ): "as torchrun's; what it holds is not unpickled",
+    ("torch_distributed/default_backend.py", "bind"): "arguments to the names that a function has",
     ("parameter_server/rpc/mpi_messages.py", "loads"): "what this job's ranks have sent over MPI",
 }
 # mpi4py's methods in small letters, and the ForkingPickler of multiprocessing, pickle between the ranks of a job and

@@ -1,0 +1,350 @@
+"""Tensors of which each rank has a part (torch's DTensors), in checkpoints.
+
+Each rank saves its parts, in files of its own; of parts that are copies, one rank saves one. `state.json` has a
+`ShardedArray` in the place of the tensor. Who restores reads what overlaps the parts that it is to have: on any number
+of ranks, in any mesh, or whole where the tensor is a plain one now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.checkpoint.schema import COUNT, check
+
+Path = tuple[Any, ...]  # the names and numbers that lead to a place in a state
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedArray:
+    """What the ranks have saved parts of.
+
+    Attributes:
+        name: of the parts in the ranks' files.
+        shape: the whole tensor's.
+        dtype: as torch spells it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, other: Region) -> tuple[slice, ...]:
+        """Where it is in `other`, which contains it."""
+        return tuple(
+            slice(begin - base, begin - base + length)
+            for begin, base, length in zip(self.offset, other.offset, self.shape, strict=True)
+        )
+
+    def overlap(self, other: Region) -> Region:
+        """What both contain; of size 0 if that is nothing."""
+        begins = tuple(map(max, self.offset, other.offset))
+        ends = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(max(0, end - begin) for begin, end in zip(begins, ends, strict=True))
+        return Region(begins, shape)
+
+
+def sharded_tensors(state: Any) -> Iterator[tuple[str, Any]]:
+    """Name and DTensor of each that is in `state`, as `state_tree.Encoder` names them."""
+    taken: set[str] = set()
+    for path, value in leaves(state):
+        if arrays.is_sharded(value):
+            name = unused(".".join(map(str, path)), taken)
+            taken.add(name)
+            yield name, value
+
+
+def check_whole(states: Mapping[str, Any], call: str) -> None:
+    """Raises: ValueError, which names `call`, for an object that has a DTensor: its parts are lost with their ranks."""
+    for name, state in states.items():
+        for tensor, _ in sharded_tensors(state):
+            raise ValueError(
+                f"{call}: {tensor} of {name} is sharded over ranks, and a part of it is lost with its rank. Leave "
+                f"{call} out, and save checkpoints to go on from"
+            )
+
+
+def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What is in dictionaries, lists and tuples, with the way there."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(state, (list, tuple)):
+        for i, value in enumerate(state):
+            yield from leaves(value, (*path, i))
+    else:
+        yield path, state
+
+
+def unused(name: str, taken: Iterable[str]) -> str:
+    """`name`, or one like it that is not in `taken`: there may be {"a.b": …} beside {"a": {"b": …}}."""
+    while name in taken or name == "__metadata__":
+        name += "_"
+    return name
+
+
+def parts_of_rank(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What this rank saves of the DTensors in `states`: by object and name, where a part begins, and its values."""
+    found: dict[str, dict[str, Any]] = {}
+    for object_name, state in states.items():
+        for name, tensor in sharded_tensors(state):
+            region = _region(tensor)
+            if region.size and _is_saved_here(tensor):
+                part = {"offset": list(region.offset), "values": tensor.detach().to_local()}
+                found.setdefault(object_name, {})[name] = part
+    return found
+
+
+def sharded_arrays(state: Any) -> dict[str, ShardedArray]:
+    """Those in a stored state, by name."""
+    return {value.name: value for _, value in leaves(state) if isinstance(value, ShardedArray)}
+
+
+def check_parts(parts: Any, known: Mapping[str, Mapping[str, ShardedArray]]) -> None:
+    """Raises: ValueError for what is not made of parts of `known` sharded arrays; parts of other objects may be any."""
+    check(parts, {str: {str: {"offset": [COUNT], "values": _check_tensor}}}, "it")
+    for name in parts.keys() & known.keys():
+        for key, part in parts[name].items():
+            offset, values, whole = part["offset"], part["values"], known[name].get(key)
+            if (
+                whole is None
+                or not len(offset) == values.ndim == len(whole.shape)
+                or any(map(operator.gt, map(operator.add, offset, values.shape), whole.shape))
+                or arrays.dtype_name(values) != whole.dtype
+            ):
+                raise ValueError(
+                    f"{name}.{key!r:.80}: {arrays.described(values)} at {offset} is no part of {whole}"
+                )
+
+
+def _check_tensor(value: Any) -> None:
+    if not arrays.is_torch(value):
+        raise TypeError(f"it is a {type(value).__name__}, and no tensor")
+
+
+def _region(tensor: Any) -> Region:
+    """The part of a DTensor that is here; of size 0 on a rank that has none."""
+    if tensor.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
+        return Region((0,) * tensor.ndim, (0,) * tensor.ndim)
+    (chunk,) = tensor.__create_chunk_list__()
+    return Region(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _is_saved_here(tensor: Any) -> bool:
+    """Whether this rank is in the mesh, and the first one there that has this part."""
+    places = tensor.device_mesh.get_coordinate()
+    return places is not None and not any(
+        place and placement.is_replicate()
+        for place, placement in zip(places, tensor.placements, strict=True)
+    )
+
+
+class Assembly:
+    """The states of objects that are restored, whose tensors are made of parts as these objects have them now.
+
+    Args:
+        objects: those that are restored, by name; perhaps others.
+        rank, size: of those that restore.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], rank: int, size: int) -> None:
+        self._objects, self._rank, self._size = objects, rank, size
+        self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
+
+    def assembled(
+        self,
+        states: Mapping[str, Any],
+        parts: Callable[[int], Mapping[str, Mapping[str, Any]]],
+        ranks: int,
+    ) -> dict[str, Any]:
+        """Those of `states` whose tensors are sharded, in the checkpoint or now. What they contain may be changed.
+
+        Called by: every rank, for the objects' own `state_dict()` may be collective.
+        Args:
+            states: by object, in the same order on all ranks.
+            parts: reads what one of the `ranks` that saved has written, by object and name.
+        Raises: ValueError when no rank has saved a part that is wanted.
+        """
+        found = {}
+        for name, state in states.items():
+            was_sharded = bool(sharded_arrays(state))
+            layout = _layout(self._objects[name], was_sharded)
+            if layout is not None or was_sharded:
+                found[name] = self._replaced(name, state, (), layout or _nowhere)
+        self._read(parts, ranks)
+        return found
+
+    def _replaced(self, name: str, value: Any, path: Path, layout: Layout) -> Any:
+        """`value` with tensors as they are here, whose values come later where ranks have saved parts of them."""
+        if isinstance(value, dict):
+            for key in value:
+                value[key] = self._replaced(name, value[key], (*path, key), layout)
+            return value
+        if isinstance(value, (list, tuple)):
+            return type(value)(
+                self._replaced(name, each, (*path, i), layout) for i, each in enumerate(value)
+            )
+        if isinstance(value, ShardedArray):
+            return self._want(name, value, layout(path, value.shape, True))
+        if arrays.is_torch(value) and (like := layout(path, tuple(value.shape), False)) is not None:
+            whole = Region((0,) * value.ndim, tuple(value.shape))
+            local = value[_region(like).within(whole)].to(like.device, copy=True)
+            return _as_part(local, like)
+        return value
+
+    def _want(self, name: str, stored: ShardedArray, like: Any) -> Any:
+        import torch
+
+        region = Region((0,) * len(stored.shape), stored.shape)
+        if like is not None:
+            region = _region(like)
+        device = None if like is None else like.device
+        values = torch.empty(region.shape, dtype=getattr(torch, stored.dtype), device=device)
+        self._wanted.setdefault((name, stored.name), []).append(
+            _Wanted(region, values, region.size)
+        )
+        return values if like is None else _as_part(values, like)
+
+    def _read(self, parts: Callable[[int], Mapping[str, Mapping[str, Any]]], ranks: int) -> None:
+        """Read ranks' files, the likeliest first, until all is there."""
+        missing = {key for key, wanted in self._wanted.items() if any(w.missing for w in wanted)}
+        near = sorted(range(ranks), key=lambda other: abs(other * self._size - self._rank * ranks))
+        for other in near:
+            if not missing:
+                return
+            of_rank = parts(other)
+            for name, key in list(missing):
+                part = of_rank.get(name, {}).get(key)
+                if part is None:
+                    continue
+                region = Region(tuple(part["offset"]), tuple(part["values"].shape))
+                wanted = self._wanted[name, key]
+                for each in wanted:
+                    each.take(region, part["values"])
+                if not any(each.missing for each in wanted):
+                    missing.discard((name, key))
+        if missing:
+            name, key = min(missing)
+            raise ValueError(f"no rank has saved all of {name}'s {key}")
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """A part that is to be filled.
+
+    Attributes: missing: how many of its values are not there yet.
+    """
+
+    region: Region
+    values: Any
+    missing: int
+    taken: set[Region] = dataclasses.field(default_factory=set)
+
+    def take(self, region: Region, values: Any) -> None:
+        """`values` of `region` are stored."""
+        overlap = self.region.overlap(region)
+        if region in self.taken or not overlap.size:
+            return
+        self.taken.add(region)
+        self.values[overlap.within(self.region)].copy_(values[overlap.within(region)])
+        self.missing -= overlap.size
+
+
+# The DTensor like which a state's tensor is to be; None: as a plain one. Args: the way to it, its shape, and whether it
+# was sharded when it was saved.
+Layout = Callable[[Path, Sequence[int], bool], Any]
+
+
+def _nowhere(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
+    return None
+
+
+def _layout(value: Any, was_sharded: bool) -> Layout | None:
+    """Where an object has DTensors now; None if it has none.
+
+    Args: was_sharded: whether it had some when it was saved. If not, only torch's own objects are asked.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    import torch
+
+    if isinstance(value, torch.optim.Optimizer):
+        return _layout_of_optimizer(value)
+    if not (was_sharded or isinstance(value, torch.nn.Module)):
+        return None
+    sharded = {path: v for path, v in leaves(value.state_dict()) if arrays.is_sharded(v)}
+    if not sharded:
+        return None
+
+    def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
+        like = sharded.get(path)
+        # Of another shape it is for `load_state_dict` to refuse.
+        return like if like is not None and tuple(like.shape) == tuple(shape) else None
+
+    return layout
+
+
+def _layout_of_optimizer(optimizer: Any) -> Layout | None:
+    """Its state may not be there yet, but what has the shape of its parameter is spread like it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(arrays.is_sharded, parameters)):
+        return None
+
+    def layout(path: Path, shape: Sequence[int], was_sharded: bool) -> Any:
+        of_parameter = len(path) > 2 and path[0] == "state" and path[1] in range(len(parameters))
+        parameter: Any = parameters[path[1]] if of_parameter else None
+        if not arrays.is_sharded(parameter):
+            return None
+        if tuple(parameter.shape) == tuple(shape):
+            return parameter.detach()
+        return _replicated(parameter, shape) if was_sharded else None
+
+    return layout
+
+
+def _replicated(parameter: Any, shape: Sequence[int]) -> Any:
+    """A DTensor of which each rank of the parameter's mesh has all; its values are any."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    local = torch.empty(tuple(shape), device=parameter.device)
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _as_part(local: Any, like: Any) -> Any:
+    """A DTensor spread as `like`, of which this rank has `local`; they share memory."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=_contiguous_strides(like.shape),
+    )
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

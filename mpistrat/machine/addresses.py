@@ -1,0 +1,105 @@
+"""The addresses at which other nodes may reach this one, and a check of which do."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+SECONDS_TO_ANSWER = 4.0  # a first packet that is lost is sent again after 1 and 3 s
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+_IFREQ = struct.Struct("16s4x4s16x")  # name; of the address: family, port, and its four bytes
+
+
+def own_addresses(if_inet6: str = "/proc/net/if_inet6") -> tuple[str, ...]:
+    """Those of this node's interfaces, IPv4 first: ("10.0.0.5", "192.168.1.5", "fd00::5").
+
+    Without those that nobody else reaches: of the loopback interface, and link-local ones.
+    """
+    found: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address]
+    found = dict.fromkeys((*_ipv4(), *_ipv6(if_inet6)))
+    return tuple(str(a) for a in found if not (a.is_loopback or a.is_link_local))
+
+
+def _ipv4() -> Iterator[ipaddress.IPv4Address]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, _IFREQ.pack(name.encode(), b""))
+                yield ipaddress.IPv4Address(_IFREQ.unpack(answer)[1])
+
+
+def _ipv6(if_inet6: str) -> Iterator[ipaddress.IPv6Address]:
+    with (
+        contextlib.suppress(OSError),
+        open(if_inet6, encoding="ascii") as lines,
+    ):  # none without IPv6
+        for line in lines:  # "fd000000000000000000000000000002 04 40 00 82     eth0"
+            yield ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at `address`, on a port that the system picks."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
+
+
+class Answering:
+    """In the block, whoever connects to `port`, at any address of this node, is sent `token`.
+
+    So another node knows whom it has reached: an address such as 172.17.0.1 may be on every node.
+    """
+
+    def __enter__(self) -> Answering:
+        self.token = secrets.token_bytes(16)
+        self._socket = (
+            socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            if socket.has_dualstack_ipv6()
+            else socket.create_server(("", 0))
+        )
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
+        self._thread.join()
+        self._socket.close()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(self.token)
+
+
+def reached(addresses: Sequence[str], port: int, token: bytes) -> list[bool]:
+    """Which of the addresses lead to the node that answers with `token` on `port`."""
+
+    def answers(address: str) -> bool:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), SECONDS_TO_ANSWER) as connection,
+        ):
+            return connection.recv(len(token), socket.MSG_WAITALL) == token
+        return False
+
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        return list(threads.map(answers, addresses))

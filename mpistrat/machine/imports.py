@@ -1,0 +1,48 @@
+"""What is to be done once a program has loaded a library that is not loaded for its sake."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class _WhenLoaded(importlib.abc.MetaPathFinder):
+    """Calls the `actions` of a module, by its name, in order, once the process has loaded it."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Callable[[], None]]] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname not in self.actions:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                for action in self.actions.pop(fullname, []):
+                    action()
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+_loading = _WhenLoaded()
+
+
+def when_loaded(module: str, action: Callable[[], None]) -> None:
+    """Call `action` when the import of `module` has ended: now, if it is loaded."""
+    actions = _loading.actions.get(module)
+    if actions is not None:
+        actions.append(action)
+    elif module in sys.modules:
+        action()
+    else:
+        _loading.actions[module] = [action]
+        if _loading not in sys.meta_path:
+            sys.meta_path.insert(0, _loading)

@@ -1,0 +1,146 @@
+"""`mpistrat-bench compare torch`: the calls of torch.distributed on gloo and on mpistrat, in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mpistrat.tools.bench import operations
+from mpistrat.tools.bench.operations import Operation
+from mpistrat.tools.bench.rounds import all_ranks, compare, medians
+from mpistrat.tools.bench.torch_groups import GLOO, MPISTRAT, group_on
+
+_FLOAT32 = np.dtype("float32")
+# torch's new names for two calls, or the ones that it had before
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Call(Operation):
+    """One call on tensors of float32 in ordinary memory.
+
+    Args:
+        group: whose ranks are those of the job.
+        nbytes: as `Operation` counts them.
+
+    Attributes:
+        sent, received: `source` and `result` as tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, nbytes: int) -> None:
+        super().__init__(all_ranks(), nbytes, _FLOAT32, in_window=False)
+        self.group = group
+        self.sent, self.received = torch.from_numpy(self.source), torch.from_numpy(self.result)
+        self.sent_parts = list(self.sent.chunk(self.communicator.size))
+        self.received_parts = list(self.received.chunk(self.communicator.size))
+
+    def wrong_at_first(self) -> int:
+        """Make one call, and count the wrong elements of its result on this rank."""
+        self.reset()
+        self()
+        wrong = self.wrong()
+        self.source[:] = self.result[:] = 0  # sums in place stay zeros, however often
+        return wrong
+
+
+class AllReduce(Call, operations.AllReduce):
+    def reset(self) -> None:
+        self.result[:] = self.source
+
+    def __call__(self) -> None:
+        dist.all_reduce(self.received, group=self.group)
+
+
+class Broadcast(Call, operations.Broadcast):
+    def __call__(self) -> None:
+        dist.broadcast(self.received, 0, group=self.group)
+
+
+class AllGather(Call, operations.AllGather):
+    wrong = Operation.wrong
+
+    def __call__(self) -> None:
+        dist.all_gather(self.received_parts, self.sent, group=self.group)
+
+
+class AllGatherIntoTensor(AllGather):
+    def __call__(self) -> None:
+        _ALL_GATHER(self.received, self.sent, group=self.group)
+
+
+class ReduceScatter(Call, operations.ReduceScatter):
+    def __call__(self) -> None:
+        dist.reduce_scatter(self.received, self.sent_parts, group=self.group)
+
+
+class ReduceScatterTensor(ReduceScatter):
+    def __call__(self) -> None:
+        _REDUCE_SCATTER(self.received, self.sent, group=self.group)
+
+
+class AllToAll(Call):
+    redop = "none"
+    splits = True
+
+    def reset(self) -> None:
+        self.result[:] = 0
+
+    def __call__(self) -> None:
+        dist.all_to_all(self.received_parts, self.sent_parts, group=self.group)
+
+    def expected(self) -> np.ndarray:
+        everyone = [self.operand(rank, self.count) for rank in range(self.communicator.size)]
+        return np.concatenate([operand.reshape(-1, self.part)[self.rank] for operand in everyone])
+
+
+class AllToAllSingle(AllToAll):
+    def __call__(self) -> None:
+        dist.all_to_all_single(self.received, self.sent, group=self.group)
+
+
+CALLS: dict[str, type[Call]] = {
+    "all_reduce": AllReduce,
+    "broadcast": Broadcast,
+    "all_gather": AllGather,
+    "all_gather_into_tensor": AllGatherIntoTensor,
+    "reduce_scatter": ReduceScatter,
+    "reduce_scatter_tensor": ReduceScatterTensor,
+    "all_to_all": AllToAll,
+    "all_to_all_single": AllToAllSingle,
+}
+
+
+def compare_calls(
+    names: Iterable[str], sizes: Iterable[int], num_rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each of `CALLS` that is named, and each size in bytes. Called by: every rank."""
+    groups = {backend: group_on(backend) for backend in (GLOO, MPISTRAT)}
+    return [
+        compare_call(
+            name,
+            {backend: CALLS[name](group, nbytes) for backend, group in groups.items()},
+            num_rounds,
+        )
+        for name in names
+        for nbytes in sizes
+    ]
+
+
+def compare_call(name: str, calls: Mapping[str, Call], num_rounds: int) -> dict[str, Any]:
+    """The row of one call and size. Called by: every rank. Args: calls: by backend."""
+    wrong = sum(call.wrong_at_first() for call in calls.values())
+    nbytes = calls[MPISTRAT].nbytes
+    rounds = compare(calls, max(1, min(100, (1 << 23) // nbytes)), num_rounds)
+    times = medians(rounds)
+    return {
+        "call": name,
+        "bytes": nbytes,
+        **{f"{backend} us": us for backend, us in times.items()},
+        "gloo / mpistrat": times[GLOO] / times[MPISTRAT],
+        "wrong": sum(all_ranks().all_gather_object(wrong)),
+        "samples": rounds,
+    }

@@ -1,0 +1,50 @@
+"""Process groups of torch.distributed on gloo and on mpistrat, and training steps by what torch builds on them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mpistrat.tools.bench.work import Step, Work, step_of
+
+GLOO, MPISTRAT = "gloo", "mpistrat"
+
+
+@functools.cache
+def group_on(backend: str) -> dist.ProcessGroup:
+    """The group of all ranks on `backend`. Collective.
+
+    Both meet by one store, which is a file where the ranks are on one node: a port would need a name server.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(MPISTRAT, init_method="mpi://")
+    return dist.new_group(backend=backend)
+
+
+def training_steps(work: Work, backend: str) -> dict[str, Step]:
+    """Steps of DistributedDataParallel and of FSDP2. Called by: every rank."""
+    return {f"DDP, {backend}": _ddp(work, backend), f"FSDP2, {backend}": _fsdp2(work, backend)}
+
+
+def _ddp(work: Work, backend: str) -> Step:
+    module, _ = work.build()
+    wrapped = DistributedDataParallel(
+        module, process_group=group_on(backend), gradient_as_bucket_view=True
+    )
+    return step_of(work, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.01))
+
+
+def _fsdp2(work: Work, backend: str) -> Step:
+    """Each child with parameters is sharded as a unit, and then the rest."""
+    module, _ = work.build()
+    mesh = DeviceMesh.from_group(group_on(backend), "cpu")
+    for child in module.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return step_of(work, module, torch.optim.SGD(module.parameters(), lr=0.01))

@@ -1,0 +1,100 @@
+"""`mpistrat run`: a program written for torchrun, or for one process, as ranks of MPI."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import secrets
+import sys
+import types
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver
+from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
+from mpistrat.liveness.program_exit import remember_raised
+from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
+from mpistrat.torch_distributed import default_group
+
+
+def run_program(
+    program: str, arguments: Sequence[str], *, is_module: bool, keeps_backend: bool = False
+) -> NoReturn:
+    """Run a script, or a module as `python -m` does, as `__main__`, with torchrun's environment.
+
+    Args:
+        keeps_backend: whether its groups stay on the backends that it names.
+    Called by: every rank.
+    Raises: SystemExit when the program has come to its end, and what the program raises.
+    """
+    _share_cores()
+    # Only here, for torch reads OMP_NUM_THREADS when it is imported.
+    from mpistrat.torch_distributed.default_backend import replace_default_backend
+    from mpistrat.torch_distributed.rendezvous import base, start_agent_store
+
+    ranks = base()
+    run_id = secrets.token_hex(8)
+    if ranks.comm is not None:
+        run_id = ranks.comm.bcast(run_id)
+    set_torchrun_environment(ranks.topology, start_agent_store(ranks), run_id)
+    if not _has_accelerator():
+        have_accelerate_use_cpus()
+    if not keeps_backend:
+        replace_default_backend()
+        default_group.with_every_strategy = True
+    sys.argv = [program, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # of Python 3.11: -P, PYTHONSAFEPATH
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as error:
+        remember_raised(error)
+        raise
+    except BaseException as error:
+        _show_only(_of_the_program(error.__traceback__))
+        raise
+    raise SystemExit  # not by sys.exit, which would be taken for the program's
+
+
+def _share_cores() -> None:
+    """Give this rank its share of the node's cores, unless the user has set how many threads it is to compute with."""
+    comm = MPIClusterResolver().comm
+    if comm is None or comm.Get_size() == 1:
+        return
+    topology = MPIClusterResolver(comm).topology()
+    mine = os.sched_getaffinity(0)
+    everyone = comm.allgather((topology.node, mine))
+    if not user_set_threads():
+        local = [cpus for node, cpus in everyone if node == topology.node]
+        os.environ["OMP_NUM_THREADS"] = str(intra_op_threads(mine, local))
+
+
+def _has_accelerator() -> bool:
+    """Asked without starting it: the program may still choose by CUDA_VISIBLE_DEVICES, or fork."""
+    import torch
+
+    built_for = torch.accelerator.current_accelerator()
+    return built_for is not None and torch.get_device_module(built_for).device_count() > 0
+
+
+def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that begins in the program: without our frames, and those of runpy; it may be None."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _show_only(part: types.TracebackType | None) -> None:
+    """Have the exception that ends this process be shown with this traceback."""
+    hook = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        hook(kind, error.with_traceback(part), part)
+
+    sys.excepthook = excepthook

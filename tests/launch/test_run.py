@@ -1,0 +1,292 @@
+"""`mpistrat run`: programs of torch.distributed that were written for torchrun, as they are."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.fault_jobs import HOST_AND_PID, LIMIT, SECONDS_TO_END, assert_says_who, reports_in
+from support.clusters import two_nodes
+from support.clusters.slurm_cluster import SlurmCluster
+from support.harness.mpi_launcher import Job, Launcher
+
+PROGRAMS = Path(__file__).parent / "programs"
+TORCHRUN_SCRIPT = PROGRAMS / "torchrun_script.py"
+DDP = PROGRAMS / "ddp_faults.py"
+RUN = ("-m", "mpistrat", "run")
+
+
+def line_of(mark: str) -> int:
+    """The line of DDP that ends with a comment."""
+    lines = DDP.read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if line.endswith(f"  # {mark}"))
+
+
+@pytest.mark.both_mpis("launching")
+def test_a_script_for_torchrun(launcher: Launcher, tmp_path: Path) -> None:
+    words = [tmp_path, "--lr", "-m", "--keep-backend"]
+    job = launcher.run_python(2, *RUN, TORCHRUN_SCRIPT, *words, cwd=tmp_path)
+    assert job.returncode == 0, job.output
+    for rank in range(2):
+        assert f"rank {rank} is content with ['--lr', '-m', '--keep-backend']\n" in job.stdout
+
+
+KEPT = """
+import os, sys
+import torch, torch.distributed as dist
+assert sys.argv[1:] == ["--keep-backend"], sys.argv
+assert sys.path[0] == os.getcwd(), sys.path
+assert __name__ == "__main__" and __spec__.name == "kept"
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print(f"{dist.get_backend()} of {int(value)}\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+def test_a_module_that_keeps_its_backend(launcher: Launcher, tmp_path: Path) -> None:
+    """torch's own gloo finds the others at the address and port in the environment."""
+    (tmp_path / "kept.py").write_text(KEPT)
+    words = ("--keep-backend", "-m", "kept", "--keep-backend")
+    job = launcher.run_python(2, *RUN, *words, cwd=tmp_path)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("gloo of 2\n") == 2
+
+
+ALONE = """
+import os, sys
+import torch, torch.distributed as dist
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+assert [os.environ[name] for name in names] == ["0", "1", "0", "1", "0", "1"]
+dist.init_process_group("gloo")
+value = torch.ones(2)
+dist.all_reduce(value)
+assert dist.get_backend() == "mpistrat" and value.tolist() == [1, 1]
+dist.destroy_process_group()
+
+def fails():
+    raise KeyError("wrong")
+
+if sys.argv[1] == "fails":
+    fails()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def alone(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Without a launcher and without MPI."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_one_rank_without_mpi(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    ended = alone(tmp_path, *RUN, "alone.py", "3")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")
+
+
+def test_a_traceback_shows_the_program_alone(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    failed = alone(tmp_path, *RUN, "alone.py", "fails")
+    assert failed.returncode == 1
+    assert re.fullmatch(
+        r"(\[rank0\]: )?Traceback \(most recent call last\):\n"
+        r'.*File ".*alone\.py", line \d+, in <module>\n.*    fails\(\)\n'
+        r'(.*\^+\n)?.*File ".*alone\.py", line \d+, in fails\n.*raise KeyError\("wrong"\)\n'
+        r"(.*\^+\n)?.*KeyError: 'wrong'\n",
+        failed.stderr,
+    ), failed.stderr
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    missing = alone(tmp_path, *RUN, "nowhere.py")
+    assert missing.returncode == 2
+    assert f"there is no 'nowhere.py', seen from {tmp_path}\n" in missing.stderr
+    missing = alone(tmp_path, *RUN, "-m", "nowhere")
+    assert (missing.returncode, missing.stderr) == (1, "ImportError: No module named nowhere\n")
+
+
+def fault(launcher: Launcher, folder: Path, name: str) -> Job:
+    """Run DDP; its rank 1 goes wrong. The job fails in time, and leaves nothing behind."""
+    began = time.time()
+    env = {"MPISTRAT_STALL_SECONDS": f"{LIMIT:g}"}
+    job = launcher.run_python(2, *RUN, DDP, name, env=env, cwd=folder)
+    seconds = began + job.seconds - float((folder / "fault").read_text())
+    assert job.returncode != 0, job.output
+    assert seconds < LIMIT + SECONDS_TO_END, job.output
+    assert job.left_behind == (), job.output
+    return job
+
+
+def says(text: str, pattern: str) -> None:
+    assert re.search(pattern, text), f"{pattern}\nnot in\n{text}"
+
+
+DDP_WAITS = (
+    r"  rank 0 waits in collective number \d+: all_reduce\(sum, float32, \(72,\)\)\n"
+    rf"      at {DDP}:%d in main\n"
+)
+
+
+@pytest.mark.both_mpis("faults")
+@pytest.mark.waits
+@pytest.mark.parametrize("name", ["stuck", "killed"])
+def test_a_rank_of_ddp_that_is_missing(launcher: Launcher, tmp_path: Path, name: str) -> None:
+    job = fault(launcher, tmp_path, name)
+    (report,) = reports_in(tmp_path)
+    assert report in job.stderr
+    says(report, DDP_WAITS % line_of("gradients"))
+    if name == "killed":
+        assert_says_who(job, 1, 2, "SIGKILL")
+        says(report, rf"all_reduce\(sum, float32, \(\)\)\n      at {DDP}:{line_of('loss')} in main")
+    else:
+        says(report, r"\(MPISTRAT_STALL_SECONDS allows 3 s\): rank 1 has not come to it\n")
+        says(report, rf"\(innermost call first\)\n      {DDP}:{line_of('stuck')} in goes_wrong\n")
+        says(report, rf"\n      {DDP}:\d+ in <module>\n  rank 0 waits")
+
+
+@pytest.mark.both_mpis("faults")
+@pytest.mark.waits
+@pytest.mark.parametrize("name", ["shape", "raises"])
+def test_a_rank_of_ddp_that_goes_astray(launcher: Launcher, tmp_path: Path, name: str) -> None:
+    """torch keeps what is written to sys.stderr while an exception is shown, once there is a group."""
+    job = fault(launcher, tmp_path, name)
+    if name == "raises":
+        says(
+            job.stderr,
+            rf"mpistrat: rank 1 of 2{HOST_AND_PID} failed; ending the job\nTraceback .*\n"
+            rf'  File "{DDP}", line \d+, in <module>\n',
+        )
+        says(job.stderr, rf'File "{DDP}", line {line_of("raises")}, in goes_wrong\n')
+        assert job.stderr.count("\nValueError: wrong on this rank only\n") == 1
+    else:
+        says(job.stderr, r"CollectiveMismatchError: the ranks did not call the same collective")
+        sides = (("72,", "gradients", "main"), ("5,", "shape", "goes_wrong"))
+        for rank, (shape, mark, function) in enumerate(sides):
+            says(
+                job.stderr,
+                rf"  rank {rank}: all_reduce\(sum, float32, \({shape}\)\)\n"
+                rf"      at {DDP}:{line_of(mark)} in {function}\n",
+            )
+    assert reports_in(tmp_path) == ()
+
+
+WAITS = """
+import datetime, sys, time
+import torch, torch.distributed as dist
+from mpistrat.liveness import observation, processes
+from mpistrat.liveness.record import LIMIT
+processes.job_of = lambda pid: ""  # else the ranks of nodes that MPICH makes up would have one observer
+timeout, pause, limit = map(float, sys.argv[1:])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+observation.observed().record.words[LIMIT] = int(limit * 1e9)  # as if the default were so
+rank = dist.get_rank()
+dist.barrier()
+if rank:
+    time.sleep(pause)  # here
+began = time.monotonic()
+try:
+    dist.barrier()
+except Exception as error:
+    waited = time.monotonic() - began
+    assert timeout < waited < timeout + 6, waited
+    raise
+print(f"rank {rank} goes on\\n", end="", flush=True)
+"""
+HERE = next(n for n, line in enumerate(WAITS.splitlines(), 1) if line.endswith("# here"))
+
+
+def wait_in_job(launcher: Launcher, folder: Path, timeout: float, pause: float, **env: str) -> Job:
+    """A job whose rank 1 lets rank 0 wait in a group with this timeout; the default limit is 1 s."""
+    program = folder / "waits.py"
+    program.write_text(WAITS)
+    words = map(str, (timeout, pause, 1))
+    job = launcher.run_python(2, *RUN, program, *words, env=env, cwd=folder)
+    assert job.left_behind == (), job.output
+    return job
+
+
+@pytest.mark.waits
+def test_the_timeout_of_a_group_is_its_limit(launcher: Launcher, tmp_path: Path) -> None:
+    """It is said once for whom a rank waits, and nothing ends."""
+    job = wait_in_job(launcher, tmp_path, 60, 4)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count(" goes on\n") == 2
+    assert job.stderr.count("ranks have waited ") == 1
+    says(job.stderr, r"\(the timeout of their group is 60 s\): rank 1 has not come to it\n")
+    says(job.stderr, rf"\n      \S+waits\.py:{HERE} in <module>\n")
+    says(job.stderr, r"\nmpistrat: They go on waiting until then\.\n")
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_timeout_of_a_group_passes(tmp_path: Path, nodes: int) -> None:
+    """The report comes before the error of the ranks that wait. MPICH makes up the nodes."""
+    mpich = Launcher.named("MPICH")
+    job = wait_in_job(mpich, tmp_path, 3, 600, MPIR_CVAR_NUM_CLIQUES=str(nodes))
+    assert job.returncode != 0, job.output
+    says(
+        job.stderr,
+        rf"(?s)\(the timeout of their group is 3 s\): rank 1 has not come to it\n.*"
+        rf"\n      \S+waits\.py:{HERE} in <module>\n.*"
+        r"\nmpistrat: Raising StallError on the ranks that wait\.\n.*"
+        rf"mpistrat: rank 0 of 2{HOST_AND_PID} failed; ending the job\n.*"
+        r"StallError: rank 0 waited \d\.\d s for the other ranks, and the timeout of its group is 3 s\.",
+    )
+    assert "AssertionError" not in job.stderr
+
+
+@pytest.mark.waits
+def test_a_limit_that_the_user_has_set(launcher: Launcher, tmp_path: Path) -> None:
+    """MPISTRAT_STALL_SECONDS is less than the timeout: it holds."""
+    job = wait_in_job(launcher, tmp_path, 60, 600, MPISTRAT_STALL_SECONDS="1")
+    assert job.returncode != 0, job.output
+    says(job.stderr, r"\(MPISTRAT_STALL_SECONDS allows 1 s\): rank 1 has not come to it\n")
+    says(job.stderr, r"\nmpistrat: Ending the job\.\n")
+
+
+ON_TWO_NODES = """
+import os
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+print(dist.get_backend(), int(value), *map(os.environ.get, names), "\\n", end="")
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 4, is_master=False)
+store.set(os.environ["RANK"], "here")
+store.wait(["0", "1", "2", "3"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.both_mpis("launching")
+def test_two_nodes(launcher: Launcher, tmp_path: Path) -> None:
+    """They meet at an address of the first that the second reaches, by the wire between them."""
+    if reason := two_nodes.why_not():
+        pytest.skip(reason)
+    program = tmp_path / "program.py"
+    program.write_text(ON_TWO_NODES)
+    with two_nodes.two_nodes(tmp_path) as nodes:
+        job = nodes.run_python(launcher, 2, *RUN, program)
+    check_two_nodes(job, re.escape(two_nodes.address(1)))
+
+
+@pytest.mark.slurm
+def test_srun(slurm: SlurmCluster, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ON_TWO_NODES)
+    tasks = ("--mpi=pmi2", "-N2", "--ntasks-per-node=2")
+    command = (sys.executable, *RUN, program)
+    job = slurm.srun(Launcher.named("MPICH"), *tasks, *command, cwd=tmp_path)
+    check_two_nodes(job, r"\S+")
+
+
+def check_two_nodes(job: Job, address: str) -> None:
+    assert job.returncode == 0, job.output
+    for rank in range(4):
+        says(job.stdout, rf"mpistrat 4 {rank} {rank % 2} 2 {rank // 2} 2 {address} \n")
