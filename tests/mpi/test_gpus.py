@@ -138,6 +138,31 @@ def test_reduce_and_reduce_scatter(strategy):
 
 
 @needs_ranks
+def test_products_and_bits(strategy):
+    communicator = strategy.extended.communicator
+    for dtype in ("float32", "int32", "int16"):
+        buffer = on_gpu(np.full(3, 2, dtype))
+        communicator.all_reduce(buffer, "prod")
+        assert (buffer == 2**SIZE).all()
+    bits = on_gpu(np.full(3, 1 << RANK, "int32"))
+    communicator.all_reduce(bits, "bor")
+    assert (bits == 2**SIZE - 1).all()
+
+
+@needs_ranks
+def test_gathers_and_exchanges_of_rows(strategy):
+    communicator = strategy.extended.communicator
+    whole = on_gpu(np.zeros((SIZE, 2, 3), "float32"))
+    communicator.all_gather_into(on_gpu(np.full((2, 3), RANK, "float32")), whole)
+    np.testing.assert_array_equal(whole[:, 1, 1], range(SIZE))
+    sent, received = list(range(SIZE)), [RANK] * SIZE  # as many rows as the receiver's rank
+    rows = on_gpu(np.full((sum(sent), 2), RANK, "float32"))
+    out = on_gpu(np.zeros((sum(received), 2), "float32"))
+    communicator.all_to_all(rows, out, sent, received)
+    np.testing.assert_array_equal(out[:, 0], np.repeat(range(SIZE), RANK))
+
+
+@needs_ranks
 @pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
 @pytest.mark.parametrize("root", [0, -1])
 def test_broadcast(strategy, dtype, root):

@@ -105,6 +105,15 @@ def test_parts_by_a_way_of_our_own(own_way, library, dtype, rows):
     total = sum(as_numbers(operand) for operand in everyone)
     assert (as_numbers(out) == total[RANK * rows : (RANK + 1) * rows]).all()
     assert (as_numbers(own_operand) == as_numbers(everyone[RANK])).all()
+    whole = copy(everyone[RANK])
+    own_way.all_gather_into(everyone[RANK][:rows], whole)
+    expected = np.concatenate([as_numbers(operand)[:rows] for operand in everyone])
+    assert (as_numbers(whole) == expected).all()
+    own_way.all_gather_into(whole[RANK * rows : (RANK + 1) * rows], whole)
+    assert (as_numbers(whole) == expected).all()
+    own_way.all_to_all(own_operand, whole, [rows] * SIZE, [rows] * SIZE)
+    sent_here = [as_numbers(operand)[RANK * rows : (RANK + 1) * rows] for operand in everyone]
+    assert (as_numbers(whole) == np.concatenate(sent_here)).all()
     of_another_length = everyone[RANK][: min(RANK, SIZE * rows)]  # on each rank
     parts = own_way.all_gather(of_another_length)
     assert [len(part) for part in parts] == [min(rank, SIZE * rows) for rank in range(SIZE)]

@@ -113,6 +113,23 @@ def test_every_collective(window, library, dtype, length):
     out = copy(mine[:each])
     window.reduce_scatter(copy(mine[: each * SIZE]), out)
     assert equal(out, total[RANK * each : (RANK + 1) * each])
+    whole = copy(mine[: each * SIZE])
+    window.all_gather_into(mine[:each], whole)
+    rows = whole.reshape(SIZE, each)
+    assert all(equal(rows[r], everyone[r][:each]) for r in range(SIZE))
+    window.all_gather_into(rows[RANK], whole)  # which is there already
+    assert all(equal(rows[r], everyone[r][:each]) for r in range(SIZE))
+    less = each // 3  # rank r sends rank s each - (r + s) % 3 * less
+    sent = [each - (RANK + r) % 3 * less for r in range(SIZE)]
+    out = copy(mine[: sum(sent)])
+    window.all_to_all(copy(mine[: sum(sent)]), out, sent, sent)
+    starts = [
+        [sum(each - (r + s) % 3 * less for s in range(n)) for n in range(SIZE)] for r in range(SIZE)
+    ]
+    arrived = np.cumsum([0, *sent])
+    for r in range(SIZE):
+        first = starts[r][RANK]
+        assert equal(out[arrived[r] : arrived[r + 1]], everyone[r][first : first + sent[r]])
     if "float" in dtype:
         buffer = copy(mine)
         window.all_reduce(buffer, reducing(scale=0.5))

@@ -1,4 +1,4 @@
-"""Sums of up to 4 KB on one node: they travel with the agreement, without a call of MPI's, and are as any other sum."""
+"""Small sums on one node: they travel with the agreement, without a call of MPI's, and are as any other sum."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
 from mpistrat.communicators.construction import communicator_for
-from mpistrat.communicators.node import slots as shared_slots
+from mpistrat.communicators.node.small_calls import largest_combined
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.errors import CollectiveMismatchError, StallError
 from mpistrat.liveness.record import ABORT, GROUP, RAISE, STALLED
@@ -24,7 +24,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1
 RANKS = np.arange(SIZE)
-LARGEST = shared_slots.LARGEST
+LARGEST = largest_combined(SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,6 @@ def test_no_message_is_sent(communicator, through_mpi, nbytes):
     communicator.all_reduce(buffer)
     assert (buffer == SIZE * (SIZE + 1) // 2).all()
     assert through_mpi == []
-
-
-def test_what_is_larger_goes_another_way(communicator, through_mpi):
-    buffer = np.full(LARGEST + 1, RANK + 1, np.uint8)
-    communicator.all_reduce(buffer)
-    assert (buffer == SIZE * (SIZE + 1) // 2).all()
-    assert len(through_mpi) == 1
 
 
 def test_without_the_check_mpi_sums(through_mpi):

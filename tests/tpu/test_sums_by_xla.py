@@ -87,6 +87,24 @@ def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy, comm: MPI.Int
     assert gathered == [value for rank in ranks for value in (rank + 1.0, 2.0)]
 
 
+def test_what_xla_is_not_asked_for(connected: ms.TPUStrategy, comm: MPI.Intracomm) -> None:
+    """Products, bits, and rows that go to other ranks: they go through the host."""
+    communicator, size = connected.extended.communicator, comm.size
+    product = torch.full((2,), 2.0, device="xla:0")
+    communicator.all_reduce(product, "prod")
+    assert product.tolist() == [2.0**size] * 2
+    bits = torch.tensor([1 << comm.rank], device="xla:0")
+    communicator.all_reduce(bits, "bor")
+    assert bits.tolist() == [2**size - 1]
+    whole = torch.zeros(2 * size, device="xla:0")
+    mine = torch.full((2,), float(comm.rank), device="xla:0")
+    communicator.all_gather_into(mine, whole)
+    assert whole.tolist() == [float(rank) for rank in range(size) for _ in range(2)]
+    exchanged = torch.zeros(2 * size, device="xla:0")
+    communicator.all_to_all(whole + comm.rank * 10, exchanged, [2] * size, [2] * size)
+    assert exchanged.tolist() == [comm.rank + 10.0 * rank for rank in range(size) for _ in range(2)]
+
+
 def test_memory_that_ranks_share_goes_on_being_shared(
     connected: ms.TPUStrategy, comm: MPI.Intracomm
 ) -> None:

@@ -22,8 +22,8 @@ PAGE = 4096
 _SLOTS = 3
 _BLOCK = 1 << 20
 _WIDTH = 1 << 18
-# Bytes that are copied between two meetings: what a rank brings is read from the caches.
-_STEP = 1 << 18
+# Bytes that a rank brings for all others, before they meet: they are still in the caches when the others take them.
+_STEP = 1 << 19
 
 # Words of a segment's first page.
 _TICK, _PLACE = 0, 8
@@ -162,7 +162,7 @@ class Blocks(Mover):
         source, target = bytes_of(operands.buffer), bytes_of(operands.target)
         starts = np.array(operands.starts) * operands.row_bytes
         lengths = np.diff(starts)
-        width = _width(self._size)
+        width = _BLOCK // self._size
         bounds = list(itertools.pairwise(starts[self.rank].tolist()))
         parts = np.split(target, np.cumsum(operands.received)[:-1] * operands.row_bytes)
         first, end = bounds[self.rank]
