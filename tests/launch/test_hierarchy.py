@@ -67,6 +67,24 @@ for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.f
         del buffer, memory
 assert len(taken) == 5 * 2 * (4 + size)
 
+# The other calls, whose ranks send different numbers of rows: from r to s, r + 2 s times the length.
+for dtype in (torch.int32, torch.bfloat16):
+    for length in (1, 10_000):
+        mine = torch.full((length, 3), rank, dtype=dtype)
+        whole = torch.zeros(size * length, 3, dtype=dtype)
+        communicator.all_gather_into(mine, whole)
+        assert whole[:, 2].tolist() == [r for r in range(size) for _ in range(length)]
+        communicator.reduce_scatter(whole, mine)
+        assert (mine == size * rank).all()
+        sent = [(rank + 2 * r) * length for r in range(size)]
+        received = [(r + 2 * rank) * length for r in range(size)]
+        out = torch.zeros(sum(received), 3, dtype=dtype)
+        communicator.all_to_all(torch.full((sum(sent), 3), rank, dtype=dtype), out, sent, received)
+        assert torch.equal(out[:, 0], torch.arange(size).repeat_interleave(torch.tensor(received)).to(dtype))
+        product = torch.full((length,), 2, dtype=dtype)
+        communicator.all_reduce(product, "prod")
+        assert (product == 2**size).all()
+
 # What three numbers in bfloat16 add up to is rounded once, not on each node.
 short = torch.full((40_000,), 1.0 if rank == 0 else 2.0**-8 * 0.75).to(torch.bfloat16)
 exact = (1.0 + (size - 1) * float(short.new_tensor(2.0**-8 * 0.75)))

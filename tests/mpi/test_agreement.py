@@ -104,7 +104,7 @@ def test_who_left_a_collective_does_not_come_back(monkeypatch, make):
 @several
 def test_an_error_inside_a_collective_ends_it():
     """Else it would be reported as a stall a minute later."""
-    communicator = communicator_for(WORLD)
+    communicator = communicator_for(WORLD).by(ms.CommunicationImplementation.MPI)
 
     def fails(*_):
         raise TypeError("on all ranks")
