@@ -46,7 +46,14 @@ def through_mpi(monkeypatch):
     return buffers
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 8, LARGEST - 1, LARGEST])
+@pytest.mark.parametrize(
+    "nbytes",
+    [
+        *(0, 1, 8, 4095, 4096),
+        pytest.param(LARGEST - 1, id="largest - 1"),
+        pytest.param(LARGEST, id="largest"),
+    ],
+)
 def test_no_message_is_sent(communicator, through_mpi, nbytes):
     buffer = np.full(nbytes, RANK + 1, np.uint8)
     communicator.all_reduce(buffer)
