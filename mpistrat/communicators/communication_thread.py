@@ -104,7 +104,7 @@ class CommunicationThread:
         if os.getpid() == self._pid and last is not None and not last.done():
             end = rank_end()
             end.end_job(
-                f"ending the job: {end.who} came to its end while a collective that it had not waited for, such as a "
-                "reduction of gradients, and that other ranks did not take part in, was under way",
+                f"ending the job: {end.who} came to its end while a reduction of gradients, or another collective that "
+                "it had not waited for, was under way, and other ranks did not take part in it",
                 1,
             )
