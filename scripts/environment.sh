@@ -84,7 +84,7 @@ PYTHON
 # torch_xla and the torch that it needs, for the tests in tests/tpu, which run on its CPU device: no libtpu. That torch is
 # the oldest that we support: tests/mpi/torch_distributed runs there, too.
 make_xla_environment() {
-    constraints=scripts/constraints-tpu.txt make_environment .venvs/tpu torch torch_xla pytest pytest-mpi expecttest hypothesis scikit-learn tqdm \
+    constraints=scripts/constraints-tpu.txt make_environment .venvs/tpu torch torch_xla pytest pytest-mpi expecttest hypothesis scikit-learn torchmetrics tqdm \
         --editable .
     export MPISTRAT_TEST_XLA="$PWD/.venvs/tpu"
 }

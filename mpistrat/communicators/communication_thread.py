@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.liveness.call_site import standing_for
+from mpistrat.liveness.call_site import Place, standing_for
 from mpistrat.liveness.rank_end import rank_end
 
 _threads: dict[Communicator, CommunicationThread] = {}
@@ -30,7 +30,7 @@ class CommunicationThread:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._work: queue.SimpleQueue[
-            tuple[Callable[[], None], FrameType, Future[None]] | None  # None: no more
+            tuple[Callable[[], None], Place, Future[None]] | None  # None: no more
         ] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._unfinished: Future[None] | None = None
@@ -73,14 +73,14 @@ class CommunicationThread:
         if last is not None and not last.done() and not self.is_current():
             concurrent.futures.wait([last])
 
-    def submit(self, work: Callable[[], None], frame: FrameType) -> Future[None]:
+    def submit(self, work: Callable[[], None], frame: FrameType | Place) -> Future[None]:
         """Have `work` done after what was submitted before. `frame`: where the program did so, for reports.
 
         What it raises is in the result; a rank that got an error must not submit anything further.
         """
         done: Future[None] = Future()
         self._unfinished = done
-        self._work.put((work, frame, done))
+        self._work.put((work, Place(frame.f_code, frame.f_lineno), done))
         return done
 
     def _run(self) -> None:
@@ -88,15 +88,15 @@ class CommunicationThread:
             submitted = self._work.get()
             if submitted is None:
                 return
-            work, frame, done = submitted
+            work, place, done = submitted
             try:
-                with standing_for(frame):
+                with standing_for(place):
                     work()
             except BaseException as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            del submitted, work, frame, done  # which may hold the memory of gradients
+            del submitted, work, place, done  # which may hold the memory of gradients
 
     def _check_idle(self) -> None:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
@@ -104,7 +104,7 @@ class CommunicationThread:
         if os.getpid() == self._pid and last is not None and not last.done():
             end = rank_end()
             end.end_job(
-                f"ending the job: {end.who} came to its end while a collective that it had not waited for, such as a "
-                "reduction of gradients, and that other ranks did not take part in, was under way",
+                f"ending the job: {end.who} came to its end while a reduction of gradients, or another collective that "
+                "it had not waited for, was under way, and other ranks did not take part in it",
                 1,
             )

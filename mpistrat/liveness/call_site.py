@@ -8,7 +8,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Where Python and what was installed for it are; "<frozen runpy>" starts modules.
@@ -26,31 +27,39 @@ _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
 _owners: dict[str, int] = {}  # by file name; each collective looks at several frames
 
 
+class Place(NamedTuple):
+    """Where a frame stood: it runs on. The names are those of a frame."""
+
+    f_code: CodeType
+    f_lineno: int
+    f_back: None = None
+
+
 class _StandingFor(threading.local):
-    frame: FrameType | None = None
+    place: Place | None = None
 
 
 _standing_for = _StandingFor()
 
 
 @contextlib.contextmanager
-def standing_for(frame: FrameType) -> Iterator[None]:
-    """In the block, calls of this thread, which is one of our own, count as made at `frame`."""
-    _standing_for.frame = frame
+def standing_for(place: Place) -> Iterator[None]:
+    """In the block, calls of this thread, which is one of our own, count as made at `place`."""
+    _standing_for.place = place
     try:
         yield
     finally:
-        _standing_for.frame = None
+        _standing_for.place = None
 
 
-def outside(frame: FrameType) -> FrameType:
+def outside(frame: FrameType | Place) -> FrameType | Place:
     """The innermost frame of the user's program, at or outside `frame`.
 
     Frames of this package, torch (whose `backward` reduces), torch_xla, and of those by whose decorators torch is
     called, are not the user's. Nor are those of installed libraries, such as Lightning: where there are no others, it
     is the innermost of these, and else the outermost frame.
     """
-    frame = _standing_for.frame or frame
+    frame = _standing_for.place or frame
     of_library = None
     while True:
         file = frame.f_code.co_filename
@@ -97,7 +106,7 @@ def _files_of(*modules: str) -> list[str]:
     return [file for file in files if file is not None]
 
 
-def call_site(frame: FrameType) -> str:
+def call_site(frame: FrameType | Place) -> str:
     """Where `outside(frame)` stands: "train.py:33 in main"."""
     frame = outside(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

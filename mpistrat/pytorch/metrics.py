@@ -11,7 +11,6 @@ import itertools
 import sys
 import warnings
 import weakref
-from types import FrameType
 from typing import Any
 
 from mpistrat.context import AnyStrategy, get_strategy
@@ -68,7 +67,7 @@ def _warn(metric: str) -> None:
     strategy: Any = current if current in _strategies.values() else alive[-1][1]
     communicator = strategy.extended.communicator
     if communicator.rank == 0:
-        frame = _caller(sys._getframe())
+        frame = outside(sys._getframe())
         warnings.warn_explicit(
             f"{metric}.compute() of torchmetrics combines nothing over the {communicator.size} ranks, for torch has no "
             "default group: each rank gets the value of the examples that it has seen. Make the strategy with "
@@ -78,12 +77,3 @@ def _warn(metric: str) -> None:
             frame.f_code.co_filename,
             frame.f_lineno,
         )
-
-
-def _caller(frame: FrameType) -> FrameType:
-    """The frame of the program that has called torchmetrics."""
-    between = True
-    while between and frame.f_back is not None:
-        frame = outside(frame.f_back)
-        between = frame.f_globals.get("__name__", "").startswith("torchmetrics.")
-    return frame

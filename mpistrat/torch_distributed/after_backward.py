@@ -15,6 +15,7 @@ from types import FrameType
 import torch
 
 from mpistrat.communicators.communication_thread import CommunicationThread
+from mpistrat.liveness.call_site import Place
 from mpistrat.torch_distributed.work import UnfinishedWork
 
 # Seconds that the communication thread leaves the calls to backward(), which may wait for the future of one.
@@ -55,7 +56,9 @@ class CallsAfterBackward:
         self._order = threading.RLock()
         self._maker = 0  # the thread that makes the calls
 
-    def add(self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType) -> None:
+    def add(
+        self, call: Callable[[], None], thread: CommunicationThread, frame: FrameType | Place
+    ) -> None:
         """Have `call` made at the end of the backward() that this is called in; by `thread`, if that takes long.
 
         Args: frame: where the program called, for reports.

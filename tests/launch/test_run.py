@@ -210,6 +210,30 @@ def wait_in_job(launcher: Launcher, folder: Path, timeout: float, pause: float, 
     return job
 
 
+UNOBSERVED = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+work = dist.all_reduce(torch.ones(3 + dist.get_rank()), async_op=True)  # differs
+if sys.argv[1] == "has a future":
+    work.get_future()
+time.sleep(1)
+if sys.argv[1] == "calls again":
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("what", ["ends", "has a future", "calls again"])
+def test_an_error_that_nobody_waited_for(launcher: Launcher, tmp_path: Path, what: str) -> None:
+    (tmp_path / "unobserved.py").write_text(UNOBSERVED)
+    job = launcher.run_python(2, *RUN, "unobserved.py", what, cwd=tmp_path)
+    assert job.returncode != 0, job.output
+    line = UNOBSERVED[: UNOBSERVED.index("  # differs")].count("\n") + 1
+    for rank in range(2):
+        called = rf"rank {rank}: all_reduce\(sum, float32, \({3 + rank},\)\)\n *at .*unobserved.py:{line} "
+        assert re.search(called, job.output), job.output
+
+
 @pytest.mark.waits
 def test_the_timeout_of_a_group_is_its_limit(launcher: Launcher, tmp_path: Path) -> None:
     """It is said once for whom a rank waits, and nothing ends."""

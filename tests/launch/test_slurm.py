@@ -61,8 +61,10 @@ def check_agreement(text: str, node_of_rank: str) -> None:
 def write_steps(path: Path, header: str, steps: list[str]) -> list[Path]:
     """A batch script of these srun steps, each with a file of its own for what it prints."""
     outputs = [path.with_suffix(f".{number}") for number in range(len(steps))]
+    # Slurm gives a step other nodes while it still frees those of the step before.
+    freed = "while squeue -hs -j $SLURM_JOB_ID | grep -qv batch; do sleep 0.1; done"
     commands = [
-        f"srun --kill-on-bad-exit {PMI2} {step} {sys.executable} {LAYOUT} >{output}"
+        f"srun --kill-on-bad-exit {PMI2} {step} {sys.executable} {LAYOUT} >{output}\n{freed}"
         for step, output in zip(steps, outputs, strict=True)
     ]
     path.write_text("\n".join(["#!/bin/bash", header, "set -e", *commands]) + "\n")

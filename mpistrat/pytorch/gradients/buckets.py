@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from types import FrameType
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class Buckets:
         nbytes: int,
     ) -> None:
         self._thread, self._scale, self._wires = thread, scale, wires
-        self._frame: FrameType = outside(sys._getframe())
+        self._frame = outside(sys._getframe())
         self._places: dict[int, tuple[_Bucket, int]] = {}  # by the id of a parameter; and its slot
         self._pieces: dict[int, torch.Tensor] = {}
         self._buckets: list[_Bucket] = []
