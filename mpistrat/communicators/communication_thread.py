@@ -25,10 +25,11 @@ class CommunicationThread:
 
     Args:
         communicator: of this thread only. MPI must have been started with MPI_THREAD_MULTIPLE.
+        patience: seconds that the program's end waits for what is under way, in which other ranks may still take part.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    def __init__(self, communicator: Communicator, patience: float = 0.0) -> None:
+        self.communicator, self._patience = communicator, patience
         self._work: queue.SimpleQueue[
             tuple[Callable[[], None], Place, Future[None]] | None  # None: no more
         ] = queue.SimpleQueue()
@@ -101,7 +102,9 @@ class CommunicationThread:
     def _check_idle(self) -> None:
         """At exit, before MPI_Finalize, which a thread inside MPI may keep from returning."""
         last = self._unfinished
-        if os.getpid() == self._pid and last is not None and not last.done():
+        if os.getpid() != self._pid or last is None:
+            return
+        if not concurrent.futures.wait([last], self._patience).done:
             end = rank_end()
             end.end_job(
                 f"ending the job: {end.who} came to its end while a reduction of gradients, or another collective that "

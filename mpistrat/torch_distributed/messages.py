@@ -22,12 +22,15 @@ from mpi4py import MPI
 from mpistrat.communicators.host_views import bytes_of
 from mpistrat.errors import StallError
 from mpistrat.liveness.call_site import call_site
+from mpistrat.liveness.record import LEAVING, LEFT, STATE
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.torch_distributed.tensors import read, room_for
 from mpistrat.torch_distributed.work import UnfinishedWork
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
+# For what a rank has sent before it came to its end.
+SECONDS_TO_ARRIVE = 10.0
 
 
 class Traffic(NamedTuple):
@@ -73,7 +76,7 @@ class Messages:
         request = self._comm.Isend([bytes_of(buffer), MPI.BYTE], rank, tag)
         self._sent += 1
         what = f"send({describe(tensor)}) to rank {rank}, tag {tag}"
-        return Message(self, request, tensor, buffer, what, failed)
+        return Message(self, request, tensor, buffer, what, failed, peer=rank)
 
     def receive(
         self,
@@ -90,7 +93,7 @@ class Messages:
         self._received += 1
         whom = "any rank" if rank is None else f"rank {rank}"
         what = f"recv({describe(tensor)}) from {whom}, tag {tag}"
-        return Message(self, request, tensor, buffer, what, failed, receives=True)
+        return Message(self, request, tensor, buffer, what, failed, peer=rank, receives=True)
 
     def begun(self, message: Message) -> None:
         self._unfinished.add(message)
@@ -104,14 +107,28 @@ class Messages:
         self._unfinished.discard(message)
 
     def wait_for(self, message: Message, seconds: float) -> None:
-        """Raises: StallError if the message does not come through in time; 0 `seconds`: the usual one."""
+        """Raises: StallError if the message does not come through in time; 0 `seconds`: the usual one.
+
+        RuntimeError if the other rank has come to the end of its program.
+        """
         limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
         limit = min(filter(None, limits), default=0.0)
         started = time.monotonic()
+        alone_since = 0.0
 
         def arrived() -> bool:
+            nonlocal alone_since
             if message.test():
                 return True
+            if not self._has_left(message.peer):
+                alone_since = 0.0
+            elif not alone_since:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > SECONDS_TO_ARRIVE:
+                raise RuntimeError(
+                    f"rank {self._comm.rank} waits in {message.what}, at {message.called_at}, for a rank that has come "
+                    "to the end of its program. Did it skip the matching call?"
+                )
             if limit and time.monotonic() - started > limit:
                 raise StallError(
                     f"rank {self._comm.rank} waited {limit:g} s in {message.what}, at {message.called_at}. Does the "
@@ -121,6 +138,15 @@ class Messages:
             return False
 
         wait_until(arrived, self._watch)
+
+    def _has_left(self, peer: int | None) -> bool:
+        """Whether `peer`, or with None every other rank, is at its end, as far as is seen from this node."""
+        seen = self._watch.peers
+        if seen is None:
+            return False
+        if peer is not None:
+            seen = seen[peer - (peer > self._comm.rank) :][:1]
+        return all(words[STATE] in (LEAVING, LEFT) for words, _ in seen)
 
     def _check(self, tensor: torch.Tensor, tag: int) -> None:
         if not 0 <= tag <= self._largest_tag:
@@ -137,6 +163,7 @@ class Message(UnfinishedWork):
     Attributes:
         what: the call, in words.
         called_at: where the program made it.
+        peer: the other rank; None: any.
     """
 
     def __init__(
@@ -148,9 +175,11 @@ class Message(UnfinishedWork):
         what: str,
         failed: Callable[[UnfinishedWork], None],
         *,
+        peer: int | None,
         receives: bool = False,
     ) -> None:
         super().__init__([tensor], failed)
+        self.peer = peer
         self.what, self.called_at = what, call_site(sys._getframe(2))
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()

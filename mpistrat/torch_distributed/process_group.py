@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from mpistrat.torch_distributed.messages import Messages
 
 NAME = "mpistrat"
+# At the program's end, for the other ranks to take part in calls that it has not waited for.
+SECONDS_FOR_OTHERS = 5.0
 
 Tensors = Sequence[torch.Tensor]
 _SUM = dist.AllreduceOptions()
@@ -82,6 +84,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self._coalesced: list[DoneWork] | None = None
         self._is_shut_down = False
         self._pid = os.getpid()
+        # Before a thread registers its own: so it runs after what is under way has ended, or failed.
+        atexit.register(self._end_job_if_unobserved)
 
     # What torch asks of a group. Without the properties, DeviceMesh and functional collectives find no group.
 
@@ -139,6 +143,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             self._thread.end()
         self._give_back()
         self._raise_unobserved()
+        atexit.unregister(self._end_job_if_unobserved)
 
     def abort(self) -> None:
         """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
@@ -351,7 +356,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             return self._collect(DoneWork(result))
         with self._order:
             if self._thread is None:
-                self._thread = CommunicationThread(self._communicator)
+                self._thread = CommunicationThread(self._communicator, SECONDS_FOR_OTHERS)
         holds = (
             self._after_backward.is_worth_it and self._has_no_core_to_spare() and inside_backward()
         )
@@ -405,8 +410,6 @@ class MpistratProcessGroup(dist.ProcessGroup):
             self._raise_unobserved()
 
     def _note_failure(self, work: UnfinishedWork) -> None:
-        if not self._failed and not self._is_shut_down:
-            atexit.register(self._end_job_if_unobserved)
         self._failed.append(work)
 
     def _raise_unobserved(self) -> None:

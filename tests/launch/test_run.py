@@ -234,6 +234,46 @@ def test_an_error_that_nobody_waited_for(launcher: Launcher, tmp_path: Path, wha
         assert re.search(called, job.output), job.output
 
 
+LEFT_UNDER_WAY = """
+import time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+time.sleep(dist.get_rank())
+dist.all_reduce(torch.ones(1000), async_op=True)
+"""
+
+
+def test_a_call_that_nobody_waited_for_comes_to_its_end(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "left.py").write_text(LEFT_UNDER_WAY)
+    job = launcher.run_python(2, *RUN, "left.py", cwd=tmp_path)
+    assert (job.returncode, job.output.strip("\0\n")) == (0, ""), job.output
+
+
+RECEIVES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1 << 20)
+if dist.get_rank() == 0:
+    dist.isend(value, 1)
+else:
+    dist.recv(value, 0)
+    print("the first has come")
+    dist.recv(value, 0)  # never sent
+"""
+
+
+@pytest.mark.waits
+def test_a_message_from_a_rank_that_has_ended(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "receives.py").write_text(RECEIVES)
+    job = launcher.run_python(2, *RUN, "receives.py", cwd=tmp_path)
+    assert job.returncode != 0, job.output
+    assert "the first has come\n" in job.stdout
+    line = RECEIVES[: RECEIVES.index("  # never sent")].count("\n") + 1
+    waits = rf"rank 1 waits in recv\(float32, \(1048576,\)\) from rank 0, tag 0, at .*receives.py:{line} "
+    assert re.search(waits, job.output), job.output
+    assert job.seconds < SECONDS_TO_END + 20, job.output
+
+
 @pytest.mark.waits
 def test_the_timeout_of_a_group_is_its_limit(launcher: Launcher, tmp_path: Path) -> None:
     """It is said once for whom a rank waits, and nothing ends."""

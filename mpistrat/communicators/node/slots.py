@@ -43,6 +43,9 @@ class SharedSlots:
 
     def __init__(self, segments: list[np.ndarray], rank: int) -> None:
         self._segments, self.rank, self.size = segments, rank, len(segments)
+        first = _bytes_of_numbers(self.size)
+        self._bytes = self._places(lambda slot: slot[first:])
+        self._numbers: dict[int, Places[memoryview]] = {}
 
     @staticmethod
     def nbytes_for(ranks: int) -> int:
@@ -51,11 +54,16 @@ class SharedSlots:
 
     def bytes(self, nbytes: int) -> Places[np.ndarray]:
         """The places of buffers of `nbytes`, LARGEST at most."""
-        return self._places(lambda slot: slot[_bytes_of_numbers(self.size) :][:nbytes])
+        if nbytes == LARGEST:
+            return self._bytes
+        even, odd = ([place[:nbytes] for place in places] for places in self._bytes)
+        return even, odd
 
     def numbers(self, count: int) -> Places[memoryview]:
         """The places of `count` numbers of 64 bits: up to 64, and up to one more than there are ranks."""
-        return self._places(lambda slot: slot[: 8 * count].data.cast("q"))
+        if count not in self._numbers:
+            self._numbers[count] = self._places(lambda slot: slot[: 8 * count].data.cast("q"))
+        return self._numbers[count]
 
     def _places(self, place_in: Callable[[np.ndarray], _T]) -> Places[_T]:
         length = _bytes_of_numbers(self.size) + LARGEST

@@ -40,7 +40,10 @@ class SmallCall(abc.ABC):
 
     @abc.abstractmethod
     def payload(self, operands: Operands) -> Any:
-        """What goes into this rank's place. Raises: whatever is wrong with the operands."""
+        """What goes into this rank's place. It makes of `operands.out` what `take` writes to.
+
+        Raises: whatever is wrong with the operands.
+        """
 
     @abc.abstractmethod
     def take(self, odd: int, operands: Operands, payload: Any) -> Any:
@@ -66,11 +69,12 @@ class SmallAllReduce(SmallCall):
         self._pieces = even, odd
 
     def payload(self, operands: Operands) -> Any:
+        if operands.out is not None:
+            operands.out = self._how.elements(operands.out)
         return self._how.elements(operands.buffer)
 
     def take(self, odd: int, operands: Operands, payload: Any) -> None:
-        out = operands.out
-        target = payload if out is None else self._how.elements(out)
+        target = payload if operands.out is None else operands.out
         self._how.combine(self._pieces[odd], target, operands.reduction.scale)
 
 
@@ -110,10 +114,11 @@ class SmallAllGatherInto(SmallCall):
         self.own = even[slots.rank], odd[slots.rank]
 
     def payload(self, operands: Operands) -> np.ndarray:
+        operands.out = bytes_of(operands.target)
         return bytes_of(operands.buffer)
 
     def take(self, odd: int, operands: Operands, payload: np.ndarray) -> None:
-        np.concatenate(self._pieces[odd], out=bytes_of(operands.target))
+        np.concatenate(self._pieces[odd], out=operands.out)
 
 
 class _Place:
@@ -177,6 +182,10 @@ class SmallAllToAll(_Sized):
         super().__init__(slots, operands, operands.own_starts)
         self._rank, self._row = slots.rank, operands.row_bytes
 
+    def payload(self, operands: Operands) -> np.ndarray:
+        operands.out = bytes_of(operands.target)
+        return super().payload(operands)
+
     def take(self, odd: int, operands: Operands, payload: np.ndarray) -> object:
         row, rank, everyone = self._row, self._rank, self._numbers[odd]
         operands.starts = everyone
@@ -187,7 +196,7 @@ class SmallAllToAll(_Sized):
             memory[starts[rank] * row : starts[rank + 1] * row]
             for starts, memory in zip(everyone, self._bytes[odd], strict=True)
         ]
-        out = bytes_of(operands.target)
+        out = operands.target
         if sum(map(len, pieces)) == len(out):  # else the caller raises an error
             np.concatenate(pieces, out=out)
         return None

@@ -21,7 +21,7 @@ from support.rank_errors import errors_of_ranks
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 KINDS = (ms.MultiWorkerMirroredStrategy, ms.MirroredStrategy, ms.CentralStorageStrategy)
-several_ranks = pytest.mark.skipif(SIZE == 1, reason="one rank counts nothing twice")
+several_ranks = pytest.mark.mpi(min_size=2)
 
 
 @pytest.fixture(autouse=True)

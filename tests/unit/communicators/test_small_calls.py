@@ -76,10 +76,11 @@ def test_rows_to_each_rank(slots: list[SharedSlots]) -> None:
     """Rank r sends r rows to each rank."""
     size = len(slots)
     everyone = tuple(range(size))
+    outs = [np.zeros((sum(everyone), 2), np.int64) for _ in range(size)]
     operands = [
         Operands(
             np.arange(2 * rank * size).reshape(rank * size, 2) + 100 * rank,
-            out=np.zeros((sum(everyone), 2), np.int64),
+            out=outs[rank],
             sent=(rank,) * size,
             received=everyone,
         )
@@ -89,7 +90,7 @@ def test_rows_to_each_rank(slots: list[SharedSlots]) -> None:
     assert run(calls, operands) == [None] * size
     for rank, own in enumerate(operands):
         sent_here = [other.buffer[r * rank : r * rank + r] for r, other in enumerate(operands)]
-        assert (own.target == np.concatenate(sent_here)).all()
+        assert (outs[rank] == np.concatenate(sent_here)).all()
         assert own.starts is not None
         assert [starts[-1] for starts in own.starts] == [r * size for r in range(size)]
 
