@@ -42,8 +42,8 @@ def commands(
     inherited = environment_of_children(environ)
     outside = {name: v for name, v in inherited.items() if not _OF_SCHEDULERS.match(name)}
     found: list[Command] = []
-    beside = Path(library).parent.parent / "bin" / "mpiexec"
-    mpiexec = str(beside) if library and beside.exists() else shutil.which("mpiexec")
+    own = Path(library).parent.parent / "bin" / "mpiexec"
+    mpiexec = str(own) if library and own.exists() else shutil.which("mpiexec")
     each = 2 // (len(hosts) or 1)
     if mpiexec is not None:
         nodes = list(hosts) or ["localhost"]

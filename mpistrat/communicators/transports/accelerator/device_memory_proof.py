@@ -34,7 +34,7 @@ _TELLING = re.compile(r"signal \d|[Ss]ignal: |Error|Exception|are wrong|not of 2
 TRIAL = Path(__file__).with_name("device_memory_trial.py")
 
 
-def why_not(host: Communicator, node: int, library: str, index: int) -> str:
+def why_not_proven(host: Communicator, node: int, library: str, index: int) -> str:
     """Why MPI is not trusted with memory of the ranks' accelerators; "" where it was seen to take it. Collective.
 
     The first rank of each node tries within its node, and the first of all between its node and the next.
@@ -42,22 +42,22 @@ def why_not(host: Communicator, node: int, library: str, index: int) -> str:
     Args:
         host: the communicator of these ranks.
         node: the number of this rank's.
-        library, index: as of `try_it`, on this rank.
+        library, index: as of `reason_against`, on this rank.
     """
     everyone = host.all_gather_object((node, MPI.Get_processor_name()))
     first = {number: everyone.index((number, name)) for number, name in reversed(everyone)}
     reason = ""
     if host.rank in first.values():
-        reason = try_it(library, index)
+        reason = reason_against(library, index)
         if host.rank == 0 and not reason and len(first) > 1:
             hosts = [everyone[rank][1] for rank in sorted(first.values())[:2]]
-            reason = try_it(library, index, tuple(hosts))
+            reason = reason_against(library, index, tuple(hosts))
     reasons = host.all_gather_object(reason)
     return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 
 @functools.cache
-def try_it(library: str, index: int, hosts: tuple[str, ...] = ()) -> str:
+def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str:
     """Why this process's MPI is not trusted with memory of accelerator `index`; "" where two processes sent it.
 
     They send each other small and large messages, and use the collectives that `DeviceAwareTransport` uses. A crash, a
@@ -80,9 +80,7 @@ def try_it(library: str, index: int, hosts: tuple[str, ...] = ()) -> str:
     return f"no two processes {between} could be started, to try whether MPI takes device memory ({reason})"
 
 
-def run(
-    command: Sequence[str], environment: dict[str, str], seconds: float
-) -> tuple[bool, str]:
+def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
     """Run `command`, which prints MET and PROVEN twice each if all goes well.
 
     Returns: whether it printed MET, and what went wrong.
@@ -111,5 +109,7 @@ def run(
     lines = stdout.splitlines()
     if not failure and (process.returncode or lines.count(PROVEN) != 2):
         telling = [line for line in stderr.splitlines() if _TELLING.search(line)]
-        failure = f"exit code {process.returncode}" + "".join(f", {line:.200}" for line in telling[-1:])
+        failure = f"exit code {process.returncode}" + "".join(
+            f", {line:.200}" for line in telling[-1:]
+        )
     return lines.count(MET) == 2, failure
