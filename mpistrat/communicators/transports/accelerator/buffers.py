@@ -34,7 +34,7 @@ class DeviceTransport(Transport):
     ) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
-        self._index, self._watch, self._why = index, watch, why
+        self._index, self._watch, self.why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
     # Subclasses have ways of their own for these
@@ -86,7 +86,7 @@ class DeviceTransport(Transport):
         exchange_on_host(self.host, operands)
 
     def explain(self, rest: str) -> str:
-        return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"
+        return f"buffers on GPUs: {self.why}\nbuffers on the host: {rest}"
 
     # Parts of these ways
 
@@ -104,6 +104,9 @@ class DeviceTransport(Transport):
         """Return when the GPU has done what the program has submitted so far, so that `buffer` is ready."""
         library = self.library(buffer)
         self.wait(library, library.record(library.current_stream()))
+
+    def wait_until_idle(self) -> None:
+        """Return when all collectives of this rank have ended. Here they end before they return."""
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         wait_until(lambda: library.is_done(event), self._watch)

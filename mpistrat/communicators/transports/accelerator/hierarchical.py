@@ -1,0 +1,191 @@
+"""Large buffers on GPUs of several nodes: combined within each node, then slice by slice between the nodes.
+
+Within a node by the GPUs' own library (NCCL), which uses the links between them; between nodes by MPI, each rank's slice
+from its own GPU's memory where MPI takes that, else through pinned host memory. Each byte crosses the network as often
+as if the node were one rank.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrat.arrays import Array, dtype_name, is_on_gpu, is_torch, num_elements
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.costs.measurement import (
+    NOT_MEASURED,
+    SIZES_ON_DEVICE,
+    Memory,
+    costs_of,
+)
+from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
+from mpistrat.liveness.watch import CommunicatorWatch
+
+# Below, a second library costs more than the network saves.
+SMALLEST = 1 << 16
+_FIRST = 1 << 20  # bytes of a first call, large enough for every way below
+_CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
+
+
+class HierarchicalDeviceTransport(DeviceTransport):
+    """Moves large buffers of ranks on several nodes, of as many ranks each.
+
+    The host waits between the phases: a library for GPUs and an MPI that takes device memory are never in flight
+    together, which could deadlock.
+
+    Args:
+        host, index, watch, why: as of `DeviceTransport`; `why` says how slices go between the nodes.
+        nodes: the number of each rank's node, in rank order.
+        within: over the ranks of this node, in rank order.
+        between: over the ranks of the same place on their nodes, in rank order.
+        flat: over all ranks: the other way, with which this one is compared.
+        mpi: the library's name and version.
+
+    Attributes:
+        costs: what both ways cost; they are measured at the first large buffer.
+        smallest: from so many bytes on a buffer goes by node, by these costs.
+    """
+
+    def __init__(
+        self,
+        host: Communicator,
+        index: int,
+        watch: CommunicatorWatch,
+        why: str,
+        nodes: Sequence[int],
+        within: DeviceTransport,
+        between: DeviceTransport,
+        flat: DeviceTransport,
+        mpi: str,
+    ) -> None:
+        super().__init__(host, index, watch, why)
+        self.within, self.between, self.flat = within, between, flat
+        self.costs = NOT_MEASURED
+        self.smallest = float(SMALLEST)
+        self._mpi, self._nodes = mpi, nodes
+        # By rank: its place on its node.
+        self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
+
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        buffer, compressor = operands.buffer, operands.reduction.compressor
+        if call not in _CALLS or not is_on_gpu(buffer) or buffer.nbytes < SMALLEST:
+            return None
+        # These want all ranks' values on the host.
+        if operands.tree is not None or compressor is not None:
+            return None
+        if self.costs is NOT_MEASURED:
+            self._measure(buffer)
+        return self if buffer.nbytes >= self.smallest else None
+
+    def _measure(self, like: Array) -> None:
+        library = self.library(like)
+
+        def zeros(length: int) -> Array:
+            with library.device():
+                buffer = library.empty((length,), "float32")
+                buffer[...] = 0
+                return buffer
+
+        def waiting(all_reduce: Callable[[Operands], None]) -> Callable[[Array], None]:
+            def way(buffer: Array) -> None:
+                all_reduce(Operands(buffer))
+                self.wait_for_current_stream(buffer)
+
+            return way
+
+        # Not while time is taken: connections, and measurements of the ways below.
+        for all_reduce in (self.all_reduce, self.flat.all_reduce):
+            waiting(all_reduce)(zeros(_FIRST // 4))
+        by_node, flat = f"by node, {self.why}", f"all ranks at once, {self.flat.why}"
+        self.costs = costs_of(
+            {by_node: waiting(self.all_reduce), flat: waiting(self.flat.all_reduce)},
+            self.host,
+            self._mpi,
+            list(collections.Counter(self._nodes).values()),
+            asleep=[by_node, flat],
+            memory=Memory(_name_of(like), SIZES_ON_DEVICE, zeros),
+        )
+        self.smallest = self.costs.cheaper_from(by_node, flat, SMALLEST)
+
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
+        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):  # rounded once, not on each node
+            plain = reduction.plain
+            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+            return
+        plain = reduction.plain
+        flat, whole, mine = self._sliced(buffer)
+        self.within.reduce_scatter(Operands(whole, plain, mine))
+        self._leave_the_gpu(mine)
+        self.between.all_reduce(Operands(mine, plain))
+        self.within.all_gather_into(Operands(mine, out=whole))
+        if whole is not flat:
+            flat[...] = whole[: num_elements(flat)]
+        scale(buffer, reduction.scale)
+
+    def _spread(self, buffer: Array, root: int) -> None:
+        """Within the root's node, then from its ranks to those of the other nodes, then within these."""
+        flat, whole, mine = self._sliced(buffer)
+        node, place = self._nodes[root], self._places[self.rank]
+        if self._nodes[self.rank] == node:
+            self.within.broadcast(Operands(whole, root=self._places[root]))
+        peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
+        self._leave_the_gpu(mine)
+        self.between.broadcast(Operands(mine, root=peers.index(node)))
+        if self._nodes[self.rank] != node:
+            self.within.all_gather_into(Operands(mine, out=whole))
+        if whole is not flat:
+            flat[...] = whole[: num_elements(flat)]
+
+    def _leave_the_gpu(self, mine: Array) -> None:
+        """Return when the GPUs' own library has done what it was given."""
+        self.flat.wait_until_idle()
+        self.within.wait_until_idle()
+        self.within.wait_for_current_stream(mine)
+
+    def _sliced(self, buffer: Array) -> tuple[Array, Array, Array]:
+        """The elements of `buffer`; the same, or a copy of as many for each rank of the node; and this rank's of them."""
+        library, ranks = self.library(buffer), self.within.size
+        whole = flat = library.flat(buffer)
+        length = -(-num_elements(flat) // ranks)
+        if length * ranks > num_elements(flat):
+            whole = library.empty((length * ranks,), flat.dtype)
+            whole[: num_elements(flat)] = flat
+            whole[num_elements(flat) :] = 0
+        return flat, whole, whole[self.within.rank * length : (self.within.rank + 1) * length]
+
+    def explain(self, rest: str) -> str:
+        sizes = self.costs.explain_from(self.smallest)
+        return (
+            f"large buffers on GPUs: by node, in {self.within.size} slices between the nodes ({self.why}), {sizes}\n"
+            f"{rest}"
+        )
+
+
+def why_not_by_node(nodes: Sequence[int]) -> str:
+    """Why buffers on GPUs do not go by node; "" if they may.
+
+    Args: nodes: the number of each rank's node, in rank order.
+    """
+    ranks = collections.Counter(nodes).values()
+    if len(ranks) == 1:
+        return "there is one node"
+    if set(ranks) == {1}:
+        return "each rank is on a node of its own"
+    if len(set(ranks)) > 1:
+        return f"nodes have {min(ranks)} to {max(ranks)} ranks"
+    return ""
+
+
+def _name_of(buffer: Any) -> str:
+    """What the memory of `buffer` is called: "NVIDIA H100"."""
+    if not is_torch(buffer):
+        return "CuPy's"
+    import torch
+
+    kind = buffer.device.type
+    name = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
+    return str(name(buffer.device.index))
