@@ -27,10 +27,16 @@ def backend_of(kind: str) -> str:
     return name if here else ""
 
 
-def version_of(backend: str) -> str:
-    """What ranks must have alike to form a group: "nccl 2.27.5 of torch 2.9.0"."""
-    version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-    return f"{backend} {version} of torch {torch.__version__}".replace("  ", " ")
+def version_of(kind: str) -> str:
+    """What ranks must have alike to form a group for devices of `kind`: "nccl 2.27.5 of torch 2.9.0".
+
+    Raises: ImportError where there is none.
+    """
+    backend = backend_of(kind)
+    if not backend:
+        raise ImportError(f"this torch ({torch.__version__}) has no group for devices of {kind!r}")
+    version = ".".join(map(str, torch.cuda.nccl.version())) + " " if backend == "nccl" else ""
+    return f"{backend} {version}of torch {torch.__version__}"
 
 
 def make_group(
@@ -46,8 +52,8 @@ def make_group(
     backend = backend_of(kind)
     if not backend:
         raise RuntimeError(
-            f"rank {rank}: this torch has no group for tensors on devices of kind {kind!r}. Move the tensor to the CPU, "
-            "or install a torch with NCCL (CUDA, ROCm) or XCCL (XPU)"
+            f"rank {rank}: this torch has no group for tensors on devices of {kind!r}. Move the tensor to the CPU, or "
+            "install a torch with NCCL (CUDA, ROCm) or XCCL (XPU)"
         )
     store = c10d.PrefixStore(f"{kind}/", store)
     if backend not in _CLASSES:
