@@ -17,7 +17,8 @@ from mpistrat.communicators.transports.accelerator import nccl
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.by_library import ByLibrary
 from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
-from mpistrat.communicators.transports.accelerator.cuda_aware import CudaAwareTransport, is_proven
+from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
+from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.liveness.abort_channel import AbortChannel
@@ -72,12 +73,8 @@ class _Choice:
         everyone = self._host.all_gather_object(_version(lambda: version_of(kind)))
         why_not = shared_gpu(self._gpus) or missing(everyone)
         if not why_not:
-            library = TorchLibrary(kind, self._index)
-            contract, host, comm = (
-                self._communicator.contract,
-                self._host,
-                self._communicator.mpi.comm,
-            )
+            contract, host = self._communicator.contract, self._host
+            library, comm = TorchLibrary(kind, self._index), self._communicator.mpi.comm
             watch = job_end().records.watch_of(comm, f"{contract.name} on devices")
             native = NativeTransport(
                 *(host, kind, self._index, self._watch, f"through {everyone[0][0]}", self._channel),
@@ -104,16 +101,15 @@ class _Choice:
         return self._by_mpi("cupy", f"not through NCCL ({why_not})")
 
     def _by_mpi(self, library: str, why_not: str) -> DeviceTransport:
-        nodes = [gpu.node for gpu in self._gpus]
-        first_on_node = nodes.index(nodes[self._host.rank]) == self._host.rank
-        proven = not first_on_node or is_proven(library, self._index)
-        if all(self._host.all_gather_object(proven)):
+        node = self._gpus[self._host.rank].node
+        unproven = why_not_proven(self._host, node, library, self._index)
+        if not unproven:
             why = f"through MPI, which was seen to take device memory, and {why_not}"
             comm = self._communicator.mpi.comm
-            return CudaAwareTransport(self._host, self._index, self._watch, why, comm)
+            return DeviceAwareTransport(self._host, self._index, self._watch, why, comm)
         why = (
-            f"in chunks through pinned host memory: {why_not}, and MPI was not seen to take device "
-            "memory"
+            f"in chunks through pinned host memory: {why_not}, and not by MPI from device memory "
+            f"({unproven})"
         )
         return StagedTransport(self._host, self._index, self._watch, why)
 
