@@ -32,7 +32,10 @@ class Communicator(abc.ABC):
         memory: what the ranks of a node have in common.
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
-        takes_device_buffers: buffers may be CuPy arrays and CUDA or XLA tensors, too, on all ranks alike.
+        takes_device_buffers: buffers may be CuPy arrays and tensors on accelerators or XLA devices, too, on all ranks
+            alike.
+        ordered_by_streams: collectives on tensors of an accelerator return before they are done: the current stream
+            waits for their ends, and the host does not.
     """
 
     rank: int
@@ -42,6 +45,7 @@ class Communicator(abc.ABC):
     on_one_node = True
     thread_multiple = False
     takes_device_buffers = False
+    ordered_by_streams = False
 
     @abc.abstractmethod
     def all_reduce(
