@@ -47,7 +47,7 @@ def _compile(compiler: str, made: Path) -> None:
         command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-pthread"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
         command += [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-        command += [str(SOURCES / "device.cpp"), "-o", str(unfinished)]
+        command += [str(SOURCES / "library.cpp"), "-o", str(unfinished)]
         command += [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

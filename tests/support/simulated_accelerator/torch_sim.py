@@ -71,7 +71,7 @@ def _device(device: Any) -> torch.device:
 
 
 def _torch_cuda_names() -> dict[str, Any]:
-    ops, accelerator = torch.ops.simdev, torch.accelerator
+    ops, accelerator = torch.ops.simulated, torch.accelerator
 
     def every_device() -> range:
         return range(device_count())
@@ -138,9 +138,9 @@ def _torch_cuda_names() -> dict[str, Any]:
 
 
 def _test_names() -> dict[str, Any]:
-    ops = torch.ops.simdev
+    ops = torch.ops.simulated
     return {
         "violations": ops.violations,
-        "set_raise": lambda on: ops.set_raise(int(on)),
+        "set_raise": ops.raise_violations,
         "host_address": ops.host_address,
     }
