@@ -104,9 +104,6 @@ class DeviceTransport(Transport):
         library = self.library(buffer)
         self.wait(library, library.record(library.current_stream()))
 
-    def wait_until_idle(self) -> None:
-        """Return when all collectives of this rank have ended. Here they end before they return."""
-
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         wait_until(lambda: library.is_done(event), self._watch)
 

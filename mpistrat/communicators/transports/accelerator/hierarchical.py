@@ -1,17 +1,17 @@
 """Large buffers on GPUs of several nodes: combined within each node, then slice by slice between the nodes.
 
-Within a node by the GPUs' own library (NCCL), which uses the links between them; between nodes by MPI, each rank's slice
-from its own GPU's memory where MPI takes that, else through pinned host memory. Each byte crosses the network as often
-as if the node were one rank.
+Within a node by the GPUs' own library (NCCL), which uses the links between them; between nodes by MPI, each rank's
+slice from its own GPU's memory where MPI takes that, else through pinned host memory. Each byte crosses the network as
+often as if the node were one rank.
 """
 
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from mpistrat.arrays import Array, dtype_name, is_on_gpu, is_torch, num_elements
+from mpistrat.arrays import Array, dtype_name, is_on_gpu, num_elements
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.costs.measurement import (
@@ -22,12 +22,14 @@ from mpistrat.communicators.costs.measurement import (
 )
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
 from mpistrat.liveness.watch import CommunicatorWatch
 
 # Below, a second library costs more than the network saves.
 SMALLEST = 1 << 16
 _FIRST = 1 << 20  # bytes of a first call, large enough for every way below
+BY_NODE, ALL_ALIKE = "by node", "all ranks alike"
 _CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
 
 
@@ -38,15 +40,13 @@ class HierarchicalDeviceTransport(DeviceTransport):
     together, which could deadlock.
 
     Args:
-        host, index, watch, why: as of `DeviceTransport`; `why` says how slices go between the nodes.
         nodes: the number of each rank's node, in rank order.
         within: over the ranks of this node, in rank order.
         between: over the ranks of the same place on their nodes, in rank order.
-        flat: over all ranks: the other way, with which this one is compared.
-        mpi: the library's name and version.
+        flat: over all ranks: the other way, which takes what this one does not.
 
     Attributes:
-        costs: what both ways cost; they are measured at the first large buffer.
+        costs: what both ways cost.
         smallest: from so many bytes on a buffer goes by node, by these costs.
     """
 
@@ -55,34 +55,35 @@ class HierarchicalDeviceTransport(DeviceTransport):
         host: Communicator,
         index: int,
         watch: CommunicatorWatch,
-        why: str,
         nodes: Sequence[int],
         within: DeviceTransport,
         between: DeviceTransport,
         flat: DeviceTransport,
-        mpi: str,
     ) -> None:
-        super().__init__(host, index, watch, why)
+        super().__init__(host, index, watch)
         self.within, self.between, self.flat = within, between, flat
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
-        self._mpi, self._nodes = mpi, nodes
+        self._nodes = nodes
         # By rank: its place on its node.
         self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
-        buffer, compressor = operands.buffer, operands.reduction.compressor
-        if call not in _CALLS or not is_on_gpu(buffer) or buffer.nbytes < SMALLEST:
-            return None
-        # These want all ranks' values on the host.
-        if operands.tree is not None or compressor is not None:
-            return None
-        if self.costs is NOT_MEASURED:
-            self._measure(buffer)
-        return self if buffer.nbytes >= self.smallest else None
+    @property
+    def ordered_by_streams(self) -> bool:  # type: ignore[override]
+        """False where the host has to wait, between the phases of some buffers."""
+        return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
-    def _measure(self, like: Array) -> None:
-        library = self.library(like)
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        by_node = operands.buffer.nbytes >= self.smallest and takes(call, operands)
+        return self if by_node else self.flat.choose(call, operands)
+
+    def measure(self, library: DeviceLibrary, mpi: str) -> None:
+        """Find out from which size on going by node is faster. Collective.
+
+        Args:
+            library: of the buffers.
+            mpi: the library's name and version.
+        """
 
         def zeros(length: int) -> Array:
             with library.device():
@@ -93,23 +94,30 @@ class HierarchicalDeviceTransport(DeviceTransport):
         def waiting(all_reduce: Callable[[Operands], None]) -> Callable[[Array], None]:
             def way(buffer: Array) -> None:
                 all_reduce(Operands(buffer))
-                self.wait_for_current_stream(buffer)
+                self.within.wait_for_current_stream(buffer)
 
             return way
 
         # Not while time is taken: connections, and measurements of the ways below.
         for all_reduce in (self.all_reduce, self.flat.all_reduce):
             waiting(all_reduce)(zeros(_FIRST // 4))
-        by_node, flat = f"by node, {self.why}", f"all ranks at once, {self.flat.why}"
+        by = self.within.why, type(self.between).__name__, type(self.flat).__name__
         self.costs = costs_of(
-            {by_node: waiting(self.all_reduce), flat: waiting(self.flat.all_reduce)},
+            {BY_NODE: waiting(self.all_reduce), ALL_ALIKE: waiting(self.flat.all_reduce)},
             self.host,
-            self._mpi,
+            mpi,
             list(collections.Counter(self._nodes).values()),
-            asleep=[by_node, flat],
-            memory=Memory(_name_of(like), SIZES_ON_DEVICE, zeros),
+            asleep=[BY_NODE, ALL_ALIKE],
+            memory=Memory(f"{library.name}, {', '.join(by)}", SIZES_ON_DEVICE, zeros),
         )
-        self.smallest = self.costs.cheaper_from(by_node, flat, SMALLEST)
+        self.smallest = self.costs.cheaper_from(BY_NODE, ALL_ALIKE, SMALLEST)
+        slices = f"in {self.within.size} slices between the nodes, {self.between.why}"
+        sizes = self.costs.explain_from(self.smallest)
+        self.why = f"{self.flat.why}; large ones by node, {slices}, {sizes}"
+
+    def wait_until_idle(self) -> None:
+        self.flat.wait_until_idle()
+        self.within.wait_until_idle()
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):  # rounded once, not on each node
@@ -142,12 +150,11 @@ class HierarchicalDeviceTransport(DeviceTransport):
 
     def _leave_the_gpu(self, mine: Array) -> None:
         """Return when the GPUs' own library has done what it was given."""
-        self.flat.wait_until_idle()
-        self.within.wait_until_idle()
+        self.wait_until_idle()
         self.within.wait_for_current_stream(mine)
 
     def _sliced(self, buffer: Array) -> tuple[Array, Array, Array]:
-        """The elements of `buffer`; the same, or a copy of as many for each rank of the node; and this rank's of them."""
+        """The elements of `buffer`; the same or, padded, a copy, of as many for each rank of the node; this rank's."""
         library, ranks = self.library(buffer), self.within.size
         whole = flat = library.flat(buffer)
         length = -(-num_elements(flat) // ranks)
@@ -157,12 +164,16 @@ class HierarchicalDeviceTransport(DeviceTransport):
             whole[num_elements(flat) :] = 0
         return flat, whole, whole[self.within.rank * length : (self.within.rank + 1) * length]
 
-    def explain(self, rest: str) -> str:
-        sizes = self.costs.explain_from(self.smallest)
-        return (
-            f"large buffers on GPUs: by node, in {self.within.size} slices between the nodes ({self.why}), {sizes}\n"
-            f"{rest}"
-        )
+
+def takes(call: str, operands: Operands) -> bool:
+    """Whether a call can go by node. A tree's sums and those with a compressor want all values on the host."""
+    return (
+        call in _CALLS
+        and is_on_gpu(operands.buffer)
+        and operands.buffer.nbytes >= SMALLEST
+        and operands.tree is None
+        and operands.reduction.compressor is None
+    )
 
 
 def why_not_by_node(nodes: Sequence[int]) -> str:
@@ -178,14 +189,3 @@ def why_not_by_node(nodes: Sequence[int]) -> str:
     if len(set(ranks)) > 1:
         return f"nodes have {min(ranks)} to {max(ranks)} ranks"
     return ""
-
-
-def _name_of(buffer: Any) -> str:
-    """What the memory of `buffer` is called: "NVIDIA H100"."""
-    if not is_torch(buffer):
-        return "CuPy's"
-    import torch
-
-    kind = buffer.device.type
-    name = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
-    return str(name(buffer.device.index))
