@@ -15,7 +15,7 @@ from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedT
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.machine.devices import seen_gpus
+from mpistrat.machine.devices import seen_accelerators
 
 pytestmark = pytest.mark.gpu
 
@@ -47,13 +47,13 @@ def nccl_of_one_rank(library):
     nccl = NcclTransport(
         Router(Ways(mpi)), 0, CommunicatorWatch(), "through NCCL", AbortChannel(mpi.comm)
     )
-    why_not = nccl.start(TorchLibrary(0) if library == "torch" else CupyLibrary(0))
+    why_not = nccl.start(TorchLibrary("cuda", 0) if library == "torch" else CupyLibrary(0))
     assert why_not == ""
     return Router(Ways(mpi, [nccl]))
 
 
 def test_gpus_are_seen_by_name():
-    assert len(set(seen_gpus())) == torch.cuda.device_count()
+    assert len(set(seen_accelerators())) == torch.cuda.device_count()
 
 
 def test_the_strategy_is_on_the_gpu():

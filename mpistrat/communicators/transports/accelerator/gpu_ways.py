@@ -7,7 +7,6 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,11 +20,12 @@ from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.machine.devices import torch_accelerator
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that a rank uses. `name` identifies it on node number `node`, as in `devices.seen_gpus`."""
+    """The GPU that a rank uses. `name` identifies it on node number `node`, as in `devices.seen_accelerators`."""
 
     node: int
     name: str
@@ -49,12 +49,8 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
 def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transport:
     watch = communicator.contract.watch or CommunicatorWatch()
     host = Router(communicator.ways)  # inside calls that are checked
-    torch = sys.modules.get("torch")
-    library = (
-        TorchLibrary(index)
-        if torch is not None and torch.cuda.is_available()
-        else CupyLibrary(index)
-    )
+    of_torch = torch_accelerator()
+    library = TorchLibrary(of_torch, index) if of_torch else CupyLibrary(index)
     why_not = shared_gpu(gpus) or missing_nccl(host.all_gather_object(_nccl_version()))
     if not why_not:
         by_nccl = nccl.NcclTransport(
