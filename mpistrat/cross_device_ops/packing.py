@@ -213,6 +213,23 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
     return pieces
 
 
+def pack_of_itself(
+    like: Sequence[Any], indices: Sequence[int], contributions: Sequence[Sequence[Any]]
+) -> Pack | None:
+    """The pack of one gradient on an accelerator, in its own memory; None of several, or where that is not possible.
+
+    Args: as of `MpiAllReduce.all_reduce_packs`.
+    """
+    if len(indices) != 1 or len(contributions) != 1:
+        return None
+    (index,), (own,) = indices, contributions
+    gradient = own[index]
+    if gradient is None or not (arrays.is_torch(gradient) and arrays.is_on_gpu(gradient)):
+        return None
+    flat = flat_view(gradient, like[index])
+    return None if flat is None else Pack(flat, [index], [gradient])
+
+
 def flat_view(tensor: Any, like: Any) -> Any:
     """A torch tensor as a pack of itself alone, in its own memory; None where that must not be written to.
 

@@ -82,6 +82,10 @@ class Buckets(abc.ABC):
         wires: how buckets cross a network.
         scale: multiplied to the sums, or None.
         natively: as of `Wires.reduction`.
+
+    Attributes:
+        sent: how many have left.
+        calls: how many of these in collectives of the strategy's own communicator.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Buckets(abc.ABC):
         natively: bool = False,
     ) -> None:
         self.buckets, self._wires, self._scale, self._natively = buckets, wires, scale, natively
-        self.sent = 0
+        self.sent = self.calls = 0
         self._places = {
             id(parameter): (bucket, slot)
             for bucket in buckets
@@ -144,8 +148,9 @@ class Buckets(abc.ABC):
     def wait(self) -> dict[int, torch.Tensor]:
         """The sums by slot, once all buckets are back. Raises: what a collective has raised meanwhile."""
 
+    @abc.abstractmethod
     def leave(self) -> None:
-        """The backward has failed, and the buckets that are under way are of no use."""
+        """The backward has failed: what is under way is of no use."""
 
     def _take(
         self, bucket: Bucket, slot: int, parameter: torch.Tensor, gradient: torch.Tensor
@@ -175,11 +180,12 @@ class Buckets(abc.ABC):
         label = f"gradients, bucket {self.sent} of {len(self.buckets)}"
         slots = list(bucket.parameters)
         reduction = self._wires.reduction(label, self._scale, slots, natively=self._natively)
-        self._send(bucket, reduction)
+        assert bucket.flat is not None
+        self._send(bucket, bucket.flat, reduction)
 
     @abc.abstractmethod
-    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
-        """Have the ranks sum up `bucket`."""
+    def _send(self, bucket: Bucket, flat: torch.Tensor, reduction: Reduction) -> None:
+        """Have the ranks sum up `bucket`, whose memory is `flat`."""
 
 
 class HostBuckets(Buckets):
@@ -226,9 +232,12 @@ class HostBuckets(Buckets):
             done.result()
         return {slot: piece for bucket in self.buckets for slot, piece in bucket.pieces.items()}
 
+    def leave(self) -> None:
+        """The thread keeps the memory until it has done its work."""
+
     def _room(self, bucket: Bucket, slot: int) -> torch.Tensor:
         return bucket.pieces[slot]
 
-    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
-        work = functools.partial(self._thread.communicator.all_reduce, bucket.flat, reduction)
+    def _send(self, bucket: Bucket, flat: torch.Tensor, reduction: Reduction) -> None:
+        work = functools.partial(self._thread.communicator.all_reduce, flat, reduction)
         self._done.append(self._thread.submit(work, self._frame))

@@ -67,7 +67,7 @@ class SideStream:
 
 
 class DeviceBuckets(Buckets):
-    """A bucket's memory is allocated when its first gradient comes, on the program's stream; a gradient's own goes then.
+    """The memory of a bucket is allocated, on the program's stream, when its first gradient comes, whose own then goes.
 
     Args:
         side: sums them up.
@@ -135,12 +135,13 @@ class DeviceBuckets(Buckets):
             bucket.writers.append(here)
         return bucket.pieces[slot]
 
-    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
+    def _send(self, bucket: Bucket, flat: torch.Tensor, reduction: Reduction) -> None:
         ready = [stream.record_event() for stream in bucket.writers]
         side = self._side
         if side.thread is None:
+            self.calls += 1
             with standing_for(self._place):
-                side.all_reduce(bucket.flat, ready, reduction)
+                side.all_reduce(flat, ready, reduction)
         else:
-            work = functools.partial(side.all_reduce, bucket.flat, ready, reduction)
+            work = functools.partial(side.all_reduce, flat, ready, reduction)
             self._done.append(side.thread.submit(work, self._place))
