@@ -40,7 +40,7 @@ class Bucket:
     def __init__(self, parameters: dict[int, torch.Tensor]) -> None:
         self.parameters = parameters
         self.missing = set(parameters)
-        self.flat: torch.Tensor | None = None
+        self.flat: Any = None
         self.pieces: dict[int, torch.Tensor] = {}
         self.writers: list[Any] = []
 
@@ -180,12 +180,11 @@ class Buckets(abc.ABC):
         label = f"gradients, bucket {self.sent} of {len(self.buckets)}"
         slots = list(bucket.parameters)
         reduction = self._wires.reduction(label, self._scale, slots, natively=self._natively)
-        assert bucket.flat is not None
-        self._send(bucket, bucket.flat, reduction)
+        self._send(bucket, reduction)
 
     @abc.abstractmethod
-    def _send(self, bucket: Bucket, flat: torch.Tensor, reduction: Reduction) -> None:
-        """Have the ranks sum up `bucket`, whose memory is `flat`."""
+    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
+        """Have the ranks sum up `bucket`."""
 
 
 class HostBuckets(Buckets):
@@ -238,6 +237,6 @@ class HostBuckets(Buckets):
     def _room(self, bucket: Bucket, slot: int) -> torch.Tensor:
         return bucket.pieces[slot]
 
-    def _send(self, bucket: Bucket, flat: torch.Tensor, reduction: Reduction) -> None:
-        work = functools.partial(self._thread.communicator.all_reduce, flat, reduction)
+    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
+        work = functools.partial(self._thread.communicator.all_reduce, bucket.flat, reduction)
         self._done.append(self._thread.submit(work, self._frame))

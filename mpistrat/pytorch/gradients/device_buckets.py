@@ -135,13 +135,13 @@ class DeviceBuckets(Buckets):
             bucket.writers.append(here)
         return bucket.pieces[slot]
 
-    def _send(self, bucket: Bucket, flat: torch.Tensor, reduction: Reduction) -> None:
+    def _send(self, bucket: Bucket, reduction: Reduction) -> None:
         ready = [stream.record_event() for stream in bucket.writers]
         side = self._side
         if side.thread is None:
             self.calls += 1
             with standing_for(self._place):
-                side.all_reduce(flat, ready, reduction)
+                side.all_reduce(bucket.flat, ready, reduction)
         else:
-            work = functools.partial(side.all_reduce, flat, ready, reduction)
+            work = functools.partial(side.all_reduce, bucket.flat, ready, reduction)
             self._done.append(side.thread.submit(work, self._place))

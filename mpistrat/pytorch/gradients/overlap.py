@@ -62,8 +62,7 @@ class Overlap:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
-        self._thread: CommunicationThread | None = None
-        self._side: SideStream | None = None  # on a device
+        self._carrier: CommunicationThread | SideStream | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
         self._interleaves = False  # some ranks' buckets would meet other ranks' calls in backward()
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
@@ -87,28 +86,31 @@ class Overlap:
 
         Not collective: a rank that skips this backward is found out at its end.
         """
-        if (self._thread is None and self._side is None) or not self._expected:
+        if self._carrier is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
             if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
                 return None  # they were moved
-            buckets = self._new_buckets(parameters, self._expected, scale)
+            buckets = self._new_buckets(self._carrier, parameters, self._expected, scale)
         self._started = time.perf_counter()
         return buckets
 
     def _new_buckets(
-        self, parameters: _Parameters, slots: Sequence[int], scale: float | None
+        self,
+        carrier: CommunicationThread | SideStream,
+        parameters: _Parameters,
+        slots: Sequence[int],
+        scale: float | None,
     ) -> Buckets:
         # A model that the program has dropped goes when Python collects it, on each rank at another time.
         like: list[Any] = [self._like.get(slot) for slot in range(len(parameters))]
         rest = scale, self._nbytes
-        if self._side is not None:
-            return DeviceBuckets(self._side, self._wires, parameters, like, slots, *rest)
-        assert self._thread is not None
+        if isinstance(carrier, SideStream):
+            return DeviceBuckets(carrier, self._wires, parameters, like, slots, *rest)
         present = [meta if p is None else p for p, meta in zip(parameters, like, strict=True)]
-        return HostBuckets(self._thread, self._packer, self._wires, present, slots, *rest)
+        return HostBuckets(carrier, self._packer, self._wires, present, slots, *rest)
 
     def end(self, agreed: Agreement, parameters: _Parameters, buckets: Buckets | None) -> None:
         """A backward has ended. Collective."""
@@ -122,8 +124,9 @@ class Overlap:
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, parameters)
         self._interleaves |= agreed.interleaves
-        if self._interleaves and self._side is not None and self._side.thread is None:
-            self._side = None
+        carrier = self._carrier
+        if self._interleaves and isinstance(carrier, SideStream) and carrier.thread is None:
+            self._carrier = None
             self._decline(
                 "the program communicates inside backward(), and its ranks use different parameters, so that they "
                 "would not make the same calls in the same order"
@@ -144,10 +147,10 @@ class Overlap:
         if moved:
             self._devices = devices
             self._carry()
-        if self._thread is not None and self._side is None:
+        if isinstance(self._carrier, CommunicationThread):
             # Has the ranks share the window, which is collective, now that all of them are here.
             like = [self._like.get(s) for s in range(len(parameters))]
-            for _ in self._packer.packs(like, last, self._thread.communicator):
+            for _ in self._packer.packs(like, last, self._carrier.communicator):
                 pass
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class Overlap:
             facts, label="overlap of gradients with backward()"
         )
         why_not = _why_not(everyone, communicator.on_one_node)
-        self._thread = self._side = None
+        self._carrier = None
         if why_not:
             self._decline(why_not)
             return
@@ -192,16 +195,14 @@ class Overlap:
         elif self._has_wire:
             # A trial would lose what is held back of the buffers that are given up.
             self._overlaps, self._why = True, "as wire formats are better off"
-        ordered = communicator.ordered_by_streams
-        if kind == "cpu" or not ordered or self._wires.wait_for_host(ordered):
-            self._thread = CommunicationThread.of_same_ranks(communicator)
-        if kind == "cpu":
+        natively = communicator.ordered_by_streams
+        if kind != "cpu" and natively and not self._wires.wait_for_host(natively):
+            self._carrier = SideStream(next(iter(devices), torch.device(kind)), communicator)
             return
-        device = next(iter(devices), torch.device(kind))
-        if self._thread is None:
-            self._side = SideStream(device, communicator)
-        else:
-            self._side = SideStream(device, self._thread.communicator, self._thread)
+        thread = self._carrier = CommunicationThread.of_same_ranks(communicator)
+        if kind != "cpu":
+            device = next(iter(devices), torch.device(kind))
+            self._carrier = SideStream(device, thread.communicator, thread)
             self._why += ", and a thread of each rank takes sums through the host, for which backward() waits"
 
     def _decline(self, why: str) -> None:
