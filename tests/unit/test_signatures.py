@@ -59,10 +59,10 @@ def test_cupy_takes_what_we_hand_it(wheel: str) -> None:
 
 
 @pytest.mark.parametrize("wheel", WHEELS)
-def test_what_is_recorded_of_cupy_is_what_is_used(wheel: str) -> None:
+def test_what_is_used_of_cupy_is_recorded(wheel: str) -> None:
     how = f"see tests/data/record_cupy_signatures.py, which needs {wheel} and {WHEELS[wheel]}"
     texts, used = recorded(wheel), of_cupy.names()
-    assert texts.keys() == used.keys(), how
+    assert used.keys() <= texts.keys(), how
     assert all(texts[name] for name, is_called in used.items() if is_called), how
 
 
