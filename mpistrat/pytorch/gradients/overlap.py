@@ -22,7 +22,6 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.pytorch.gradients.agreement import Agreement
 from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
 from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
@@ -112,18 +111,27 @@ class Overlap:
         present = [meta if p is None else p for p, meta in zip(parameters, like, strict=True)]
         return HostBuckets(carrier, self._packer, self._wires, present, slots, *rest)
 
-    def end(self, agreed: Agreement, parameters: _Parameters, buckets: Buckets | None) -> None:
-        """A backward has ended. Collective."""
+    def end(
+        self,
+        slots: Sequence[int],
+        parameters: _Parameters,
+        buckets: Buckets | None,
+        interleaves: bool,
+    ) -> None:
+        """A backward has ended, in which `slots` got dense gradients on some rank. Collective.
+
+        Args: interleaves: as of `agreement.Agreement`.
+        """
         if self._overlaps is False:
             return
         if self._overlaps is None and self._started:
             self._seconds[buckets is not None].append(time.perf_counter() - self._started)
             self._decide()
         self._started = 0.0
-        last, self._last = self._last, tuple(agreed.dense)
+        last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, parameters)
-        self._interleaves |= agreed.interleaves
+        self._interleaves |= interleaves
         carrier = self._carrier
         if self._interleaves and isinstance(carrier, SideStream) and carrier.thread is None:
             self._carrier = None

@@ -360,7 +360,7 @@ class GradientReducer:
             for slot in early.keys() & set(agreed.dense):
                 reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
             if len(everyone) == 1:
-                self.overlap.end(agreed, parameters, buckets)
+                self.overlap.end(agreed.dense, parameters, buckets, agreed.interleaves)
             for slot in agreed.sparse:
                 rows = [gradients[slot] for gradients in contributions]
                 total = sum_rows(parts.ops.over_ranks, parameters[slot], rows)
