@@ -54,7 +54,8 @@ def _is_numpy(value: object) -> bool:
 
 
 def is_on_gpu(array: Array) -> bool:
-    return bool(array.is_cuda) if is_torch(array) else is_cupy(array)
+    """Whether it is in the memory of an accelerator that has streams: of any kind that torch knows, or CuPy's."""
+    return is_on_accelerator(array) and not is_on_xla(array)
 
 
 def is_on_xla(array: Array) -> bool:
@@ -62,12 +63,10 @@ def is_on_xla(array: Array) -> bool:
 
 
 def is_on_accelerator(array: Array) -> bool:
-    """Whether it is in the memory of a GPU or of an XLA device."""
+    """Whether it is in the memory of a device: a GPU's, or an XLA device's."""
     if array.__class__ is np.ndarray:
         return False
-    if is_torch(array):
-        return not array.is_cpu and (bool(array.is_cuda) or array.device.type == "xla")
-    return is_cupy(array)
+    return not (array.is_cpu or array.is_meta) if is_torch(array) else is_cupy(array)
 
 
 def is_array(value: object) -> bool:

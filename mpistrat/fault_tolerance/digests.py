@@ -56,7 +56,7 @@ def bits(array: Array) -> Array:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         flat = tensor.reshape(-1).view(getattr(torch, _integers(tensor.dtype.itemsize)))
-        return flat if flat.is_cuda else flat.numpy()  # a thread of NumPy's adds faster
+        return flat.numpy() if flat.is_cpu else flat  # a thread of NumPy's adds faster
     array = np.asarray(array) if isinstance(array, np.generic) else array
     return array.reshape(-1).view(_integers(array.real.dtype.itemsize))
 

@@ -41,14 +41,14 @@ class DeviceCopies:
         return [*map(self._arrived, self._devices, batches)] if self.needed else batches
 
     def _start(self, device: str, batch: Any) -> Any:
-        if not device.startswith("cuda") or not any(map(arrays.is_torch, nest.leaves(batch))):
+        if device.startswith(("cpu", "xla")) or not any(map(arrays.is_torch, nest.leaves(batch))):
             return nest.map_structure(lambda leaf: _to(device, leaf), batch)
         import torch
 
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
+            stream = self._streams[device] = torch.get_device_module(device).Stream(device)
+        with torch.get_device_module(device).stream(stream):
             moved = nest.map_structure(lambda leaf: _to(device, _pinned(leaf)), batch)
             return _Copying(moved, stream.record_event())
 
@@ -57,10 +57,10 @@ class DeviceCopies:
             return batch
         import torch
 
-        current = torch.cuda.current_stream(device)
+        current = torch.get_device_module(device).current_stream(device)
         current.wait_event(batch.event)
         for leaf in nest.leaves(batch.batch):
-            if arrays.is_torch(leaf) and leaf.is_cuda:
+            if arrays.is_torch(leaf) and arrays.is_on_gpu(leaf):
                 # Its memory came from the other stream's pool, and must not go back while this one reads it.
                 leaf.record_stream(current)
         return batch.batch

@@ -1,4 +1,8 @@
-"""Device names, and how the ranks of a node share its GPUs."""
+"""Device names, the accelerators of this process, and how the ranks of a node share them.
+
+Accelerators are those that `torch.accelerator` reports, of whatever kind: CUDA (ROCm's GPUs, too, go by this name),
+Intel XPU, or another's. Without torch they are those of CuPy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from mpistrat.arrays import device_kinds
 # "cpu", "CPU:1", "cuda:0", "gpu:0", "/device:CPU:0", "/job:worker/task:0/device:GPU:1"
 _DEVICE = re.compile(
     r"(?P<host>/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:(?P<task>\d+))?)?(?:/device:|/)?"
-    r"(?P<kind>cpu|cuda|gpu|xla|tpu)(?::(?P<index>\d+))?",
+    r"(?P<kind>[a-z]+)(?::(?P<index>\d+))?",
     re.IGNORECASE,
 )
 
@@ -21,13 +25,16 @@ def check_device(device: str) -> str:
     """`device` in our spelling ("cpu:0", "cuda:1"); ValueError for what is not a device of this rank."""
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     named = "" if match is None else match["kind"].lower()
-    kind = {"gpu": "cuda", "tpu": "xla"}.get(named, named)
+    present = accelerator()
+    kind = {"gpu": present or "cuda", "tpu": "xla"}.get(named, named)
     # XLA's devices are those of a TPUStrategy: without one there are none.
-    if match is None or kind not in ("cpu", "cuda", *device_kinds):
+    if match is None or kind not in ("cpu", "cuda", present, *device_kinds):
         raise ValueError(f"expected a device such as 'cpu:0' or 'cuda:1', got {device!r:.60}")
     index = int(match["index"] or 0)
-    if kind == "cuda" and index >= num_gpus():
-        raise ValueError(f"device {device!r} does not exist: this process sees {num_gpus()} GPUs")
+    if kind in ("cuda", present):
+        count = num_accelerators() if kind == present else 0
+        if index >= count:
+            raise ValueError(f"device {device!r} does not exist: this process sees {count} GPUs")
     return f"{kind}:{index}"
 
 
@@ -55,48 +62,61 @@ def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
     return checked
 
 
-def num_gpus() -> int:
-    """The CUDA devices that this process sees; 0 where neither torch nor CuPy is loaded."""
+def torch_accelerator() -> str:
+    """What torch calls the accelerators that it can use here: "cuda", "xpu", …; "" for none, or without torch."""
     torch = sys.modules.get("torch")
+    device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
+    return "" if device is None else str(device.type)
+
+
+def accelerator() -> str:
+    """As `torch_accelerator`; "cuda" where CuPy alone sees some."""
+    return torch_accelerator() or ("cuda" if _num_of_cupy() else "")
+
+
+def num_accelerators() -> int:
+    """How many this process sees; 0 where neither torch nor CuPy is loaded."""
+    if torch_accelerator():
+        return int(sys.modules["torch"].accelerator.device_count())
+    return _num_of_cupy()
+
+
+def _num_of_cupy() -> int:
     cupy = sys.modules.get("cupy")
-    count = 0 if torch is None else int(torch.cuda.device_count())
-    return count if count or cupy is None else int(cupy.cuda.runtime.getDeviceCount())
+    return 0 if cupy is None else int(cupy.cuda.runtime.getDeviceCount())
 
 
-def seen_gpus() -> tuple[str, ...]:
-    """What identifies the GPUs that this process sees, in the order of its own numbers.
+def seen_accelerators() -> tuple[str, ...]:
+    """What identifies the accelerators that this process sees, in the order of its own numbers.
 
-    The same GPU has the same name in all processes of a node that load the same library, whatever each of them sees:
-    CUDA_VISIBLE_DEVICES may differ, and inside Slurm's control groups the numbers begin at 0 in every task.
+    The same one has the same name in all processes of a node that load the same library, whatever each of them sees:
+    CUDA_VISIBLE_DEVICES may differ, and inside Slurm's control groups the numbers begin at 0 in every task. Of a kind
+    that has no identifiers, the number is all there is.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        return tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(count))
-    if num_gpus():
-        cupy = sys.modules["cupy"]
-        return tuple(str(cupy.cuda.Device(i).pci_bus_id) for i in range(num_gpus()))
-    return ()
+    kind, numbers = torch_accelerator(), range(num_accelerators())
+    if not kind:
+        return tuple(str(sys.modules["cupy"].cuda.Device(i).pci_bus_id) for i in numbers)
+    module = sys.modules["torch"].get_device_module(kind)
+    properties = getattr(module, "get_device_properties", lambda i: None)
+    return tuple(str(getattr(properties(i), "uuid", f"{kind} {i}")) for i in numbers)
 
 
 def make_current(index: int) -> None:
-    """Have torch and CuPy take GPU `index` where a program names none, as in `.cuda()`."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.device_count():
-        torch.cuda.set_device(index)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None:
-        cupy.cuda.Device(index).use()
+    """Have torch and CuPy take accelerator `index` where a program names none, as in `.cuda()`."""
+    if torch_accelerator():
+        sys.modules["torch"].accelerator.set_device_index(index)
+    if _num_of_cupy():
+        sys.modules["cupy"].cuda.Device(index).use()
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
-    """Which of the GPUs that it sees each rank of a node uses, counted as it sees them; None where it sees none.
+    """Which of the accelerators that it sees each rank of a node uses, by its own numbers; None where it sees none.
 
     Args:
-        seen: `seen_gpus()` of each of the node's ranks, in rank order.
+        seen: `seen_accelerators()` of each of the node's ranks, in rank order.
 
-    Every GPU gets one rank before any gets a second, as far as what the ranks see allows it (augmenting paths, as in
-    H. W. Kuhn's method for assignments). Ranks that all see the same GPUs take them in turn.
+    Every one gets one rank before any gets a second, as far as what the ranks see allows it (augmenting paths, as in
+    H. W. Kuhn's method for assignments). Ranks that all see the same ones take them in turn.
     """
     users: dict[str, list[int]] = {gpu: [] for own in seen for gpu in own}
 

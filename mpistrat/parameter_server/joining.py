@@ -16,7 +16,7 @@ from mpistrat.cluster_resolver.job_roles import JobRoles, job_roles
 from mpistrat.cluster_resolver.task_roles import Cluster, normalize_cluster_spec
 from mpistrat.communicators.communicator import RaisingOnAll
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.machine.devices import check_devices
+from mpistrat.machine.devices import accelerator, check_devices
 from mpistrat.strategies.binding import bind
 from mpistrat.strategies.threads import share_cores
 from mpistrat.strategies.wiring import communicator_of
@@ -127,7 +127,7 @@ def devices_of_worker(num_gpus_per_worker: int) -> list[str]:
         raise ValueError(
             f"num_gpus_per_worker must be a number of GPUs, 0 or more, got {num_gpus_per_worker!r:.60}"
         )
-    return [f"cuda:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
+    return [f"{accelerator() or 'cuda'}:{i}" for i in range(num_gpus_per_worker)] or ["cpu:0"]
 
 
 def check_partitioner(partitioner: Any) -> None:

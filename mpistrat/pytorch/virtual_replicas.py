@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpistrat.machine.devices import torch_accelerator
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.modules.registry import BufferSlot, Registry, Slot, version
 from mpistrat.pytorch.writes_by_hand import WritesByHand
@@ -92,13 +93,14 @@ class TorchState:
         device = torch.get_default_device()
         if device != torch.device("cpu"):
             modes.append(lambda: device)
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
+        module = _accelerator_in_use()
+        for kind in ("cpu", torch_accelerator()):
+            if kind and torch.is_autocast_enabled(kind):
                 dtype = torch.get_autocast_dtype(kind)
                 modes.append(functools.partial(torch.autocast, kind, dtype=dtype))
-        if torch.cuda.is_initialized():
+        if module is not None:
             # Entering a stream enters its device.
-            modes.append(functools.partial(torch.cuda.stream, torch.cuda.current_stream()))
+            modes.append(functools.partial(module.stream, module.current_stream()))
 
         @contextlib.contextmanager
         def enter() -> Iterator[None]:
@@ -128,18 +130,25 @@ class TorchState:
         return [own, *others]
 
 
+def _accelerator_in_use() -> Any:
+    """torch's module of this process's accelerator; None where there is none, or nothing has used it yet."""
+    kind = torch_accelerator()
+    module: Any = torch.get_device_module(kind) if kind else None
+    return module if module is not None and module.is_initialized() else None
+
+
 def _generators() -> list[torch.Tensor]:
-    """The state of the CPU's generator and, where CUDA is in use, of the current device's."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
+    """The state of the CPU's generator and, where an accelerator is in use, of the current one's."""
+    states, module = [torch.get_rng_state()], _accelerator_in_use()
+    if module is not None:
+        states.append(module.get_rng_state())
     return states
 
 
 def _set_generators(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
-        torch.cuda.set_rng_state(state)
+        torch.get_device_module(torch_accelerator()).set_rng_state(state)
 
 
 def _equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -168,14 +177,14 @@ def _state_of(replicas: Replicas) -> TorchState | None:
 
 
 def generators_of(replicas: Replicas, num_local_replicas: int) -> list[list[torch.Tensor]]:
-    """The states of the generators of each local replica: the CPU's and, where CUDA is in use, the device's."""
+    """The states of the generators of each local replica: the CPU's and, where it is in use, the accelerator's."""
     state = _state_of(replicas)
     return [_generators()] * num_local_replicas if state is None else state.generators()
 
 
 def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> None:
-    """Let the generators of each local replica go on from `states`; those of GPUs only where there are some."""
-    if not torch.cuda.is_available():
+    """Let the generators of each local replica go on from `states`; those of accelerators only where there are some."""
+    if not torch_accelerator():
         states = [own[:1] for own in states]
     state = _state_of(replicas)
     if state is None:
@@ -187,8 +196,8 @@ def set_generators_of(replicas: Replicas, states: list[list[torch.Tensor]]) -> N
 def seeded_generators(seed: int) -> list[torch.Tensor]:
     """The states of generators as `torch.manual_seed(seed)` leaves them."""
     states = [torch.Generator().manual_seed(seed).get_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.Generator("cuda").manual_seed(seed).get_state())
+    if _accelerator_in_use() is not None:
+        states.append(torch.Generator(torch_accelerator()).manual_seed(seed).get_state())
     return states
 
 

@@ -66,7 +66,7 @@ class _AllGather(torch.autograd.Function):
 
 def check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
     """On a GPU, autograd runs all replicas of a rank on one thread, which must not wait for itself."""
-    if context.strategy.extended.replicas.count > 1 and any(g.is_cuda for g in gradients):
+    if context.strategy.extended.replicas.count > 1 and any(map(arrays.is_on_gpu, gradients)):
         raise RuntimeError(
             "the gradient of a collective between several replicas of one rank on a GPU is not supported;"
             " start one rank per replica"

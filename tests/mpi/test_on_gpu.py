@@ -8,14 +8,14 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.communicators.router import Router, Ways
-from mpistrat.communicators.transports.accelerator import cuda_aware, gpu_ways
+from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
 from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.machine.devices import seen_gpus
+from mpistrat.machine.devices import seen_accelerators
 
 pytestmark = pytest.mark.gpu
 
@@ -47,13 +47,13 @@ def nccl_of_one_rank(library):
     nccl = NcclTransport(
         Router(Ways(mpi)), 0, CommunicatorWatch(), "through NCCL", AbortChannel(mpi.comm)
     )
-    why_not = nccl.start(TorchLibrary(0) if library == "torch" else CupyLibrary(0))
+    why_not = nccl.start(TorchLibrary("cuda", 0) if library == "torch" else CupyLibrary(0))
     assert why_not == ""
     return Router(Ways(mpi, [nccl]))
 
 
 def test_gpus_are_seen_by_name():
-    assert len(set(seen_gpus())) == torch.cuda.device_count()
+    assert len(set(seen_accelerators())) == torch.cuda.device_count()
 
 
 def test_the_strategy_is_on_the_gpu():
@@ -139,10 +139,10 @@ def test_nccl_waits_for_the_kernels_before_it():
     assert float(part.sum()) == 1 << 20
 
 
-def test_whether_mpi_is_cuda_aware_can_be_asked():
+def test_whether_mpi_takes_device_memory_can_be_asked():
     """Whatever the answer is, this process lives on."""
     ms.MultiWorkerMirroredStrategy()
-    answers = WORLD.allgather(cuda_aware.is_proven("torch", 0))
+    answers = WORLD.allgather(device_memory_proof.reason_against("torch", 0))
     assert len(set(answers)) == 1
 
 

@@ -29,8 +29,9 @@ for name in ("torch", "cupy"):
     try:
         if name == "torch":
             import torch
-            version, cuda = str(torch.__version__), torch.version.cuda or ""
-            seen.update(torch=version, torch_cuda=cuda, torch_gpus=torch.cuda.device_count())
+            version = str(torch.__version__)
+            cuda = next(filter(None, (getattr(torch.version, k, "") for k in ("cuda", "hip", "xpu"))), "")
+            seen.update(torch=version, torch_cuda=cuda, torch_gpus=torch.accelerator.device_count())
         else:
             import cupy
             seen["cupy"] = cupy.__version__

@@ -10,6 +10,7 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.local import LocalCommunicator
 from mpistrat.communicators.transports.accelerator import buffers as device_buffers
 from mpistrat.communicators.transports.accelerator import staging as device_staging
+from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -51,6 +52,9 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
     monkeypatch.setattr(device_buffers, "is_on_gpu", lambda buffer: True)
+    monkeypatch.setattr(
+        device_buffers, "library_of", lambda buffer, index: TorchLibrary("cuda", index)
+    )
     monkeypatch.setattr(device_staging, "CHUNK", 64)
     return made
 

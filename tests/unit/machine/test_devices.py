@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.machine.devices import check_device, check_devices, num_gpus, seen_gpus, share_out
+from mpistrat.machine.devices import (
+    check_device,
+    check_devices,
+    num_accelerators,
+    seen_accelerators,
+    share_out,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,17 +39,25 @@ def test_what_is_no_device(bad):
         check_device(bad)
 
 
+def torch_with(kind, count, module=None):
+    """The part of torch that is asked for accelerators."""
+    device = types.SimpleNamespace(type=kind) if count else None
+    accelerator = types.SimpleNamespace(
+        current_accelerator=lambda check_available: device, device_count=lambda: count
+    )
+    return types.SimpleNamespace(accelerator=accelerator, get_device_module=lambda kind: module)
+
+
 @pytest.fixture
 def two_gpus(monkeypatch):
     cuda = types.SimpleNamespace(
-        device_count=lambda: 2,
-        get_device_properties=lambda i: types.SimpleNamespace(uuid=f"8932f937-{i}"),
+        get_device_properties=lambda i: types.SimpleNamespace(uuid=f"8932f937-{i}")
     )
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch", torch_with("cuda", 2, cuda))
 
 
 def test_gpus_are_counted(two_gpus):
-    assert num_gpus() == 2
+    assert num_accelerators() == 2
     assert check_device("GPU:1") == "cuda:1"
     assert check_devices(["gpu:0", "cuda:1"]) == ("cuda:0", "cuda:1")
     with pytest.raises(ValueError, match="sees 2 GPUs"):
@@ -53,14 +67,26 @@ def test_gpus_are_counted(two_gpus):
 
 
 def test_gpus_have_names(two_gpus):
-    assert seen_gpus() == ("8932f937-0", "8932f937-1")
+    assert seen_accelerators() == ("8932f937-0", "8932f937-1")
+
+
+def test_each_kind_that_torch_reports_counts(monkeypatch):
+    """One without identifiers has its number."""
+    monkeypatch.setitem(sys.modules, "torch", torch_with("npu", 3, types.SimpleNamespace()))
+    assert check_device("gpu:2") == check_device("npu:2") == "npu:2"
+    assert seen_accelerators() == ("npu 0", "npu 1", "npu 2")
+    for absent in ("npu:3", "cuda:0"):
+        with pytest.raises(ValueError, match=f"{absent}' does not exist"):
+            check_device(absent)
+    with pytest.raises(ValueError, match="expected a device"):
+        check_device("xpu:0")
 
 
 def test_without_gpus(monkeypatch):
     for module in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    assert num_gpus() == 0
-    assert seen_gpus() == ()
+    assert num_accelerators() == 0
+    assert seen_accelerators() == ()
 
 
 A, B, C, D = "ABCD"
@@ -104,11 +130,10 @@ def test_no_gpu_has_two_ranks_while_another_could_take_one(seen):
 def test_cupy_counts_too(monkeypatch, other_library):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     if other_library != "nothing":
-        cuda = types.SimpleNamespace(device_count=lambda: 0)
-        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setitem(sys.modules, "torch", torch_with("cuda", 0))
     runtime = types.SimpleNamespace(getDeviceCount=lambda: 3)
     device = lambda i: types.SimpleNamespace(pci_bus_id=f"0000:0{i}:00.0")  # noqa: E731
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, Device=device))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    assert num_gpus() == 3
-    assert seen_gpus() == ("0000:00:00.0", "0000:01:00.0", "0000:02:00.0")
+    assert num_accelerators() == 3
+    assert seen_accelerators() == ("0000:00:00.0", "0000:01:00.0", "0000:02:00.0")

@@ -64,21 +64,27 @@ class DeviceLibrary(Protocol):
 
 
 class TorchLibrary:
-    def __init__(self, index: int) -> None:
+    """torch on an accelerator, by what its module (`torch.cuda`, `torch.xpu`, …) has of all kinds.
+
+    Args: kind: as of `devices.torch_accelerator`.
+    """
+
+    def __init__(self, kind: str, index: int) -> None:
         self.index = index
         import torch
 
-        self._torch = torch
+        self._torch, self._module = torch, torch.get_device_module(kind)
+        self._device = torch.device(kind, index)
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
-        return self._torch.cuda.device(self.index)
+        return self._module.device(self.index)
 
     def here(self, buffer: Array) -> Array:
-        return buffer if buffer.get_device() == self.index else buffer.to(f"cuda:{self.index}")
+        return buffer if buffer.get_device() == self.index else buffer.to(self._device)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         dtype = getattr(self._torch, dtype) if isinstance(dtype, str) else dtype
-        return self._torch.empty(tuple(shape), dtype=dtype, device=f"cuda:{self.index}")
+        return self._torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def pointer(self, buffer: Array) -> int:
         return buffer.data_ptr()
@@ -87,10 +93,10 @@ class TorchLibrary:
         return buffer.detach().view(-1)
 
     def new_stream(self) -> Any:
-        return self._torch.cuda.Stream(self.index)
+        return self._module.Stream(self.index)
 
     def current_stream(self) -> Any:
-        return self._torch.cuda.current_stream(self.index)
+        return self._module.current_stream(self.index)
 
     def handle(self, stream: Any) -> int:
         return stream.cuda_stream
@@ -106,12 +112,12 @@ class TorchLibrary:
 
     def fetch(self, buffer: Array, memory: Array, stream: Any) -> Array:
         host = memory[: buffer.nbytes].view(buffer.dtype)
-        with self._torch.cuda.stream(stream):
+        with self._module.stream(stream):
             host.copy_(buffer, non_blocking=True)
         return host
 
     def send(self, host: Array, buffer: Array, stream: Any) -> None:
-        with self._torch.cuda.stream(stream):
+        with self._module.stream(stream):
             buffer.copy_(host, non_blocking=True)
 
 
@@ -170,5 +176,5 @@ class CupyLibrary:
 
 
 def library_of(buffer: Array, index: int) -> DeviceLibrary:
-    """The library of `buffer`, on this process's GPU number `index`."""
-    return TorchLibrary(index) if is_torch(buffer) else CupyLibrary(index)
+    """The library of `buffer`, on this process's accelerator number `index`."""
+    return TorchLibrary(buffer.device.type, index) if is_torch(buffer) else CupyLibrary(index)

@@ -244,7 +244,7 @@ TORCH = """
 import atexit, os, types
 __version__ = "2.13"
 version = types.SimpleNamespace(cuda=None)
-cuda = types.SimpleNamespace(device_count=lambda: 0)
+accelerator = types.SimpleNamespace(device_count=lambda: 0)
 """
 
 
