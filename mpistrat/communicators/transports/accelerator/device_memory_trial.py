@@ -63,12 +63,14 @@ def _check(buffer: Any, expected: np.ndarray) -> None:
 def _torch(number: str) -> _Library:
     import torch
 
-    kind = torch.accelerator.current_accelerator().type
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        sys.exit("this is a process without an accelerator")
     index = _own(number, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
 
     def array(values: np.ndarray) -> Any:
-        return torch.from_numpy(values).to(f"{kind}:{index}")
+        return torch.from_numpy(values).to(f"{device.type}:{index}")
 
     return array, torch.Tensor.data_ptr, torch.accelerator.synchronize
 
