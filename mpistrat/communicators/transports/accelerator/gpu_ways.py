@@ -16,7 +16,7 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.accelerator.by_library import ByLibrary
+from mpistrat.communicators.transports.accelerator.by_library import AskedFor, ByLibrary
 from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
 from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
@@ -35,6 +35,7 @@ from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import torch_accelerator
+from mpistrat.options import CommunicationImplementation
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,11 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
             ways = _Choice(communicator, gpus, index)
             by_library = ByLibrary(ways.of_torch, ways.of_cupy)
             by_library.of(torch=bool(torch_accelerator()))
-            communicator.move_by(by_library)
+            asked_for = (
+                CommunicationImplementation.NCCL,
+                CommunicationImplementation.HIERARCHICAL,
+            )
+            communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
 
 class _Choice:

@@ -23,8 +23,9 @@ from mpistrat.communicators.costs.measurement import (
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
-from mpistrat.communicators.transports.transport import Operands, Transport, reduce_in_place
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport, reduce_in_place
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.options import CommunicationImplementation
 
 # Below, a second library costs more than the network saves.
 SMALLEST = 1 << 16
@@ -62,6 +63,10 @@ class HierarchicalDeviceTransport(DeviceTransport):
     ) -> None:
         super().__init__(host, index, watch)
         self.within, self.between, self.flat = within, between, flat
+        self.asked_for = {
+            CommunicationImplementation.NCCL: flat,
+            CommunicationImplementation.HIERARCHICAL: _Always(self),
+        }
         self.costs = NOT_MEASURED
         self.smallest = float(SMALLEST)
         self._nodes = nodes
@@ -73,7 +78,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         """False where the host has to wait, between the phases of some buffers."""
         return self.flat.ordered_by_streams and math.isinf(self.smallest)
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
+    def choose(self, call: str, operands: Operands) -> Mover | None:
         by_node = operands.buffer.nbytes >= self.smallest and takes(call, operands)
         return self if by_node else self.flat.choose(call, operands)
 
@@ -163,6 +168,23 @@ class HierarchicalDeviceTransport(DeviceTransport):
             whole[: num_elements(flat)] = flat
             whole[num_elements(flat) :] = 0
         return flat, whole, whole[self.within.rank * length : (self.within.rank + 1) * length]
+
+
+class _Always(Transport):
+    """By node, whatever was measured."""
+
+    takes_device_buffers = True
+
+    def __init__(self, by_node: HierarchicalDeviceTransport) -> None:
+        self._by_node = by_node
+
+    def choose(self, call: str, operands: Operands) -> Mover | None:
+        if takes(call, operands):
+            return self._by_node
+        return self._by_node.flat.choose(call, operands)
+
+    def explain(self, rest: str) -> str:
+        return self._by_node.explain(rest)
 
 
 def takes(call: str, operands: Operands) -> bool:
