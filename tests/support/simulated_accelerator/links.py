@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import torch.distributed as dist
@@ -51,10 +52,8 @@ class Links:
 
     def close(self) -> None:
         for link in self._sockets.values():
-            try:
+            with contextlib.suppress(OSError):  # the other rank was first
                 link.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other rank was first
-                pass
             link.close()
 
 
