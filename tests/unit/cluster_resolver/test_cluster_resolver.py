@@ -6,6 +6,7 @@ from mpistrat.cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
     SimpleClusterResolver,
+    TFConfigClusterResolver,
     UnionResolver,
     cluster_resolver,
 )
@@ -27,9 +28,9 @@ def test_a_half_made_resolver_fails_at_construction():
 def test_accelerators_that_torch_reports_are_counted(monkeypatch):
     """Also where nvidia-smi, and its variable, know nothing of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert SimpleClusterResolver(SPEC).num_accelerators() == {}
+    assert TFConfigClusterResolver(environ={}).num_accelerators() == {}
     monkeypatch.setattr(cluster_resolver, "num_accelerators", lambda: 8)
-    assert SimpleClusterResolver(SPEC).num_accelerators() == {"GPU": 8}
+    assert TFConfigClusterResolver(environ={}).num_accelerators() == {"GPU": 8}
 
 
 def test_the_topology_is_the_chief_then_the_workers():
