@@ -3,6 +3,7 @@
 Usage: simulated_accelerator.py FOLDER, which all ranks see. Rank 0 prints "same NAME" for each training.
 """
 
+import functools
 import itertools
 import os
 import signal
@@ -160,9 +161,7 @@ def through_a_preemption(kind: str) -> Tensors:
                     and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
                 ):
                     os.kill(os.getpid(), signal.SIGTERM)
-                training.train(
-                    1, lambda *args, **how: handler.run(training.strategy.run, *args, **how)
-                )
+                training.train(1, functools.partial(handler.run, training.strategy.run))
         except Left:
             assert is_told
         losses = losses[: handler.total_run_calls]
@@ -175,7 +174,7 @@ def expect_same(name: str, ours: Tensors, expected: Tensors) -> None:
     how = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}
     for key, value in expected.items():
         torch.testing.assert_close(
-            ours[key], value, **how, msg=lambda text: f"{name}, {key}: {text}"
+            ours[key], value, **how, msg=functools.partial("{}, {}: {}".format, name, key)
         )
 
 
