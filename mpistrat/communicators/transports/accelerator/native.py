@@ -88,7 +88,8 @@ class NativeTransport(DeviceTransport):
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
             name = f"mpistrat {self._under_way.name}"
-            return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
+            with self.library_of_device().device():
+                return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
         def try_out() -> str:
             with self.library_of_device().device():
