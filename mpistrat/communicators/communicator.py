@@ -34,8 +34,8 @@ class Communicator(abc.ABC):
         thread_multiple: threads may be in collectives of different communicators at the same time.
         takes_device_buffers: buffers may be CuPy arrays and tensors on accelerators or XLA devices, too, on all ranks
             alike.
-        ordered_by_streams: collectives on tensors of an accelerator return before they are done: the current stream
-            waits for their ends, and the host does not.
+        ordered_by_streams: collectives on tensors of an accelerator return when they are submitted, after what the
+            caller's current stream holds, and that stream waits for them; otherwise the host waits.
     """
 
     rank: int
