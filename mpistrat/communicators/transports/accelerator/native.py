@@ -29,7 +29,7 @@ from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.settings import start_seconds
 
-OPS = {
+OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
@@ -47,8 +47,8 @@ class NativeTransport(DeviceTransport):
     A collective returns when it is submitted: the group's stream does it after what the caller's current stream holds,
     and what is submitted to that stream later comes after it. The host does not wait.
 
-    16-bit floats are summed as float32, as everywhere, but where a reduction says otherwise. What the group does not combine (booleans, integers of 16 bits,
-    products of complex numbers, bitwise operations) goes through the host.
+    16-bit floats are summed as float32, as everywhere, but where a reduction says otherwise. What the group does not
+    combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) goes through the host.
 
     An error on one rank, and a collective that does not end, abort the group on all ranks.
 
