@@ -34,7 +34,7 @@ class Communicator(abc.ABC):
         thread_multiple: threads may be in collectives of different communicators at the same time.
         takes_device_buffers: buffers may be CuPy arrays and tensors on accelerators or XLA devices, too, on all ranks
             alike.
-        ordered_by_streams: collectives on buffers of an accelerator return when they are enqueued, after what the
+        ordered_by_streams: collectives on tensors of an accelerator return when they are submitted, after what the
             caller's current stream holds, and that stream waits for them; otherwise the host waits.
     """
 

@@ -67,10 +67,8 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
         listener = listen(address)
         ranks.comm.bcast(listener.getsockname()[1])
         return functools.partial(store_at, listener, ranks.size)
-    return functools.partial(
-        *(c10d.TCPStore, address, ranks.comm.bcast(None), ranks.size, False, TIMEOUT),
-        wait_for_workers=False,
-    )
+    port = ranks.comm.bcast(None)
+    return lambda: c10d.TCPStore(address, port, ranks.size, False, TIMEOUT, wait_for_workers=False)
 
 
 def _new_file() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from typing import Any
 
@@ -20,15 +21,14 @@ def is_capturing(buffer: Array) -> bool:
     """Whether the current stream of the buffer's device captures a graph."""
     if not is_torch(buffer) or buffer.is_cpu:
         return False
-    asks = _ways_to_ask.get(buffer.device.type)
-    if asks is None:
-        module = sys.modules["torch"].get_device_module(buffer.device.type)
-        asks = getattr(module, "is_current_stream_capturing", lambda: False)
-        _ways_to_ask[buffer.device.type] = asks
-    return bool(asks())
+    return bool(_question_of(buffer.device.type)())
 
 
-_ways_to_ask: dict[str, Any] = {}
+@functools.cache
+def _question_of(kind: str) -> Any:
+    """The function by which the module of such devices says whether the current stream captures."""
+    module = sys.modules["torch"].get_device_module(kind)
+    return getattr(module, "is_current_stream_capturing", bool)
 
 
 def refusal(call: str, rank: int) -> RuntimeError:

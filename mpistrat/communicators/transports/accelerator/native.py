@@ -24,19 +24,19 @@ from mpistrat.communicators.transports.accelerator.buffers import DeviceTranspor
 from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.torch_groups import make_group
-from mpistrat.communicators.transports.transport import Operands, reduce_in_place
+from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.settings import start_seconds
 
-OPS = {
+OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
 # That all groups combine. Complex numbers are added up as pairs of floats.
-DTYPES = ("int8", "uint8", "int32", "int64", "float32", "float64")
+DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 # Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
 TIMEOUT = datetime.timedelta(days=30)
 
@@ -47,8 +47,8 @@ class NativeTransport(DeviceTransport):
     A collective returns when it is submitted: the group's stream does it after what the caller's current stream holds,
     and what is submitted to that stream later comes after it. The host does not wait.
 
-    16-bit floats are summed as float32, as everywhere. What the group does not combine (booleans, integers of 16 bits,
-    products of complex numbers, bitwise operations) goes through the host.
+    16-bit floats are summed as float32, as everywhere, but where a reduction says otherwise. What the group does not
+    combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) goes through the host.
 
     An error on one rank, and a collective that does not end, abort the group on all ranks.
 
@@ -88,7 +88,8 @@ class NativeTransport(DeviceTransport):
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
             name = f"mpistrat {self._under_way.name}"
-            return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
+            with self.library_of_device().device():
+                return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
         def try_out() -> str:
             with self.library_of_device().device():
@@ -110,18 +111,17 @@ class NativeTransport(DeviceTransport):
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if not buffer.numel():
             return
-        if _is_widened(buffer, reduction):
-            plain = reduction.plain
-            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
-            return
-        numbers = _numbers_of(buffer, reduction)
+        summed = buffer.detach().to(_summed_as(buffer, reduction))
+        numbers = _numbers_of(summed, reduction)
         if numbers is None:
             self.combine_on_host(buffer, reduction)
             return
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[reduction.op]
         self._submit(lambda group: group.allreduce([numbers], options))
-        scale(buffer, reduction.scale)
+        scale(numbers, reduction.scale)
+        if summed.dtype != buffer.dtype:
+            buffer.copy_(summed)
 
     def _spread(self, buffer: Array, root: int) -> None:
         if not buffer.numel():
@@ -152,8 +152,8 @@ class NativeTransport(DeviceTransport):
 
     def reduce(self, operands: Operands) -> None:
         buffer, root = operands.buffer, operands.root
-        wide = buffer.float() if _is_widened(buffer, operands.reduction) else buffer
-        numbers = _numbers_of(wide, operands.reduction)
+        summed = buffer.detach().to(_summed_as(buffer, operands.reduction))
+        numbers = _numbers_of(summed, operands.reduction)
         if numbers is None or not self._is_here(buffer):
             super().reduce(operands)
             return
@@ -162,16 +162,15 @@ class NativeTransport(DeviceTransport):
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = OPS[operands.reduction.op], root
         self._submit(lambda group: group.reduce([numbers], options))
-        if wide is not buffer and self.rank == root:
-            buffer.copy_(wide)
+        if summed.dtype != buffer.dtype and self.rank == root:
+            buffer.copy_(summed)
 
     def reduce_scatter(self, operands: Operands) -> None:
         buffer, out = operands.buffer, operands.target
-        wide, wide_out = buffer, out
-        if _is_widened(buffer, operands.reduction):
-            wide, wide_out = buffer.float(), out.new_empty(out.shape, dtype=torch.float32)
-        numbers = _numbers_of(wide, operands.reduction)
-        result = _numbers_of(wide_out, operands.reduction)
+        dtype = _summed_as(buffer, operands.reduction)
+        summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
+        numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
+        result = _numbers_of(summed, operands.reduction)
         if numbers is None or result is None or not self._is_here(buffer, out):
             super().reduce_scatter(operands)
             return
@@ -180,8 +179,8 @@ class NativeTransport(DeviceTransport):
         options = dist.ReduceScatterOptions()
         options.reduceOp = OPS[operands.reduction.op]
         self._submit(lambda group: group._reduce_scatter_base(result, numbers, options))
-        if wide_out is not out:
-            out.copy_(wide_out)
+        if summed is not out:
+            out.copy_(summed)
 
     def all_gather_into(self, operands: Operands) -> None:
         if self._is_here(operands.buffer, operands.target):
@@ -232,9 +231,12 @@ class NativeTransport(DeviceTransport):
             self._joint.wait_until(self._under_way.are_done)
 
 
-def _is_widened(buffer: Array, reduction: Reduction) -> bool:
-    """Whether the numbers are combined as float32 and rounded once."""
-    return dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
+def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
+    """In which dtype numbers are combined; they are rounded to their own afterwards."""
+    short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
+    if reduction.summed_in and (short or buffer.dtype == torch.float32):
+        return getattr(torch, reduction.summed_in)
+    return torch.float32 if short else buffer.dtype
 
 
 def _numbers_of(buffer: Array, reduction: Reduction) -> Array | None:
