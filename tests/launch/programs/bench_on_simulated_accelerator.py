@@ -2,8 +2,12 @@
 
 import itertools
 import sys
+from pathlib import Path
 
 from mpistrat.tools.bench.command import main
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from support.simulated_accelerator import load
 
 sim = load()
