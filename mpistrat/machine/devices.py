@@ -141,3 +141,17 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
             next(limit for limit in itertools.count(1) if place(rank, limit, set()))
     chosen = {rank: gpu for gpu, ranks in users.items() for rank in ranks}
     return [own.index(chosen[rank]) if own else None for rank, own in enumerate(seen)]
+
+
+def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
+    """As `share_out`, but each rank gets as many as all can have, and one where there are fewer than ranks."""
+    shares = [[] if first is None else [first] for first in share_out(seen)]
+    taken = {own[i] for own, share in zip(seen, shares, strict=True) for i in share}
+    for free in dict.fromkeys(name for own in seen for name in own if name not in taken):
+        share, own = min(
+            (pair for pair in zip(shares, seen, strict=True) if free in pair[1]),
+            key=lambda pair: len(pair[0]),
+        )
+        share.append(own.index(free))
+    count = max(1, min(map(len, shares)))
+    return [sorted(share[:count]) for share in shares]

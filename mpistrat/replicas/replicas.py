@@ -20,17 +20,18 @@ class Replicas:
 
     Args:
         contexts: of each replica; None makes them.
+        parameter_device: which has the parameters of torch modules; None is the first replica's.
 
     Attributes:
         count: how often a function is called on this rank for all of its replicas.
         states: what is swapped when one replica's turn ends and another's begins.
         at_turn_end: called before that with the replica's local index, on its thread; they may raise what is wrong with
             what it has done.
-        device_of_modules: where torch modules that are made in the scope are put; None leaves them where they are.
+        device_of_modules: where torch modules that are made in the scope are put; None, where all is on the host,
+            leaves them where they are.
         records_steps: whether what `run` calls is recorded, and computed when it has returned.
     """
 
-    device_of_modules: str | None = None
     records_steps = False
 
     def __init__(
@@ -39,10 +40,14 @@ class Replicas:
         group: ReplicaGroup,
         ops: CrossReplicaOps,
         contexts: Sequence[ReplicaContext] | None = None,
+        parameter_device: str | None = None,
     ) -> None:
         self._strategy, self._ops = strategy, ops
         self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
+        parameter_device = parameter_device or group.worker_devices[0]
+        on_host = all(d.startswith("cpu") for d in (parameter_device, *group.worker_devices))
+        self.device_of_modules = None if on_host else parameter_device
         self._turns = LocalReplicas(self.count)
         self.states = self._turns.states
         self.at_turn_end: list[Callable[[int], None]] = []
