@@ -33,6 +33,8 @@ class Communicator(abc.ABC):
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
         takes_device_buffers: buffers may be CuPy arrays and CUDA or XLA tensors, too, on all ranks alike.
+        ordered_by_streams: collectives on buffers of an accelerator return when they are enqueued, after what the
+            caller's current stream holds, and that stream waits for them; otherwise the host waits.
     """
 
     rank: int
@@ -42,6 +44,7 @@ class Communicator(abc.ABC):
     on_one_node = True
     thread_multiple = False
     takes_device_buffers = False
+    ordered_by_streams = False
 
     @abc.abstractmethod
     def all_reduce(

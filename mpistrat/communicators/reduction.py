@@ -25,12 +25,15 @@ class Reduction:
         label: says what is reduced (a structure, parameter names). The ranks must agree on it.
         scale: a factor of the result, which must be floating point.
         compressor: adds up, in place, the slices of a sum that go between nodes; for floats of 32 bits or fewer.
+        summed_in: "bfloat16" or "float16": an accelerator's own collectives add floats of 32 bits or fewer as such.
+            "": as float32.
     """
 
     op: str = "sum"
     label: str = ""
     scale: float | None = None
     compressor: Compressor | None = dataclasses.field(default=None, compare=False)
+    summed_in: str = ""
 
     def __post_init__(self) -> None:
         if self.scale is not None:  # 1 and 1.0 are the same to all ranks

@@ -279,9 +279,11 @@ class MpiAllReduce(CrossDeviceOps):
         """
         sums: dict[int, Array] = {}
         communicator = self.communicator
-        for pack in packer.packs(like, indices, communicator):
+        own_pack = packing.pack_of_itself(like, indices, contributions)
+        for pack in [own_pack] if own_pack else packer.packs(like, indices, communicator):
             first, *others = ([own[i] for i in pack.indices] for own in contributions)
-            packing.fill(pack.pieces, first)
+            if pack is not own_pack:
+                packing.fill(pack.pieces, first)
             for values in others:
                 packing.add(pack.pieces, values)
             host = self._host_of(pack.flat)

@@ -213,6 +213,41 @@ def pieces_of(flat: Array, like: Sequence[Any]) -> list[Array]:
     return pieces
 
 
+def pack_of_itself(
+    like: Sequence[Any], indices: Sequence[int], contributions: Sequence[Sequence[Any]]
+) -> Pack | None:
+    """The pack of one gradient on an accelerator, in its own memory; None of several, or where that is not possible.
+
+    Args: as of `MpiAllReduce.all_reduce_packs`.
+    """
+    if len(indices) != 1 or len(contributions) != 1:
+        return None
+    (index,), (own,) = indices, contributions
+    gradient = own[index]
+    if gradient is None or not (arrays.is_torch(gradient) and arrays.is_on_gpu(gradient)):
+        return None
+    flat = flat_view(gradient, like[index])
+    return None if flat is None else Pack(flat, [index], [gradient])
+
+
+def flat_view(tensor: Any, like: Any) -> Any:
+    """A torch tensor as a pack of itself alone, in its own memory; None where that must not be written to.
+
+    Nothing else may refer to the memory, and the strides must be those that `like` has in a pack.
+    """
+    import torch
+
+    if tensor.layout != torch.strided or tensor.dtype != like.dtype:
+        return None
+    storage = tensor.untyped_storage()
+    # One reference is the tensor's, the other that of `storage`.
+    shared = torch._C._storage_Use_Count(storage._cdata) > 2 or storage.nbytes() > tensor.nbytes
+    contiguous = like.is_contiguous() or not is_dense(like)
+    if shared or (not tensor.is_contiguous() if contiguous else tensor.stride() != like.stride()):
+        return None
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def is_dense(tensor: Any) -> bool:
     """Whether the elements of a tensor fill their memory without gaps or overlap, in whatever order."""
     expected = 1

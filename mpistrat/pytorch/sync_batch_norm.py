@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -13,7 +14,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mpistrat.arrays import is_on_xla
 from mpistrat.context import get_replica_context, has_strategy
 from mpistrat.pytorch import hooks
+from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
+from mpistrat.replicas import differentiable
 
 
 def install() -> None:
@@ -42,30 +45,117 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     return _normalize(self, context, input)
 
 
+@not_compiled
 def _normalize(self: SyncBatchNorm, context: Any, input: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    x = input.to(dtype)
-    axes = [0, *range(2, x.dim())]
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    elements = x.new_full((1,), x.numel() // x.shape[1])
-    sums = context.all_reduce(ReduceOp.SUM, torch.cat([x.sum(axes), elements]))
-    count = sums[-1].detach()
-    if not is_on_xla(x) and count <= 1:  # there it has not been computed yet
-        raise ValueError(
-            f"SyncBatchNorm needs more than 1 value per channel over all replicas to train, got {int(count)}; "
-            f"this replica's input has shape {list(input.shape)}"
-        )
-    mean = sums[:-1] / count
-    centered = x - mean.view(shape)
-    variance = context.all_reduce(ReduceOp.SUM, centered.square().sum(axes)) / count
-    _update_statistics(self, mean, variance * (count / (count - 1)))
-    scale = torch.rsqrt(variance + self.eps)
-    if self.weight is not None:
-        scale = scale * self.weight
-    output = centered * scale.view(shape)
-    if self.bias is not None:
-        output = output + self.bias.view(shape)
-    return output.to(input.dtype)
+    with torch.no_grad():
+        mean, variance, count = _statistics(context, input)
+        # A replica with more than 1 value knows without a look that all have: reading the device waits for it.
+        if not is_on_xla(input) and input.numel() <= input.shape[1] and count <= 1:
+            raise ValueError(
+                "SyncBatchNorm needs more than 1 value per channel over all replicas to train, got "
+                f"{int(count)}; this replica's input has shape {list(input.shape)}"
+            )
+        _update_statistics(self, mean, variance * (count / (count - 1)))
+        rate = torch.rsqrt(variance + self.eps)
+    output: torch.Tensor = _Normalized.apply(
+        context, input, self.weight, self.bias, mean, rate, count
+    )
+    return output
+
+
+def _statistics(
+    context: Any, input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and variance of each channel over all replicas, and of how many values. One collective.
+
+    Each replica gives its own mean and variance; Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
+    for computing sample variances" (1979), combine them without the cancellation of a mean of squares.
+    """
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    axes = _axes(x)
+    elements = x.numel() // x.shape[1]
+    if is_on_xla(x):
+        return _statistics_of_sums(context, x, axes, elements)
+    own = x.new_zeros(2 * x.shape[1] + 1)
+    if elements:
+        mean = x.mean(axes)
+        variance = (x - mean.view(_shape(x))).square().mean(axes)  # faster than torch.var_mean
+        own = torch.cat([mean, variance, x.new_full((1,), elements)])
+    gathered = context.all_gather(own[None], axis=0)
+    means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
+    count = counts.sum(0)
+    weights = counts / count
+    mean = (means * weights).sum(0)
+    return mean, ((variances + (means - mean).square()) * weights).sum(0), count
+
+
+def _statistics_of_sums(
+    context: Any, x: torch.Tensor, axes: list[int], elements: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_statistics`, in two sums, which XLA devices do without the host."""
+    sums = context.all_reduce(ReduceOp.SUM, torch.cat([x.sum(axes), x.new_full((1,), elements)]))
+    mean, count = sums[:-1] / sums[-1], sums[-1]
+    squares = (x - mean.view(_shape(x))).square().sum(axes)
+    return mean, context.all_reduce(ReduceOp.SUM, squares) / count, count
+
+
+class _Normalized(torch.autograd.Function):
+    """(input - mean) · rate · weight + bias, where mean and rate are those of the inputs of all replicas.
+
+    Its gradient is the whole one: the input of each replica is in the statistics of all. One collective.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        rate: torch.Tensor,
+        count: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.context = context
+        ctx.save_for_backward(input, weight, mean, rate, count)
+        shape = _shape(input)
+        scale = rate if weight is None else rate * weight
+        output = (input.to(mean.dtype) - mean.view(shape)).mul_(scale.view(shape))
+        if bias is not None:
+            output.add_(bias.view(shape))
+        return output.to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        input, weight, mean, rate, count = ctx.saved_tensors
+        shape, axes = _shape(input), _axes(input)
+        normalized = (input.to(mean.dtype) - mean.view(shape)).mul_(rate.view(shape))
+        upstream = upstream.to(mean.dtype)
+        own = torch.stack([upstream.sum(axes), (upstream * normalized).sum(axes)])
+        of_input = None
+        if ctx.needs_input_grad[1]:
+            differentiable.check_device(ctx.context, [upstream])
+            (total,) = ctx.context.strategy.extended.replicas.all_reduce(
+                ctx.context, ReduceOp.SUM, [own], None, "gradient of SyncBatchNorm"
+            )
+            constant, slope = (total / count).view(2, *shape)
+            scale = rate if weight is None else rate * weight
+            of_input = normalized.mul_(-slope).add_(upstream).sub_(constant)
+            of_input.mul_(scale.view(shape))
+        _, _, weight_too, bias_too, *rest = ctx.needs_input_grad
+        of_bias, of_weight = own[0] if bias_too else None, own[1] if weight_too else None
+        return None, of_input, of_weight, of_bias, *[None] * len(rest)
+
+
+def _axes(x: torch.Tensor) -> list[int]:
+    """All but that of the channels."""
+    return [0, *range(2, x.dim())]
+
+
+def _shape(x: torch.Tensor) -> list[int]:
+    """In which a value per channel goes with `x`."""
+    return [1, -1, *[1] * (x.dim() - 2)]
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         context, op, options = ctx.call
-        _check_device(context, upstream)
+        check_device(context, upstream)
         gradients = context.strategy.extended.replicas.all_reduce(
             context, op, upstream, options, "gradient of all_reduce"
         )
@@ -56,7 +56,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
         context, axis, options, first, length = ctx.call
-        _check_device(context, [upstream])
+        check_device(context, [upstream])
         (total,) = context.strategy.extended.replicas.all_reduce(
             context, ReduceOp.SUM, [upstream], options, "gradient of all_gather"
         )
@@ -64,7 +64,7 @@ class _AllGather(torch.autograd.Function):
         return None, None, None, total.index_select(axis, rows)
 
 
-def _check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
+def check_device(context: AnyReplicaContext, gradients: Sequence[Any]) -> None:
     """On a GPU, autograd runs all replicas of a rank on one thread, which must not wait for itself."""
     if context.strategy.extended.replicas.count > 1 and any(map(arrays.is_on_gpu, gradients)):
         raise RuntimeError(

@@ -214,7 +214,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         native = self._native_of(tensors)
         if native is not None:
             opts = opts or c10d.AllgatherOptions()
-            return native.allgather_into_tensor_coalesced(outs, tensors, opts)
+            return _as_one(native, native._allgather_base, outs, tensors, opts)
         return self._run(opts, outs, self._collectives.all_gather_singles, outs, tensors)
 
     def gather(self, lists: Any, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
@@ -262,7 +262,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         native = self._native_of(tensors)
         if native is not None:
-            return native.reduce_scatter_tensor_coalesced(outs, tensors, opts)
+            return _as_one(native, native._reduce_scatter_base, outs, tensors, opts)
         call = self._collectives.reduce_scatter_singles
         return self._run(opts, outs, call, outs, tensors, opts.reduceOp)
 
@@ -452,6 +452,16 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
 def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _as_one(
+    native: Any, call: Callable[..., Any], outs: Tensors, tensors: Tensors, opts: Any
+) -> dist.Work:
+    """`call` for each pair, submitted together: torch's own groups have no call for several at once."""
+    native._start_coalescing()
+    for out, tensor in zip(outs, tensors, strict=True):
+        call(out, tensor, opts)
+    return native._end_coalescing()
 
 
 for _member in vars(MpistratProcessGroup).values():

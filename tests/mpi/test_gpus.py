@@ -1,7 +1,6 @@
 """Buffers on GPUs: each way against NumPy, on a stand-in for CuPy that keeps device memory on the host."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
-from mpistrat.communicators.transports.accelerator import cuda_aware, gpu_ways
+from mpistrat.communicators.transports.accelerator import gpu_ways
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from support import stand_in_cupy
 from support.rank_errors import errors_of_ranks
@@ -18,7 +17,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1
 
 needs_ranks = pytest.mark.mpi(min_size=2)
-WAYS = ("NCCL", "CUDA-aware MPI", "staging")
+WAYS = ("NCCL", "device-aware MPI", "staging")
 
 
 @pytest.fixture
@@ -43,7 +42,8 @@ def strategy(request, monkeypatch, comm):
     name = f"0000:0{RANK}:00.0" if request.param == "NCCL" else "0000:01:00.0"
     stand_in_cupy.install(monkeypatch, [name])
     # To MPI a pointer of the stand-in is one to host memory, which any MPI takes.
-    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: request.param == "CUDA-aware MPI")
+    untried = "" if request.param == "device-aware MPI" else "not tried"
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: untried)
     monkeypatch.setattr(device_staging, "CHUNK", 64)
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm, gradients="sum")
     expected = {
@@ -227,7 +227,7 @@ def test_a_second_strategy_uses_what_the_first_has_started(own_gpus, comm):
 
 def test_ranks_that_all_see_the_same_gpus(monkeypatch, comm):
     """Each has its own as the current one; they talk by NCCL unless there are more ranks than GPUs."""
-    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
     stand_in_cupy.install(monkeypatch, ["0000:01:00.0", "0000:02:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     assert strategy.extended.worker_devices == (f"cuda:{RANK % 2}",)
@@ -248,7 +248,7 @@ def test_a_gpu_of_the_program_s_own_choice(monkeypatch, comm):
 
 @needs_ranks
 def test_ranks_that_share_a_gpu_do_not_start_nccl(shared_gpu, comm, monkeypatch):
-    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
     assert "ranks 0 and 1 share a GPU" in strategy.extended.explain()
     assert stand_in_cupy.CALLS == []
@@ -256,7 +256,7 @@ def test_ranks_that_share_a_gpu_do_not_start_nccl(shared_gpu, comm, monkeypatch)
 
 @needs_ranks
 def test_one_rank_without_nccl(own_gpus, comm, monkeypatch):
-    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "available", False)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
@@ -266,7 +266,7 @@ def test_one_rank_without_nccl(own_gpus, comm, monkeypatch):
 @needs_ranks
 def test_nccl_that_does_not_start(own_gpus, comm, monkeypatch):
     """What two ranks see as two GPUs is one for NCCL, as parts of one by MIG are: all go another way."""
-    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
     monkeypatch.setattr(gpu_ways, "shared_gpu", lambda gpus: "")
     monkeypatch.setattr(stand_in_cupy, "GPUS", ["0000:01:00.0"])
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
@@ -330,64 +330,8 @@ def test_buffers_on_another_gpu_of_the_rank(monkeypatch, comm):
 
 @needs_ranks
 def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
-    monkeypatch.setattr(gpu_ways, "is_proven", lambda *_: False)
+    monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: "not tried")
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
     assert f"rank 0 has version 22705, rank {LAST} 22907" in explained
-
-
-# Whether MPI takes device memory: a child process tries, and none of its ends is an end of ours.
-
-TORCH = """
-import numpy as np
-float32 = np.float32
-class Tensor(np.ndarray):
-    def data_ptr(self):
-        return POINTER
-def full(shape, value, dtype, device):
-    return np.full(shape, value, dtype).view(Tensor)
-class cuda:
-    synchronize = staticmethod(lambda index: None)
-"""
-
-
-def proven_with(pointer, tmp_path, monkeypatch):
-    """By the trial itself, for an array of a stand-in for torch with that pointer."""
-    ms.MultiWorkerMirroredStrategy()  # takes the launcher's variables out of the environment
-    (tmp_path / "torch.py").write_text(TORCH.replace("POINTER", pointer))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return cuda_aware.is_proven.__wrapped__("torch", 0)
-
-
-def test_memory_that_mpi_takes(tmp_path, monkeypatch):
-    assert proven_with("self.ctypes.data", tmp_path, monkeypatch)
-
-
-def test_memory_that_mpi_reads_and_does_not_write(tmp_path, monkeypatch):
-    assert not proven_with("self.copy().ctypes.data", tmp_path, monkeypatch)
-
-
-def test_memory_that_mpi_crashes_on(tmp_path, monkeypatch):
-    assert not proven_with("4096", tmp_path, monkeypatch)
-
-
-def test_this_mpi_is_not_taken_for_cuda_aware():
-    """Tried for real: without CuPy, or without a GPU, the child fails."""
-    assert not cuda_aware.is_proven.__wrapped__("cupy", 0)
-
-
-def test_a_trial_that_does_not_end():
-    assert not cuda_aware.ends_well([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
-
-
-def test_what_is_proven_is_kept(monkeypatch):
-    tries = []
-    monkeypatch.setattr(cuda_aware, "ends_well", lambda *_: tries.append(1) or True)
-    cuda_aware.is_proven.cache_clear()
-    try:
-        assert cuda_aware.is_proven("torch", 0)
-        assert cuda_aware.is_proven("torch", 0)
-    finally:
-        cuda_aware.is_proven.cache_clear()
-    assert tries == [1]

@@ -8,7 +8,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.communicators.router import Router, Ways
-from mpistrat.communicators.transports.accelerator import cuda_aware, gpu_ways
+from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
 from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
@@ -139,10 +139,10 @@ def test_nccl_waits_for_the_kernels_before_it():
     assert float(part.sum()) == 1 << 20
 
 
-def test_whether_mpi_is_cuda_aware_can_be_asked():
+def test_whether_mpi_takes_device_memory_can_be_asked():
     """Whatever the answer is, this process lives on."""
     ms.MultiWorkerMirroredStrategy()
-    answers = WORLD.allgather(cuda_aware.is_proven("torch", 0))
+    answers = WORLD.allgather(device_memory_proof.reason_against("torch", 0))
     assert len(set(answers)) == 1
 
 

@@ -31,7 +31,9 @@ class ndarray(np.ndarray):  # noqa: N801 - CuPy's name
     def device(self) -> Any:
         return Device(HOME[-1])
 
-    def get(self, stream: Any = None, out: Any = None, blocking: bool = True) -> np.ndarray:
+    def get(
+        self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
+    ) -> np.ndarray:
         plain = self.view(np.ndarray)
         if out is None:
             return plain.copy()
@@ -39,8 +41,8 @@ class ndarray(np.ndarray):  # noqa: N801 - CuPy's name
         stream.give(lambda: np.copyto(out, plain))
         return out
 
-    def set(self, array: np.ndarray, stream: Any = None) -> None:
-        stream.give(lambda: np.copyto(self.view(np.ndarray), array))
+    def set(self, arr: np.ndarray, stream: Any = None) -> None:
+        stream.give(lambda: np.copyto(self.view(np.ndarray), arr))
 
 
 class Device:

@@ -10,6 +10,7 @@ PACKAGE = TESTS.parent / "mpistrat"
 
 # By file, the names of the package that it may use or that mean something else there, and why.
 ALLOWED = {
+    "support/signatures/of_torch.py": {"_C": "torch's"},
     "unit/checkpoint/test_state_files.py": {"_metadata": "torch's"},
     "unit/parameter_server/coordinator/test_failures.py": {
         "_execute": "a traceback must not have it"

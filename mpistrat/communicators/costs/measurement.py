@@ -26,6 +26,8 @@ from mpistrat.settings import cache_folder, transport_settings
 # Sizes that are timed: from the smallest that goes another way than MPI's to more than the caches of a core hold.
 SIZES = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 LARGEST = SIZES[-1]
+# Of buffers on a device, which are fast with larger ones only.
+SIZES_ON_DEVICE = (1 << 17, 1 << 19, 1 << 21, 1 << 23)
 # Rounds that are timed, after a first in which pages and connections are missing.
 ROUNDS = 9
 SECONDS = 0.3  # for all rounds on a node; a call that has begun ends, too
@@ -34,10 +36,11 @@ SECONDS_BETWEEN_NODES = 0.2  # for the ways of each slice, and as long for those
 LEAST_CPU_SHARE = 0.9
 # From so many bytes on a way is taken if time ran out.
 UNMEASURED = 1 << 18
-# A way that costs so many times as much at LARGEST is never taken; else it is for larger buffers, which gain by it.
+# A way that costs so many times as much at the largest size is never taken; else it is for larger buffers, which gain
+# by it.
 CLEARLY = 1.25
 
-Way = Callable[[np.ndarray], object]
+Way = Callable[[Any], object]
 
 costs_of_this_job: dict[str, Costs] = {}  # by key, where this process is the first rank
 
@@ -50,24 +53,26 @@ class Costs:
         ways: the costs by name; empty if time ran out.
         origin: where they come from, for people.
         disturbed: other programs ran, too, so that a way may look slower than it is.
+        largest: the largest size that is measured.
     """
 
     ways: Mapping[str, Cost] = field(default_factory=dict)
     origin: str = "not measured yet"
     disturbed: bool = False
+    largest: int = LARGEST
 
     def cheaper_from(self, way: str, other: str, floor: int, clearly: float = CLEARLY) -> float:
         """The number of bytes from which on `way` is taken, not `other`: `floor` at least; infinite for never.
 
-        From LARGEST on it is taken, unless it costs more than `clearly` times as much there, undisturbed.
+        From `largest` on it is taken, unless it costs more than `clearly` times as much there, undisturbed.
         """
         if not self.ways:
             return max(floor, UNMEASURED)
         this, that = self.ways[way], self.ways[other]
-        dearer = this.seconds(LARGEST) > clearly * that.seconds(LARGEST)
+        dearer = this.seconds(self.largest) > clearly * that.seconds(self.largest)
         if dearer and not self.disturbed:
             return math.inf
-        return max(floor, math.ceil(min(LARGEST, this.cheaper_from(that))))
+        return max(floor, math.ceil(min(self.largest, this.cheaper_from(that))))
 
     def explain(self) -> str:
         """A line for each way, and where they come from."""
@@ -85,6 +90,24 @@ class Costs:
 NOT_MEASURED = Costs()
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Where the buffers lie that are combined.
+
+    Attributes:
+        name: tells costs in different memory apart: "NVIDIA H100".
+        sizes: that are timed, in bytes.
+        zeros: makes so many float32 there, all of them 0.
+    """
+
+    name: str
+    sizes: Sequence[int]
+    zeros: Callable[[int], Any]
+
+
+HOST = Memory("host", SIZES, lambda length: np.zeros(length, np.float32))
+
+
 def costs_of(
     ways: Mapping[str, Way],
     communicator: Communicator,
@@ -93,11 +116,13 @@ def costs_of(
     *,
     abreast: int = 1,
     asleep: Collection[str] = (),
+    memory: Memory = HOST,
 ) -> Costs:
     """The costs of `ways` to all-reduce. Collective over `communicator`; it takes less than half a second.
 
     Args:
-        ways: each combines an array of zeros, float32, in place with those of all ranks.
+        ways: each combines an array of zeros in `memory` in place with those of all ranks, and returns when that is
+            done.
         mpi: the library's name and version.
         ranks_of_nodes: the number of ranks of each node, the same on all ranks.
         abreast: the number of such communicators over the same nodes that measure at the same time.
@@ -111,23 +136,27 @@ def costs_of(
         "settings": transport_settings(),
         "ranks_of_nodes": sorted(ranks_of_nodes),
         "abreast": abreast,
+        "memory": [memory.name, *memory.sizes],
         "nodes": sorted([*node, ranks] for node, ranks in collections.Counter(everyone).items()),
     }
     folder = cache_folder()
-    costs = _known(folder, key, ways) if communicator.rank == 0 else None
+    costs = _known(folder, key, ways, memory.sizes[-1]) if communicator.rank == 0 else None
     known: Costs | None = communicator.broadcast_object(costs)
     if known is not None:
         return known
     seconds = SECONDS if len(ranks_of_nodes) == 1 else SECONDS_BETWEEN_NODES
-    measured = measure(ways, SIZES, communicator, seconds, asleep)
+    buffers = [memory.zeros(nbytes // 4) for nbytes in memory.sizes]
+    measured = measure(ways, buffers, communicator, seconds, asleep)
     if communicator.rank == 0:
-        costs = costs_of_this_job[repr(key)] = _fitted(ways, measured, seconds)
+        costs = costs_of_this_job[repr(key)] = _fitted(ways, memory.sizes, measured, seconds)
         if folder is not None and costs.ways and not costs.disturbed:
             cache.write(folder, key, dict(costs.ways))
     return communicator.broadcast_object(costs)
 
 
-def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> Costs | None:
+def _known(
+    folder: str | None, key: dict[str, Any], ways: Mapping[str, Way], largest: int
+) -> Costs | None:
     """The costs that another communicator of this process, or another job, has measured."""
     if repr(key) in costs_of_this_job:
         return costs_of_this_job[repr(key)]
@@ -138,7 +167,8 @@ def _known(folder: str | None, key: dict[str, Any], ways: Mapping[str, Way]) -> 
     path = cache.path_of(folder, key)
     home = os.path.expanduser("~")
     shown = path.replace(home, "~", 1) if path.startswith(f"{home}/") else path
-    return Costs(costs, f"measured {_date(found[1])}, read from {shown}")
+    origin = f"measured {_date(found[1])}, read from {shown}"
+    return Costs(costs, origin, largest=largest)
 
 
 @dataclass(frozen=True)
@@ -156,16 +186,15 @@ class Measured:
 
 def measure(
     ways: Mapping[str, Way],
-    sizes: Sequence[int],
+    buffers: Sequence[Any],
     communicator: Communicator,
     seconds: float,
     asleep: Collection[str] = (),
 ) -> Measured:
-    """Time rounds of all ways and sizes, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
+    """Time rounds of all ways and buffers, ROUNDS of them if `seconds` suffice by the slowest rank's clock. Collective.
 
     In a round each way takes its turn, so that whatever else the machine does hits all of them alike.
     """
-    buffers = [np.zeros(nbytes // 4, np.float32) for nbytes in sizes]
     rounds: list[list[np.ndarray]] = []
     started = time.perf_counter()
     awake = ran = 0.0
@@ -190,23 +219,25 @@ def measure(
                 break
     share = np.array(ran / awake if awake else 1.0)
     communicator.all_reduce(share, "min")
-    whole = [rows for rows in rounds[1:] if len(rows) == len(sizes)]
+    whole = [rows for rows in rounds[1:] if len(rows) == len(buffers)]
     return Measured(np.array(whole or rounds[:1]), float(share))
 
 
-def _fitted(ways: Mapping[str, Way], measured: Measured, seconds: float) -> Costs:
+def _fitted(
+    ways: Mapping[str, Way], sizes: Sequence[int], measured: Measured, seconds: float
+) -> Costs:
     """Lines through the medians of the rounds."""
     rounds, known, _ = measured.seconds.shape
     if known < 2:
         return Costs({}, f"not measured: calls of two sizes took longer than {seconds:g} s")
     medians = np.median(measured.seconds, axis=0)
-    costs = {way: fitted(SIZES[:known], list(medians[:, i])) for i, way in enumerate(ways)}
+    costs = {way: fitted(sizes[:known], list(medians[:, i])) for i, way in enumerate(ways)}
     disturbed = measured.cpu_share < LEAST_CPU_SHARE
     origin = f"measured {_date(time.time())}, in this job: medians of {rounds} calls of each of {known} sizes"
     if disturbed:
         share = f"{100 * measured.cpu_share:.0f} %"
         origin += f"; other programs or ranks left a rank {share} of its core, so it is not kept for other jobs"
-    return Costs(costs, origin, disturbed)
+    return Costs(costs, origin, disturbed, sizes[-1])
 
 
 def _date(seconds: float) -> str:

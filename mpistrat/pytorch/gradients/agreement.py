@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpistrat.pytorch.modules import buffers
 _SPARSE, _DENSE = 1, 2
 # Dense, and accumulated once more after its bucket had left.
 _AGAIN = 3
-_HEADER = 4
+_HEADER = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Agreement:
     Attributes:
         dense, sparse: the slots whose gradients are reduced so, in ascending order.
         again: the dense slots that have got something after their buckets had left.
+        interleaves: some replicas have used other parameters than others, and the program has communicated inside
+            backward(): what leaves there would not come in the same order on all ranks.
         buffers: of shape [buffers], bool: which of them are averaged.
         maxima: for each piggyback the words that it gets.
     """
@@ -34,6 +37,7 @@ class Agreement:
     dense: list[int]
     sparse: list[int]
     again: frozenset[int]
+    interleaves: bool
     buffers: np.ndarray
     maxima: list[np.ndarray]
 
@@ -45,6 +49,7 @@ def agree(
     sent: frozenset[int],
     snapshots: Sequence[buffers.Snapshot],
     piggybacks: Sequence[Piggyback],
+    communicated: bool = False,
 ) -> Agreement:
     """Agree on what all replicas of all ranks have used and written. Called by: every rank.
 
@@ -53,6 +58,7 @@ def agree(
         contributions: for each replica of this rank its gradients by slot.
         sent: the slots of which something has left in buckets.
         snapshots: for each replica of this rank its buffers.
+        communicated: the program has, inside backward().
     Raises: CollectiveMismatchError when the ranks are not in the same step.
     """
     runs, steps = counts
@@ -61,7 +67,6 @@ def agree(
         words = [piggyback.words() for piggyback in piggybacks]
     end = _HEADER + slots + buffers.FLAGS_PER_BUFFER * len(snapshots[0])
     flags = np.concatenate([np.zeros(end, np.int32), *words])
-    flags[:_HEADER] = (steps, -steps, runs, -runs)
     used, written = flags[_HEADER : _HEADER + slots], flags[_HEADER + slots : end]
     for gradients in contributions:
         for slot, gradient in enumerate(gradients):
@@ -69,6 +74,8 @@ def agree(
                 used[slot] = max(_SPARSE if gradient.is_sparse else _DENSE, used[slot])
     for slot in sent:
         used[slot] = _AGAIN if used[slot] else _DENSE
+    sum_of_used = zlib.crc32((used != 0).tobytes()) >> 1
+    flags[:_HEADER] = (steps, -steps, runs, -runs, communicated, sum_of_used, -sum_of_used)
     buffers.flag_written(snapshots, written)
     communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
     if flags[0] != -flags[1] or flags[2] != -flags[3]:
@@ -77,6 +84,7 @@ def agree(
         np.flatnonzero(used >= _DENSE).tolist(),
         np.flatnonzero(used == _SPARSE).tolist(),
         frozenset(np.flatnonzero(used == _AGAIN).tolist()),
+        bool(flags[4] and flags[5] != -flags[6]),
         buffers.to_average(written),
         np.split(flags[end:], np.cumsum([len(own) for own in words]))[:-1],
     )

@@ -1,7 +1,8 @@
 """Whether gradients leave while `backward()` runs: as asked for, else as measured.
 
-Overlap gains where a message waits (a network, a device), and may lose where a reduction is work for the cores that
-backward needs. So both ways are timed over the first steps, and the faster one stays.
+On a device they do: it sums up some gradients while it computes others. On the host overlap gains where a message waits
+(a network), and may lose where a reduction is work for the cores that backward needs. So both ways are timed there over
+the first steps, and the faster one stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mpistrat.communicators import reducing
 from mpistrat.communicators.communication_thread import CommunicationThread
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.machine.cpu_share import cpu_share
-from mpistrat.pytorch.gradients.buckets import Buckets
+from mpistrat.pytorch.gradients.buckets import Buckets, HostBuckets
+from mpistrat.pytorch.gradients.device_buckets import DeviceBuckets, SideStream
 from mpistrat.pytorch.gradients.wires import Wires
 from mpistrat.replicas.torch_modules import ModuleParts
 
@@ -37,11 +39,11 @@ _GAIN = 0.97
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What a rank knows of itself."""
+    """What a rank knows of itself. `kinds`: of the devices on which parameters are; "several" where one has several."""
 
     asked: bool | None
     thread_multiple: bool
-    on_cpu: bool
+    kinds: frozenset[str]
     nbytes: int
     cpus: frozenset[int]
     threads: int
@@ -59,7 +61,9 @@ class Overlap:
         self._communicator, self._packer, self._wires = parts.group.communicator, packer, wires
         options = parts.ops.options
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
-        self._thread: CommunicationThread | None = None
+        self._carrier: CommunicationThread | SideStream | None = None
+        self._devices: frozenset[torch.device] | None = None  # of what is expected
+        self._interleaves = False  # some ranks' buckets would meet other ranks' calls in backward()
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
@@ -81,25 +85,43 @@ class Overlap:
 
         Not collective: a rank that skips this backward is found out at its end.
         """
-        if self._thread is None or not self._expected:
+        if self._carrier is None or not self._expected:
             return None
         turn = self._overlaps is None and len(self._seconds[0]) == _UNTIMED + _TIMED
         buckets = None
         if self._overlaps or turn:
-            # A model that the program has dropped goes when Python collects it, on each rank at another time.
-            like: list[Any] = [
-                self._like.get(s) if p is None else p for s, p in enumerate(parameters)
-            ]
-            if any(not (like[s].is_cpu or like[s].is_meta) for s in self._expected):
-                return None  # they were moved to a device
-            buckets = Buckets(
-                self._thread, self._packer, self._wires, like, self._expected, scale, self._nbytes
-            )
+            if _devices_of(parameters, self._expected) - (self._devices or frozenset()):
+                return None  # they were moved
+            buckets = self._new_buckets(self._carrier, parameters, self._expected, scale)
         self._started = time.perf_counter()
         return buckets
 
-    def end(self, slots: Sequence[int], parameters: _Parameters, buckets: Buckets | None) -> None:
-        """A backward has ended, in which `slots` got dense gradients on some rank. Collective."""
+    def _new_buckets(
+        self,
+        carrier: CommunicationThread | SideStream,
+        parameters: _Parameters,
+        slots: Sequence[int],
+        scale: float | None,
+    ) -> Buckets:
+        # A model that the program has dropped goes when Python collects it, on each rank at another time.
+        like: list[Any] = [self._like.get(slot) for slot in range(len(parameters))]
+        rest = scale, self._nbytes
+        if isinstance(carrier, SideStream):
+            return DeviceBuckets(carrier, self._wires, parameters, like, slots, *rest)
+        present = [meta if p is None else p for p, meta in zip(parameters, like, strict=True)]
+        return HostBuckets(carrier, self._packer, self._wires, present, slots, *rest)
+
+    def end(
+        self,
+        slots: Sequence[int],
+        parameters: _Parameters,
+        buckets: Buckets | None,
+        interleaves: bool,
+    ) -> None:
+        """A backward has ended, in which `slots` got dense gradients on some rank. Collective.
+
+        Args: interleaves: as of `agreement.Agreement`.
+        """
         if self._overlaps is False:
             return
         if self._overlaps is None and self._started:
@@ -109,20 +131,35 @@ class Overlap:
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, parameters)
+        self._interleaves |= interleaves
+        carrier = self._carrier
+        if self._interleaves and isinstance(carrier, SideStream) and carrier.thread is None:
+            self._carrier = None
+            self._decline(
+                "the program communicates inside backward(), and its ranks use different parameters, so that they "
+                "would not make the same calls in the same order"
+            )
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
         self._expected = last
-        if last and self._like.keys() != set(last):
-            present = {s: p for s in last if (p := parameters[s]) is not None}
-            self._like = {s: p.detach().to("meta") for s, p in present.items()}
-            on_cpu = all(p.is_cpu for p in present.values())
-            self._thread = self._thread or self._new_thread(on_cpu)
-            if self._thread is not None:
-                # Has the ranks share the window, which is collective, now that all of them are here.
-                like = [self._like.get(s) for s in range(len(parameters))]
-                for _ in self._packer.packs(like, last, self._thread.communicator):
-                    pass
+        if not last:
+            return
+        devices = _devices_of(parameters, last)
+        # A rank may have dropped all that is expected.
+        moved = self._devices is None or bool(devices - self._devices)
+        if not moved and self._like.keys() == set(last):
+            return
+        present = {s: p for s in last if (p := parameters[s]) is not None}
+        self._like = {s: p.detach().to("meta") for s, p in present.items()}
+        if moved:
+            self._devices = devices
+            self._carry()
+        if isinstance(self._carrier, CommunicationThread):
+            # Has the ranks share the window, which is collective, now that all of them are here.
+            like = [self._like.get(s) for s in range(len(parameters))]
+            for _ in self._packer.packs(like, last, self._carrier.communicator):
+                pass
 
     def state(self) -> dict[str, Any]:
         """Which gradients leave in the next backward, for `load`; the same on all ranks."""
@@ -138,13 +175,14 @@ class Overlap:
         how = "while backward() runs" if self._overlaps else "when backward() has ended"
         return f"gradients are reduced {how}: {self._why}"
 
-    def _new_thread(self, on_cpu: bool) -> CommunicationThread | None:
-        """What carries buckets; None, for ever, if gradients are to be reduced afterwards. Collective."""
-        communicator = self._communicator
+    def _carry(self) -> None:
+        """Make what carries buckets; nothing, for ever, if gradients are to be reduced afterwards. Collective."""
+        communicator, devices = self._communicator, self._devices or frozenset()
+        kinds = frozenset(device.type for device in devices)
         facts = _Facts(
             self._asked,
             communicator.thread_multiple,
-            on_cpu,
+            frozenset(["several"]) if len(devices) > 1 else kinds,
             sum(p.numel() * p.element_size() for p in self._like.values()),
             frozenset(os.sched_getaffinity(0)),
             torch.get_num_threads(),
@@ -153,15 +191,27 @@ class Overlap:
             facts, label="overlap of gradients with backward()"
         )
         why_not = _why_not(everyone, communicator.on_one_node)
+        self._carrier = None
         if why_not:
             self._decline(why_not)
-            return None
+            return
+        (kind,) = frozenset().union(*(rank.kinds for rank in everyone)) or {"cpu"}
         if self._asked:
             self._overlaps, self._why = True, "as asked for"
+        elif kind != "cpu":
+            self._overlaps, self._why = True, "a device does both at a time"
         elif self._has_wire:
             # A trial would lose what is held back of the buffers that are given up.
             self._overlaps, self._why = True, "as wire formats are better off"
-        return CommunicationThread.of_same_ranks(communicator)
+        natively = communicator.ordered_by_streams
+        if kind != "cpu" and natively and not self._wires.wait_for_host(natively):
+            self._carrier = SideStream(next(iter(devices), torch.device(kind)), communicator)
+            return
+        thread = self._carrier = CommunicationThread.of_same_ranks(communicator)
+        if kind != "cpu":
+            device = next(iter(devices), torch.device(kind))
+            self._carrier = SideStream(device, thread.communicator, thread)
+            self._why += ", and a thread of each rank takes sums through the host, for which backward() waits"
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""
@@ -205,6 +255,7 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
     """Why gradients cannot leave, or had better not leave, while backward runs; empty if they may."""
     asked = [facts.asked for facts in everyone]
     nbytes = everyone[0].nbytes
+    kinds: frozenset[str] = frozenset().union(*(facts.kinds for facts in everyone))
     masks = [facts.cpus for facts in everyone]
     busy = on_one_node and any(cpu_share(f.cpus, masks) < f.threads + 1 for f in everyone)
     reasons = (
@@ -213,9 +264,15 @@ def _why_not(everyone: Sequence[_Facts], on_one_node: bool) -> str:
             "MPI was started without MPI_THREAD_MULTIPLE",
             not all(f.thread_multiple for f in everyone),
         ),
-        ("parameters are on a device", not all(f.on_cpu for f in everyone)),
-        ("", None not in asked),
+        ("parameters are on several devices", len(kinds) > 1 or "several" in kinds),
+        ("parameters are on an XLA device", "xla" in kinds),
+        ("", None not in asked or not kinds <= {"cpu"}),
         (f"{nbytes} bytes are too few", nbytes < SMALLEST),
         ("no core of the node is free, and memory does not wait", busy),
     )
     return next((why for why, holds in reasons if holds), "")
+
+
+def _devices_of(parameters: _Parameters, slots: Sequence[int]) -> frozenset[torch.device]:
+    """On which those of `slots` are that the program still has."""
+    return frozenset(p.device for slot in slots if (p := parameters[slot]) is not None)

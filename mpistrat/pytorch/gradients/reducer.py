@@ -25,13 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpistrat.communicators import Reduction, reducing
+from mpistrat.arrays import is_on_gpu
+from mpistrat.communicators import Reduction
 from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.cross_device_ops.packing import Packer
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.pytorch.gradients.agreement import agree
-from mpistrat.pytorch.gradients.buckets import Buckets
+from mpistrat.pytorch.gradients.buckets import Buckets, cut
+from mpistrat.pytorch.gradients.device_buckets import bucket_bytes
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
 from mpistrat.pytorch.gradients.values import sum_rows, sums_by_custom_ops
@@ -48,6 +51,12 @@ if TYPE_CHECKING:
 # Ids of the reducers inside whose `no_sync()` this replica is; its thread inherits the program's.
 _not_synchronizing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "not_synchronizing", default=frozenset()
+)
+
+
+_MAY_INTERLEAVE = (
+    "Gradients left while backward() ran: if the program communicates inside backward(), and its ranks use different "
+    "parameters, have them reduced when it has ended, with CommunicationOptions(overlap=False)"
 )
 
 
@@ -172,11 +181,14 @@ class GradientReducer:
         try:
             self._active.add(replica)
             self._buckets = buckets
+            calls = self._communicator.contract.calls
             try:
                 engine()
             finally:
                 self._buckets = None
                 self._active.discard(replica)
+            own_calls = 0 if buckets is None else buckets.calls
+            communicated = self._communicator.contract.calls - calls > own_calls
             if not synchronizes:
                 unsynchronized.keep(parameters, aside)
                 return
@@ -187,13 +199,17 @@ class GradientReducer:
             gradients = [None if p is None else p.grad for p in parameters]
             own = _Contribution(gradients, buffers.snapshot(self.registry), aside)
             if alone:
-                (reduced,) = self._reduce([own], context, scale, buckets, sent)
+                (reduced,) = self._reduce([own], context, scale, buckets, sent, communicated)
             else:
                 reduced = parts.replicas.meet(
                     replica, lambda everyone: self._reduce(everyone, context, scale), own
                 )[replica]
-        except BaseException:
+        except BaseException as error:
             unsynchronized.undo(parameters, aside)
+            if buckets is not None:
+                buckets.leave()
+                if buckets.calls and isinstance(error, CollectiveMismatchError):
+                    raise CollectiveMismatchError(f"{error}. {_MAY_INTERLEAVE}") from error
             raise
         self._spent = [g for g in gradients if g is not None and g.device.type == "cpu"]
         unsynchronized.clear()
@@ -291,6 +307,7 @@ class GradientReducer:
         scale: float | None,
         buckets: Buckets | None = None,
         sent: frozenset[int] = frozenset(),
+        communicated: bool = False,
     ) -> list[dict[int, torch.Tensor]]:
         """For each local replica the reduced gradients by slot, without those that no replica of any rank has used.
 
@@ -298,6 +315,7 @@ class GradientReducer:
             everyone: the `_Contribution` of each local replica.
             scale: multiplied to the sums, or None.
             buckets: have left, with something in the slots `sent`: contributions are what came later.
+            communicated: as of `agree`.
         """
         parts, parameters = self._parts, list[Any](self.registry.parameters())
         contributions: list[list[Any]] = [own.gradients for own in everyone]
@@ -310,7 +328,15 @@ class GradientReducer:
                     ]
             piggybacks = list(parts.piggybacks)
             counts = context.strategy.runs, self.steps
-            agreed = agree(self._communicator, counts, contributions, sent, snapshots, piggybacks)
+            agreed = agree(
+                self._communicator,
+                counts,
+                contributions,
+                sent,
+                snapshots,
+                piggybacks,
+                communicated,
+            )
             reduced: dict[int, torch.Tensor] = {}
             if self.slice_steps is not None:
                 (own,) = everyone  # parameters are shared by ranks of one replica each
@@ -320,22 +346,21 @@ class GradientReducer:
             early = {} if buckets is None else buckets.wait()
             done = {*reduced, *early} - agreed.again
 
-            def reduction_of(slots: Sequence[int]) -> Reduction:
-                label = f"gradients of {len(slots)} parameters{self.wires}"
-                return reducing("sum", label, scale).compressed_by(self.wires.of(slots))
-
-            late = self._sums.all_reduce_packs(
-                self._packer,
-                parameters,
-                [slot for slot in agreed.dense if slot not in done],
-                contributions,
-                reduction_of,
-            )
+            late: dict[int, torch.Tensor] = {}
+            for slots in self._packed([s for s in agreed.dense if s not in done], parameters):
+                reduction_of = functools.partial(self._reduction_of, scale, parameters)
+                late |= self._sums.all_reduce_packs(
+                    self._packer, parameters, slots, contributions, reduction_of
+                )
+                if len(everyone) == 1 and is_on_gpu(parameters[slots[0]]):
+                    # Their memory serves the buckets that come next.
+                    for slot in slots:
+                        contributions[0][slot] = parameters[slot].grad = None
             reduced |= late
             for slot in early.keys() & set(agreed.dense):
                 reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
             if len(everyone) == 1:
-                self.overlap.end(agreed.dense, parameters, buckets)
+                self.overlap.end(agreed.dense, parameters, buckets, agreed.interleaves)
             for slot in agreed.sparse:
                 rows = [gradients[slot] for gradients in contributions]
                 total = sum_rows(parts.ops.over_ranks, parameters[slot], rows)
@@ -346,6 +371,20 @@ class GradientReducer:
                 piggyback.received(greatest)
             copies = ({slot: t.clone() for slot, t in reduced.items()} for _ in everyone[1:])
             return [reduced, *copies]
+
+    def _packed(self, slots: list[int], parameters: Sequence[Any]) -> list[list[int]]:
+        """`slots` in the parts whose gradients are packed, and reduced, one after the other."""
+        if not any(is_on_gpu(parameters[slot]) for slot in slots):
+            return [slots] if slots else []
+        nbytes = bucket_bytes(parameters, slots, self._parts.ops.options.bytes_per_pack)
+        return cut(slots[::-1], parameters, nbytes)
+
+    def _reduction_of(
+        self, scale: float | None, parameters: Sequence[Any], slots: Sequence[int]
+    ) -> Reduction:
+        natively = self._communicator.ordered_by_streams and is_on_gpu(parameters[slots[0]])
+        label = f"gradients of {len(slots)} parameters"
+        return self.wires.reduction(label, scale, slots, natively=natively)
 
 
 def install() -> None:

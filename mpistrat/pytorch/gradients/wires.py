@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mpistrat.communicators import Communicator
+from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.pytorch.modules.registry import ParameterSlot, Registry
-from mpistrat.wire_formats import WireFormat, name_of
+from mpistrat.wire_formats import ShortFloats, WireFormat, name_of
 
 # Of parameters that take turns, such as a generator's and a discriminator's, each turn keeps its residuals: in all so
 # many times what the largest backward has.
@@ -67,6 +67,22 @@ class Wires:
         self._wires[key] = wire
         self._used.add(key)
         return wire
+
+    def reduction(
+        self, label: str, scale: float | None, slots: Sequence[int], *, natively: bool = False
+    ) -> Reduction:
+        """The sum, times `scale`, of a buffer of the gradients of `slots`.
+
+        Args: natively: by an accelerator's own collectives, in which short floats are added as such.
+        """
+        label = f"{label}{self}"
+        if natively and isinstance(self._format, ShortFloats):
+            return Reduction("sum", label, scale, summed_in=self._format.dtype)
+        return reducing("sum", label, scale).compressed_by(self.of(slots))
+
+    def wait_for_host(self, natively: bool) -> bool:
+        """Whether the host takes part in sums of buffers on an accelerator. Args: natively: as of `reduction`."""
+        return not natively or not isinstance(self._format, ShortFloats | None)
 
     def end_backward(self) -> None:
         """Forget the buffers that were not used for longest, where there are too many."""

@@ -110,9 +110,9 @@ def _meet(mpi: Any, rank: Rank, tell: Callable[..., None]) -> None:
     first = topology.local_rank == 0
     gpus = rank.gpus
     if first and gpus is not None and (gpus.torch_gpus or (rank.driver.gpus and gpus.cupy)):
-        from mpistrat.communicators.transports.accelerator.cuda_aware import is_proven
+        from mpistrat.communicators.transports.accelerator.device_memory_proof import reason_against
 
-        proven = is_proven("torch" if gpus.torch_gpus else "cupy", 0)
+        proven = not reason_against("torch" if gpus.torch_gpus else "cupy", 0)
         rank = dataclasses.replace(rank, gpus=dataclasses.replace(gpus, mpi_takes_gpu=proven))
     ranks = world.gather(as_json(rank))
 

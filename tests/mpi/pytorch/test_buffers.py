@@ -169,6 +169,114 @@ def test_float_buffers_are_averaged_and_integers_are_replica_0s(
     assert model.constant is before
 
 
+class Numbers(torch.nn.Module):
+    """Integers at the ends of their ranges, which travel as bytes."""
+
+    def __init__(self, floats: torch.dtype | None) -> None:
+        super().__init__()
+        self.floats = floats
+        kinds = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+        self.ends = [torch.iinfo(kind) for kind in kinds]
+        for kind, ends in zip(kinds, self.ends, strict=True):
+            self.register_buffer(ends.dtype, torch.zeros(3, 2, dtype=kind).t())
+        self.register_buffer("flags", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("large", torch.zeros(70_000, dtype=torch.uint8))
+        if floats is not None:
+            self.register_buffer("sums", torch.zeros(2, dtype=floats))
+
+    def forward(self, replica: int) -> None:
+        for ends in self.ends:
+            written = self._buffers[ends.dtype]
+            assert written is not None
+            written += 1 if replica else torch.tensor([[ends.min], [ends.max]], dtype=written.dtype)
+        self.flags |= torch.tensor([True, False, True, True, False]) ^ bool(replica)
+        if self.floats is not None:
+            self.sums += replica
+        self.large[-1] = replica + 7
+
+
+@pytest.mark.parametrize("floats", [None, torch.bfloat16, torch.float32])
+def test_integers_of_every_width_are_exact(
+    strategy: ms.Strategy, floats: torch.dtype | None
+) -> None:
+    with strategy.scope():
+        model = Numbers(floats)
+
+    def step() -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        model(context.replica_id_in_sync_group)
+
+    strategy.run(step)
+    state = model.state_dict()
+    for ends in model.ends:
+        assert state[ends.dtype].tolist() == [[ends.min] * 3, [ends.max] * 3]
+    assert state["flags"].tolist() == [True, False, True, True, False]
+    assert state["large"][-2:].tolist() == [0, 7]
+    if floats is not None:
+        assert state["sums"].tolist() == [(strategy.num_replicas_in_sync - 1) / 2] * 2
+
+
+def calls_of(strategy: ms.Strategy, step: Any) -> int:
+    """How many collectives `step` makes."""
+    contract = strategy.extended.communicator.contract
+    before: int = contract.calls
+    step()
+    return contract.calls - before
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_buffers_travel_in_one_message(deterministic: bool) -> None:
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum", deterministic=deterministic)
+    with strategy.scope():
+        model = torch.nn.BatchNorm1d(FEATURES)
+    strategy.run(lambda: model(torch.randn(4, FEATURES)).detach())
+    assert calls_of(strategy, model.state_dict) == 1
+    assert calls_of(strategy, model.state_dict) == 0
+    assert model.num_batches_tracked == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sync_batch_norm_takes_one_collective_in_each_direction(deterministic: bool) -> None:
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum", deterministic=deterministic)
+    with strategy.scope():
+        model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(FEATURES))
+    x = torch.randn(4, FEATURES, requires_grad=True)
+
+    def forwards(count: int) -> torch.Tensor:
+        y = x
+        for _ in range(count):
+            y = model(y)
+        return y.square().sum()
+
+    def both() -> None:
+        torch.autograd.grad(forwards(3), x)  # calls no hooks
+
+    def forwards_only() -> None:
+        forwards(3)
+
+    def of_weights() -> None:
+        """The gradient of an input that needs none is not made."""
+        torch.autograd.grad(model(x.detach()).square().sum(), model.weight)
+
+    for step, calls in ((both, 6), (forwards_only, 3), (of_weights, 1)):
+        assert calls_of(strategy, lambda step=step: strategy.run(step)) == calls
+
+
+def test_sync_batch_norm_of_values_far_from_zero(strategy: ms.Strategy) -> None:
+    """A mean of squares would lose the variance in float32."""
+    whole = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(2)) + 1000
+    with strategy.scope():
+        model = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(FEATURES))
+    output = strategy.gather(strategy.run(lambda: model(own(whole)).detach()), axis=0)
+    expected = torch.nn.BatchNorm1d(FEATURES).double()(whole.double()).detach()
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-4)
+    variance = model.state_dict()["running_var"].double()
+    torch.testing.assert_close(variance, 0.9 + 0.1 * whole.double().var(0), rtol=1e-5, atol=0)
+
+
 def test_instance_norm_statistics(strategy: ms.Strategy) -> None:
     """Its writes count as writes, but it counts no batches."""
 

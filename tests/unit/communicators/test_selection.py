@@ -10,12 +10,22 @@ import numpy as np
 import pytest
 
 from mpistrat.communicators.costs import measurement as selection
-from mpistrat.communicators.costs.measurement import LARGEST, SIZES, Costs, costs_of, measure
+from mpistrat.communicators.costs.measurement import (
+    HOST,
+    LARGEST,
+    SIZES,
+    SIZES_ON_DEVICE,
+    Costs,
+    Memory,
+    costs_of,
+    measure,
+)
 from mpistrat.communicators.costs.model import Cost
 from mpistrat.communicators.local import LocalCommunicator
 
 ALONE = LocalCommunicator()
 FLOOR = 1 << 15
+BUFFERS = [HOST.zeros(nbytes // 4) for nbytes in SIZES]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +75,24 @@ def test_costs_are_measured(clock: Clock) -> None:
     assert costs.cheaper_from("slow", "fast", FLOOR) == pytest.approx(1e6)
 
 
+def test_costs_in_a_device_s_memory(clock: Clock) -> None:
+    """They are those of larger buffers, which are made there; the host's costs of the same ways are others."""
+    made: list[int] = []
+
+    def zeros(length: int) -> np.ndarray:
+        made.append(length * 4)
+        return np.zeros(length, np.float32)
+
+    device = Memory("a device", SIZES_ON_DEVICE, zeros)
+    ways = {"slow": clock.spinning(1e-3, 1e-10), "fast": clock.spinning(1e-4, 3e-10)}
+    on_device = costs_of(ways, ALONE, "", [1], memory=device)
+    assert made == list(SIZES_ON_DEVICE)
+    assert on_device.cheaper_from("slow", "fast", FLOOR) == pytest.approx(4.5e6)
+    on_host = costs_of(ways, ALONE, "", [1])
+    assert on_host.cheaper_from("slow", "fast", FLOOR) == math.inf
+    assert costs_of(ways, ALONE, "", [1], memory=device) is on_device
+
+
 @pytest.mark.parametrize("seconds", [0.02, 0.2, 0.6])
 def test_it_takes_less_than_a_second(clock: Clock, seconds: float) -> None:
     """Also of calls that are very slow: one that has begun ends, and there is no other."""
@@ -109,11 +137,13 @@ def test_rounds_are_whole(clock: Clock) -> None:
     """What time runs out in is not counted, unless there is nothing else."""
     taken: list[int] = []
     sleeps = clock.sleeping(0.02)
-    measured = measure({"one": lambda b: (taken.append(b.nbytes), sleeps(b))}, SIZES, ALONE, 0.195)
+    measured = measure(
+        {"one": lambda b: (taken.append(b.nbytes), sleeps(b))}, BUFFERS, ALONE, 0.195
+    )
     assert taken == [*SIZES, *SIZES, *SIZES[:2]]
     assert measured.seconds.shape == (1, len(SIZES), 1)
     assert measured.cpu_share == 0
-    cut = measure({"one": sleeps}, SIZES, ALONE, 0.03)
+    cut = measure({"one": sleeps}, BUFFERS, ALONE, 0.03)
     assert cut.seconds.shape == (1, 2, 1)
 
 

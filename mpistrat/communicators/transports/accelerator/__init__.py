@@ -1,1 +1,1 @@
-"""Ways for buffers on GPUs: NCCL, a CUDA-aware MPI, and pinned host memory."""
+"""Ways for buffers on GPUs: NCCL, a device-aware MPI, and pinned host memory."""

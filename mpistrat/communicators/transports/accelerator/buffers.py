@@ -18,7 +18,7 @@ class DeviceTransport(Transport):
     """Moves buffers on GPUs. This class copies them to the host, where other transports combine them.
 
     A collective returns when its result is there. So it is watched while it hangs or fails, and collectives on one GPU
-    by different libraries (NCCL and a CUDA-aware MPI) are never in flight together, which could deadlock.
+    by different libraries (NCCL and a device-aware MPI) are never in flight together, which could deadlock.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
-from mpistrat.communicators.transports.accelerator.cuda_aware import CudaAwareTransport, is_proven
+from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
+from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.communicators.transports.transport import Transport
@@ -59,15 +60,14 @@ def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transpor
         why_not = by_nccl.start(library)
         if not why_not:
             return by_nccl
-    first_on_node = [gpu.node for gpu in gpus].index(gpus[host.rank].node) == host.rank
-    kind = "torch" if isinstance(library, TorchLibrary) else "cupy"
-    proven = not first_on_node or is_proven(kind, index)
-    if all(host.all_gather_object(proven)):
+    kind = "torch" if of_torch else "cupy"
+    unproven = why_not_proven(host, gpus[host.rank].node, kind, index)
+    if not unproven:
         why = f"through MPI, which was seen to take device memory, and not through NCCL ({why_not})"
-        return CudaAwareTransport(host, index, watch, why, communicator.mpi.comm)
+        return DeviceAwareTransport(host, index, watch, why, communicator.mpi.comm)
     why = (
-        f"in chunks through pinned host memory: not through NCCL ({why_not}), and MPI was not seen to take "
-        "device memory"
+        f"in chunks through pinned host memory: not through NCCL ({why_not}), and not by MPI from device memory "
+        f"({unproven})"
     )
     return StagedTransport(host, index, watch, why)
 

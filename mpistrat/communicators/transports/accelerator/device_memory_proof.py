@@ -1,0 +1,115 @@
+"""Whether MPI takes pointers to an accelerator's memory.
+
+No library says so reliably: Open MPI 5 repeats what it was asked for, MPICH lists a setting that its build cannot use,
+and a wrong guess is a segmentation fault, or a wrong sum. So two child processes try, as an MPI job of their own, whose
+end this rank only looks at. If no two processes can be started, the answer is no: that a process sends to itself tells
+little of what it sends to others.
+
+mpi4py is imported at the top of this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpi4py import MPI
+
+from mpistrat.cluster_resolver.mpi import library_path
+from mpistrat.cluster_resolver.pair_of_processes import commands
+from mpistrat.communicators.communicator import Communicator
+
+SECONDS_TO_TRY = 90  # importing torch and starting an accelerator take their time
+MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
+# A line of what a launcher or Python writes that says what happened.
+_TELLING = re.compile(r"signal \d|[Ss]ignal: |Error|Exception|are wrong|not of 2")
+TRIAL = Path(__file__).with_name("device_memory_trial.py")
+
+
+def why_not_proven(host: Communicator, node: int, library: str, index: int) -> str:
+    """Why MPI is not trusted with memory of the ranks' accelerators; "" where it was seen to take it. Collective.
+
+    The first rank of each node tries within its node, and the first of all between its node and the next.
+
+    Args:
+        host: the communicator of these ranks.
+        node: the number of this rank's.
+        library, index: as of `reason_against`, on this rank.
+    """
+    everyone = host.all_gather_object((node, MPI.Get_processor_name()))
+    first = {number: everyone.index((number, name)) for number, name in reversed(everyone)}
+    reason = ""
+    if host.rank in first.values():
+        reason = reason_against(library, index)
+        if host.rank == 0 and not reason and len(first) > 1:
+            hosts = [everyone[rank][1] for rank in sorted(first.values())[:2]]
+            reason = reason_against(library, index, tuple(hosts))
+    reasons = host.all_gather_object(reason)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
+
+
+@functools.cache
+def reason_against(library: str, index: int, hosts: tuple[str, ...] = ()) -> str:
+    """Why this process's MPI is not trusted with memory of accelerator `index`; "" where two processes sent it.
+
+    They send each other small and large messages, and use the collectives that `DeviceAwareTransport` uses. A crash, a
+    wrong value, or no end within 90 s is a no. Tried once.
+
+    Args:
+        library: "torch" or "cupy", which allocates the memory.
+        hosts: of the two processes; none: both run on this node.
+    """
+    between = f"between {' and '.join(hosts)}" if hosts else "on its node"
+    words = [library, str(index), str(SECONDS_TO_TRY), MET, PROVEN]
+    program = [sys.executable, "-c", TRIAL.read_text(), *words]
+    deadline = time.monotonic() + SECONDS_TO_TRY
+    reason = "there is neither mpiexec nor srun"
+    for command, environment in commands(MPI.Get_library_version(), library_path(), hosts):
+        met, failure = run([*command, *program], environment, deadline - time.monotonic())
+        if met:
+            return failure and f"two processes {between} that sent device memory: {failure}"
+        reason = f"{Path(command[0]).name}: {failure}"
+    return f"no two processes {between} could be started, to try whether MPI takes device memory ({reason})"
+
+
+def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
+    """Run `command`, which prints MET and PROVEN twice each if all goes well.
+
+    Returns: whether it printed MET, and what went wrong.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return False, str(error)
+    failure = ""
+    try:
+        stdout, stderr = process.communicate(timeout=max(seconds, 0))
+    except subprocess.TimeoutExpired:
+        failure = f"no end within {SECONDS_TO_TRY} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+    lines = stdout.splitlines()
+    if not failure and (process.returncode or lines.count(PROVEN) != 2):
+        telling = [line for line in stderr.splitlines() if _TELLING.search(line)]
+        failure = f"exit code {process.returncode}" + "".join(
+            f", {line:.200}" for line in telling[-1:]
+        )
+    return lines.count(MET) == 2, failure

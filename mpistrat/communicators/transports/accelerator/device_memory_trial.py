@@ -1,0 +1,85 @@
+"""Two processes send each other memory of an accelerator through MPI. A program of its own: see `device_memory_proof`.
+
+It may crash or hang, for MPI may take the pointers for pointers to host memory. Its words are the library of arrays
+("torch" or "cupy"), the accelerator's number, the seconds after which it ends itself, and what it prints when the two
+processes have met, and when all has gone well.
+"""
+
+import signal
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+# Elements, 4 bytes each: of a message that is sent at once, and of one for which both sides meet first.
+LENGTHS = (256, 1 << 21)
+
+
+def main() -> None:
+    library, number, seconds, met, proven = sys.argv[1:]
+    signal.alarm(int(seconds))  # ends the process also where it waits in MPI
+    world = MPI.COMM_WORLD
+    if world.size != 2:
+        sys.exit(f"this is an MPI job of {world.size} processes, not of 2")
+    print(met, flush=True)
+    array, pointer, wait = _torch(number) if library == "torch" else _cupy(number)
+    for length in LENGTHS:
+        values = np.arange(length, dtype=np.float32) % 1000
+
+        def memory(buffer, datatype=MPI.FLOAT, length=length):
+            return [MPI.buffer.fromaddress(pointer(buffer), 4 * length), length, datatype]
+
+        for sender in (0, 1):
+            buffer = array(values + 1 if world.rank == sender else 0 * values)
+            wait()
+            if world.rank == sender:
+                world.Send(memory(buffer), 1 - sender)
+            else:
+                world.Recv(memory(buffer), sender)
+            _check(buffer, values + 1)
+            buffer = array(values + 2 if world.rank == sender else 0 * values)
+            wait()
+            world.Bcast(memory(buffer, MPI.INT), sender)
+            _check(buffer, values + 2)
+        buffer = array(values + world.rank)
+        wait()
+        world.Allreduce(MPI.IN_PLACE, memory(buffer), MPI.SUM)
+        _check(buffer, 2 * values + 1)
+    world.Barrier()
+    print(proven, flush=True)
+
+
+def _check(buffer, expected):
+    found = buffer.get() if hasattr(buffer, "get") else buffer.cpu().numpy()
+    if not np.array_equal(found, expected):
+        sys.exit(f"{np.count_nonzero(found != expected)} of {len(found)} elements are wrong")
+
+
+def _torch(number):
+    import torch
+
+    kind = torch.accelerator.current_accelerator().type
+    index = _own(number, torch.accelerator.device_count())
+    torch.accelerator.set_device_index(index)
+
+    def array(values):
+        return torch.from_numpy(values).to(f"{kind}:{index}")
+
+    return array, torch.Tensor.data_ptr, torch.accelerator.synchronize
+
+
+def _cupy(number):
+    import cupy
+
+    device = cupy.cuda.Device(_own(number, cupy.cuda.runtime.getDeviceCount()))
+    device.use()
+    return cupy.asarray, lambda buffer: buffer.data.ptr, device.synchronize
+
+
+def _own(number, count):
+    """The accelerator of this process: another than that of its neighbour, where this process sees several."""
+    return (int(number) + MPI.COMM_WORLD.rank) % count
+
+
+if __name__ == "__main__":
+    main()
