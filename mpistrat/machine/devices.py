@@ -6,10 +6,11 @@ Intel XPU, or another's. Without torch they are those of CuPy.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mpistrat.arrays import device_kinds
 
@@ -107,6 +108,17 @@ def make_current(index: int) -> None:
         sys.modules["torch"].accelerator.set_device_index(index)
     if _num_of_cupy():
         sys.modules["cupy"].cuda.Device(index).use()
+
+
+@contextlib.contextmanager
+def current(device: str) -> Iterator[None]:
+    """Inside, on this thread, torch takes `device` where a program names none, if it is an accelerator."""
+    kind, _, index = device.partition(":")
+    if kind == torch_accelerator():
+        with sys.modules["torch"].accelerator.device_index(int(index)):
+            yield
+    else:
+        yield
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat.context import AnyStrategy, entered, per_thread
+from mpistrat.machine.devices import current
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.cross_replica_ops import AllReduceCall, CrossReplicaOps
@@ -45,6 +46,7 @@ class Replicas:
         self._strategy, self._ops = strategy, ops
         self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
+        self._devices = group.worker_devices
         parameter_device = parameter_device or group.worker_devices[0]
         on_host = all(d.startswith("cpu") for d in (parameter_device, *group.worker_devices))
         self.device_of_modules = None if on_host else parameter_device
@@ -72,7 +74,7 @@ class Replicas:
         def body(index: int) -> Any:
             own, per_thread.modes = per_thread.modes, list(outer)
             try:
-                with entered(self._strategy, self.contexts[index]):
+                with entered(self._strategy, self.contexts[index]), current(self._devices[index]):
                     result = fn(
                         *select_replica(index, tuple(args)),
                         **select_replica(index, dict(kwargs or {})),

@@ -77,9 +77,9 @@ def _tell_of_unused(used: int, present: int, num_nodes: int) -> None:
     global _has_told
     if used < present and not _has_told:
         _has_told = True
-        program = f"python {Path(sys.argv[0]).name or 'train.py'}"
+        kind, program = accelerator(), f"python {Path(sys.argv[0]).name or 'train.py'}"
         tell(
-            f"this job uses {used} of the {present} {accelerator()} devices of its node. To use all, start one rank for "
-            f"each: mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. (For "
-            f"arrays, a strategy's devices=['{accelerator()}:0', '{accelerator()}:1', …] has several in one rank.)"
+            f"this job uses {used} of the {present} {kind} devices of its node. To use all, start one rank for each: "
+            f"mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. (For arrays, a "
+            f"strategy's devices=['{kind}:0', '{kind}:1', …] has several in one rank.)"
         )

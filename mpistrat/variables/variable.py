@@ -211,7 +211,7 @@ class PlainVariable(Variable):
     def _update(self, method: str, operand: Any) -> Array:
         # Updates make a new array, so that what was read before stays what it was.
         self._array = updated(method, self._array, operand, self.name)
-        return self._array
+        return self.read_value()
 
 
 class DistributedVariable(PassedWhole, DistributedValues, Variable):

@@ -139,7 +139,7 @@ class Mirroring(StrategyModules):
         name = self.parts.replicas.device_of_modules
         if name is None:
             return
-        device = torch.device(name)
+        device = torch.device("cpu" if name.startswith("cpu") else name)
         with self._communicator.raising_together():
             self._check_one_device(modules)
             moved = [parameter for module in modules for parameter in place(module, device)]
@@ -149,13 +149,15 @@ class Mirroring(StrategyModules):
                 compute_there(module, device)
 
     def _check_one_device(self, modules: Sequence[torch.nn.Module]) -> None:
-        devices, count = self.parts.group.worker_devices, self.parts.replicas.count
-        own = (itertools.chain(module.parameters(), module.buffers()) for module in modules)
-        if count > 1 and any(True for tensors in own for _ in tensors):
+        group = self.parts.group
+        devices = group.worker_devices
+        several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
+        if several and any(_has_tensors(module) for module in modules):
             raise NotImplementedError(
-                f"torch modules take one rank per device, and rank {self._communicator.rank} has {count} devices, "
-                f"{list(devices)}: leave out devices=, and start a rank for each (mpirun -n {count} python train.py, or "
-                f"srun --ntasks-per-node={count}). Arrays and mpistrat.Variables may have several in one rank"
+                f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
+                f"devices, {list(devices)}: leave out devices=, and start a rank for each, "
+                f"mpirun -n {group.num_replicas_in_sync} python train.py (or srun, with --ntasks-per-node). Arrays and "
+                "mpistrat.Variables may have several devices in one rank"
             )
 
     def _collect(
@@ -261,6 +263,10 @@ def _reshard(root: torch.nn.Module) -> None:
         for module in root.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

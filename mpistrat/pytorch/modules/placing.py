@@ -62,9 +62,7 @@ def _move(parameter: torch.Tensor, device: torch.device) -> None:
     """As a module's `to` does, but `parameter` goes on being the same object for devices of all kinds."""
     if is_lazy(parameter):
         lazy: Any = type(parameter)
-        torch.utils.swap_tensors(
-            parameter, lazy(parameter.requires_grad, device, parameter.dtype)
-        )
+        torch.utils.swap_tensors(parameter, lazy(parameter.requires_grad, device, parameter.dtype))
         return
     values, gradient = parameter.to(device), parameter.grad
     if torch._has_compatible_shallow_copy_type(parameter, values):
