@@ -7,6 +7,7 @@ from typing import Any
 
 from mpistrat.cluster_resolver.cluster_spec import ClusterSpec
 from mpistrat.cluster_resolver.task_roles import id_in_cluster, worker_addresses
+from mpistrat.machine.devices import num_accelerators
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.topology import Topology
 
@@ -57,7 +58,7 @@ class ClusterResolver(ABC):
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
         """Accelerators that this process sees, by kind: {"GPU": 4}, {} when there are none."""
-        count = len(visible_gpus())
+        count = num_accelerators() or len(visible_gpus())
         return {"GPU": count} if count else {}
 
     @property

@@ -125,7 +125,8 @@ class Gpus:
     named: list[str] = field(default_factory=list)  # by CUDA_VISIBLE_DEVICES, else by nvidia-smi
     torch: str = ""  # "" where it is not installed, or cannot be imported
     torch_error: str = ""
-    torch_cuda: str = ""  # "13.0"; "" for a CPU build
+    torch_cuda: str = ""  # "13.0"; "" for another build
+    torch_other: str = ""  # "ROCm 6.4", "oneAPI 20250201"; "" for a build for CUDA or CPUs
     torch_gpus: int = 0
     cupy: str = ""
     cupy_error: str = ""

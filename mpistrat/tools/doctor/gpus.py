@@ -29,8 +29,9 @@ for name in ("torch", "cupy"):
     try:
         if name == "torch":
             import torch
-            version = str(torch.__version__)
-            cuda = next(filter(None, (getattr(torch.version, k, "") for k in ("cuda", "hip", "xpu"))), "")
+            version, cuda = str(torch.__version__), torch.version.cuda or ""
+            builds = (("ROCm", getattr(torch.version, "hip", "")), ("oneAPI", getattr(torch.version, "xpu", "")))
+            seen["torch_other"] = " ".join(f"{name} {number}" for name, number in builds if number)
             seen.update(torch=version, torch_cuda=cuda, torch_gpus=torch.accelerator.device_count())
         else:
             import cupy
@@ -134,15 +135,15 @@ def _some(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
     if not number:
         return  # only the first rank tries torch, NCCL and MPI, and it had no GPU to try them on
     there = f"{'is' if number == 1 else 'are'} {count(number, 'GPU')}"
-    if gpus.torch and not gpus.torch_cuda:
+    if gpus.torch and not (gpus.torch_cuda or gpus.torch_other):
         yield problem(
             f"torch {gpus.torch} is a build for CPUs, and there {there}.",
             "pip install torch, of a CUDA build (docs/getting_started.md: which torch comes from where)",
         )
     elif gpus.torch and not gpus.torch_gpus:
         yield problem(
-            f"torch {gpus.torch} (CUDA {gpus.torch_cuda}) sees no GPU, and there {there}: its CUDA "
-            "is newer than the driver.",
+            f"torch {gpus.torch} ({gpus.torch_other or f'CUDA {gpus.torch_cuda}'}) sees no GPU, and there {there}: "
+            "it is newer than the driver.",
             "compare with the CUDA version that nvidia-smi shows; update the driver or take an older build of torch",
         )
     # --gpus-per-task, and scripts between launcher and program, give each rank others.
@@ -154,7 +155,10 @@ def _some(ranks: list[Rank], gpus: Gpus) -> Iterator[Finding]:
             "through the host.",
             f"start one rank per GPU: --ntasks-per-node={between}",
         )
-    yield from _nccl(gpus)
+    if gpus.torch_other:
+        yield ok(f"torch's own collectives serve its tensors on GPUs ({gpus.torch_other}).")
+    else:
+        yield from _nccl(gpus)
     if gpus.mpi_takes_gpu:
         yield ok("MPI takes memory of GPUs: a child process has sent some.")
     elif gpus.mpi_takes_gpu is not None:
@@ -191,11 +195,11 @@ def _nccl(gpus: Gpus) -> Iterator[Finding]:
             "keep one: take NCCL's folder out of LD_LIBRARY_PATH and LD_PRELOAD, and pip uninstall other "
             "nvidia-nccl-cu* wheels than torch's",
         )
-    elif not gpus.cupy:
+    elif not gpus.cupy and not gpus.torch:
         why = f" ({gpus.cupy_error})" if gpus.cupy_error else ""
         yield warning(
-            f"CuPy is missing{why}, by which NCCL is used: values on GPUs go a slower way.",
-            "pip install 'mpistrat[cuda]'",
+            f"CuPy is missing{why}, and so is torch: no array of a program is on a GPU.",
+            "pip install torch, of a CUDA build, or 'mpistrat[cuda]' (mpistrat[cuda12] where CUDA is 12)",
         )
     elif not loaded:
         yield warning(

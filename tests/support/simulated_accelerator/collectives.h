@@ -16,7 +16,7 @@ struct Collective {
   std::shared_ptr<Gate> gate = std::make_shared<Gate>();
 };
 
-inline auto& collectives = *new std::map<int64_t, std::shared_ptr<Collective>>;
+inline auto& collectives = *new std::map<int64_t, std::shared_ptr<Collective>>;  // that have not ended
 inline int64_t next_collective = 0;
 
 // All bytes of a tensor in the order of memory. Its strides must leave none out.
@@ -28,10 +28,11 @@ inline Tensor flat_over(const Tensor& tensor) {
   return flat;
 }
 
-inline int64_t start_collective(std::vector<Tensor> inputs, std::vector<Tensor> outputs, int64_t device, int64_t id) {
+inline int64_t start_collective(std::vector<Tensor> inputs, std::vector<Tensor> outputs, int64_t device,
+                                int64_t stream_id) {
   auto collective = std::make_shared<Collective>();
   Lock lock;
-  auto stream = collective->stream = StreamKey{int(device), id};
+  auto stream = collective->stream = StreamKey{int(device), stream_id};
   uint64_t number = collective->number = launch(stream);
   for (auto& tensor : inputs) {
     collective->inputs.push_back(flat_over(tensor));
@@ -45,13 +46,15 @@ inline int64_t start_collective(std::vector<Tensor> inputs, std::vector<Tensor> 
   }
   Task end{number};
   end.gate = collective->gate;
-  end.run = [collective] {
+  int64_t id = ++next_collective;
+  end.run = [collective, id] {
+    collectives.erase(id);
     for (size_t i = 0; i < collective->results.size(); i++)
       copy_bytes(collective->outputs[i], collective->results[i]);
   };
   enqueue(stream, std::move(end));
-  collectives[++next_collective] = collective;
-  return next_collective;
+  collectives[id] = collective;
+  return id;
 }
 
 // Copies of the inputs, flat, once the stream has come to the collective.
@@ -69,11 +72,15 @@ inline std::vector<Tensor> collective_inputs(int64_t id) {
 inline void end_collective(int64_t id, std::vector<Tensor> results) {
   Lock lock;
   auto found = collectives.find(id);
-  if (found == collectives.end()) return;
+  if (found == collectives.end() || found->second->gate->open) return;
   found->second->results = std::move(results);
   found->second->gate->open = true;
-  collectives.erase(found);
   changed.notify_all();
+}
+
+inline bool collective_has_ended(int64_t id) {
+  Lock lock;
+  return !collectives.count(id);
 }
 
 }  // namespace simulated

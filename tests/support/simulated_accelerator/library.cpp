@@ -88,6 +88,7 @@ TORCH_LIBRARY(simulated, library) {
   library.def("start_collective(Tensor[] inputs, Tensor[] outputs, int device, int stream) -> int", start_collective);
   library.def("collective_inputs(int id) -> Tensor[]", collective_inputs);
   library.def("end_collective(int id, Tensor[] results) -> ()", end_collective);
+  library.def("collective_has_ended(int id) -> bool", collective_has_ended);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ import torch
 from torch.utils import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from support.simulated_accelerator.build import library
+from support.simulated_accelerator.process_group import ProcessGroupSim, faults, register
 
 KIND = "sim"
 
@@ -44,6 +45,7 @@ def _load() -> Any:
     torch._register_device_module(KIND, module)
     sys.modules[f"torch.{KIND}"] = module
     generate_methods_for_privateuse1_backend()
+    register()
     return module
 
 
@@ -139,8 +141,34 @@ def _torch_cuda_names() -> dict[str, Any]:
 
 def _test_names() -> dict[str, Any]:
     ops = torch.ops.simulated
+
+    def host_waits() -> list[str]:
+        """The kinds of waits of the host since the last call: "event", "stream", "device", "item", "copy", "query"."""
+        kinds, _threads = ops.host_waits()
+        return list(kinds)
+
+    @contextlib.contextmanager
+    def capture() -> Iterator[None]:
+        """As while a CUDA graph is captured: whatever makes the host wait raises. Kernels run all the same."""
+        ops.capture(True)
+        try:
+            yield
+        finally:
+            ops.capture(False)
+
+    def set_sync_debug_mode(mode: str) -> None:
+        """With "error", whatever makes the host wait raises; "default" lets it."""
+        ops.refuse_host_waits(mode == "error")
+
     return {
         "violations": ops.violations,
-        "set_raise": ops.raise_violations,
+        "raise_violations": ops.raise_violations,
+        "host_waits": host_waits,
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "capture": capture,
+        "is_current_stream_capturing": ops.is_capturing,
         "host_address": ops.host_address,
+        "host_access": ops.host_access,
+        "ProcessGroupSim": ProcessGroupSim,
+        "faults": faults,
     }

@@ -6,7 +6,9 @@ from mpistrat.cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
     SimpleClusterResolver,
+    TFConfigClusterResolver,
     UnionResolver,
+    cluster_resolver,
 )
 from mpistrat.cluster_resolver.cluster_resolver import host_of
 from mpistrat.topology import Topology
@@ -21,6 +23,14 @@ def test_a_half_made_resolver_fails_at_construction():
 
     with pytest.raises(TypeError, match="master"):
         WithoutMaster()
+
+
+def test_accelerators_that_torch_reports_are_counted(monkeypatch):
+    """Also where nvidia-smi, and its variable, know nothing of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert TFConfigClusterResolver(environ={}).num_accelerators() == {}
+    monkeypatch.setattr(cluster_resolver, "num_accelerators", lambda: 8)
+    assert TFConfigClusterResolver(environ={}).num_accelerators() == {"GPU": 8}
 
 
 def test_the_topology_is_the_chief_then_the_workers():

@@ -53,6 +53,18 @@ def test_all_well(make_job: MakeJob) -> None:
     assert "a child process has sent some" in findings[1].text
 
 
+def test_torch_alone_brings_nccl(make_job: MakeJob) -> None:
+    assert {finding.level for finding in findings_of(make_job, cupy="")} == {OK}
+
+
+def test_torch_for_other_gpus_than_nvidia_s(make_job: MakeJob) -> None:
+    """Of its own collectives nothing is asked here, and nothing of NCCL."""
+    other = {"torch_cuda": "", "torch_other": "ROCm 6.4", "cupy": "", "nccl_loaded": []}
+    findings = findings_of(make_job, driver={}, **other)
+    assert {finding.level for finding in findings} == {OK}
+    assert "ROCm 6.4" in findings[0].text
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "words", "fix"),
     [
@@ -75,7 +87,12 @@ def test_all_well(make_job: MakeJob) -> None:
             f"is {MODULES}, and not the wheel",
             MODULES,
         ),
-        ({"cupy": "", "nccl_loaded": []}, WARNING, "CuPy is missing", "mpistrat[cuda]"),
+        (
+            {"cupy": "", "nccl_loaded": [], "torch": ""},
+            WARNING,
+            "CuPy is missing",
+            "mpistrat[cuda]",
+        ),
         ({"nccl_loaded": []}, WARNING, "found a libnccl", "pip install nvidia-nccl"),
         ({"torch_cuda": "", "torch_gpus": 0}, PROBLEM, "is a build for CPUs", "CUDA build"),
         ({"torch_gpus": 0}, PROBLEM, "(CUDA 13.0) sees no GPU, and there are 4 GPUs", "driver"),
