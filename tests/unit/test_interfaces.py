@@ -35,7 +35,7 @@ SET_FROM_OUTSIDE = {
     "parameter_server/modules/chief_references.py: _opt_called of value",
     "pytorch/hooks.py: _compiled_call_impl of module",
     "pytorch/modules/placing.py: _flat_weight_refs of child",
-    "torch_distributed/native.py: _timeout of options",
+    "communicators/transports/accelerator/torch_groups.py: _timeout of options",
     "variables/variable.py: _container of component",
 }
 
