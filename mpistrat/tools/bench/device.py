@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.machine.devices import check_device
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from mpistrat.tools.bench.errors import UsageError
+from mpistrat.tools.bench.errors import CannotTakePart, UsageError
 from mpistrat.tools.bench.rounds import all_ranks
 
 
@@ -91,3 +91,9 @@ def device_named(wanted: str) -> Device:
             "the host memory of all of them"
         )
     return device
+
+
+def check_on_host(device: object) -> None:
+    """Raises: CannotTakePart on all ranks, for a peer that is only compared on CPUs."""
+    if not str(device).startswith("cpu"):
+        raise CannotTakePart(f"is compared on CPUs only, not on {device}")

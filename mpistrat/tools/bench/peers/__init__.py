@@ -23,12 +23,6 @@ PEERS = (
 )
 
 
-def check_on_host(device: Any) -> None:
-    """Raises: CannotTakePart on all ranks, for a peer that is only compared on CPUs."""
-    if not str(device).startswith("cpu"):
-        raise CannotTakePart(f"is compared on CPUs only, not on {device}")
-
-
 def contestants(what: str, *work: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """The contestants of all peers by name, and the peers that are left out, with the reason.
 

@@ -8,8 +8,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from mpistrat.tools.bench.device import check_on_host
 from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.peers import check_on_host
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 import torch
 
+from mpistrat.tools.bench.device import check_on_host
 from mpistrat.tools.bench.errors import CannotTakePart
-from mpistrat.tools.bench.peers import check_on_host
 from mpistrat.tools.bench.rounds import all_ranks, own_host
 from mpistrat.tools.bench.work import Step, Work
 
