@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
@@ -12,29 +12,33 @@ from mpistrat.communicators.transports.accelerator.library import DeviceLibrary,
 from mpistrat.communicators.transports.transport import Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.options import CommunicationImplementation
 
 
 class DeviceTransport(Transport):
     """Moves buffers on GPUs. This class copies them to the host, where other transports combine them.
 
-    A collective returns when its result is there. So it is watched while it hangs or fails, and collectives on one GPU
-    by different libraries (NCCL and a device-aware MPI) are never in flight together, which could deadlock.
+    A collective returns when its result is there, or submitted. So it is watched while it hangs or fails.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.
         index: the number of this process's GPU. A buffer on another GPU is copied to it and back.
         watch: where ranks that wait are watched.
         why: this way is taken, for people.
+
+    Attributes:
+        asked_for: the ways for an implementation that a program asks for, where there are several.
     """
 
     takes_device_buffers = True
+    asked_for: Mapping[CommunicationImplementation, Transport] = {}
 
     def __init__(
         self, host: Communicator, index: int, watch: CommunicatorWatch, why: str = ""
     ) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
-        self._index, self._watch, self._why = index, watch, why
+        self._index, self._watch, self.why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
     # Subclasses have ways of their own for these
@@ -86,7 +90,7 @@ class DeviceTransport(Transport):
         exchange_on_host(self.host, operands)
 
     def explain(self, rest: str) -> str:
-        return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"
+        return f"buffers on GPUs: {self.why}\nbuffers on the host: {rest}"
 
     # Parts of these ways
 
@@ -107,6 +111,9 @@ class DeviceTransport(Transport):
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         wait_until(lambda: library.is_done(event), self._watch)
+
+    def wait_until_idle(self) -> None:
+        """Return when the collectives of this rank have ended: those that streams order may have returned before."""
 
     def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         library = self.library(buffer)

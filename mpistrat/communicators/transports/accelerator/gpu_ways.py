@@ -1,27 +1,41 @@
 """Which way buffers on GPUs go. All ranks choose by the same facts, so they choose alike.
 
-NCCL, where each rank has a GPU of its own; else an MPI that is proven to take device memory; else pinned host memory.
+A group of the library's own (torch's, CuPy's NCCL), where each rank has a GPU of its own; else an MPI that is proven to
+take device memory; else pinned host memory. Large buffers of ranks on several nodes go by node, where that was measured
+to be faster.
 
 mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.by_library import AskedFor, ByLibrary
+from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
 from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
-from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.transports.accelerator.hierarchical import (
+    HierarchicalDeviceTransport,
+    why_not_by_node,
+)
+from mpistrat.communicators.transports.accelerator.library import (
+    CupyLibrary,
+    DeviceLibrary,
+    TorchLibrary,
+)
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
-from mpistrat.communicators.transports.transport import Transport
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import torch_accelerator
+from mpistrat.options import CommunicationImplementation
 
 
 @dataclass(frozen=True)
@@ -44,32 +58,113 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
         with start_deadline(
             "the choice of a way between GPUs", rank=communicator.rank, size=communicator.size
         ):
-            communicator.move_by(_best_way(communicator, gpus, index))
+            ways = _Choice(communicator, gpus, index)
+            by_library = ByLibrary(ways.of_torch, ways.of_cupy)
+            by_library.of(torch=bool(torch_accelerator()))
+            asked_for = (
+                CommunicationImplementation.NCCL,
+                CommunicationImplementation.HIERARCHICAL,
+            )
+            communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
 
-def _best_way(communicator: Router, gpus: Sequence[Gpu], index: int) -> Transport:
-    watch = communicator.contract.watch or CommunicatorWatch()
-    host = Router(communicator.ways)  # inside calls that are checked
-    of_torch = torch_accelerator()
-    library = TorchLibrary(of_torch, index) if of_torch else CupyLibrary(index)
-    why_not = shared_gpu(gpus) or missing_nccl(host.all_gather_object(_nccl_version()))
-    if not why_not:
-        by_nccl = nccl.NcclTransport(
-            host, index, watch, "through NCCL", AbortChannel(communicator.mpi.comm)
-        )
-        why_not = by_nccl.start(library)
+class _Choice:
+    """Of the ways of a communicator between GPUs; the arguments are those of `use_gpus`."""
+
+    def __init__(self, communicator: Router, gpus: Sequence[Gpu], index: int) -> None:
+        self._communicator, self._gpus, self._index = communicator, gpus, index
+        self._watch = communicator.contract.watch or CommunicatorWatch()
+        self._host = Router(communicator.ways)  # inside calls that are checked
+        self._channel = AbortChannel(communicator.mpi.comm)
+        self._nodes = [gpu.node for gpu in gpus]
+
+    def of_torch(self) -> DeviceTransport:
+        """The best way of tensors. Collective."""
+        from mpistrat.communicators.torch_store import Ranks
+        from mpistrat.communicators.transports.accelerator.native import NativeTransport
+        from mpistrat.communicators.transports.accelerator.torch_groups import version_of
+
+        kind = torch_accelerator()
+        library = TorchLibrary(kind, self._index)
+
+        def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[NativeTransport, str]:
+            host, comm = Router(ranks.ways), ranks.mpi.comm
+            watch = job_end().records.watch_of(comm, f"{ranks.contract.name} on devices")
+            contract = self._communicator.contract
+            native = NativeTransport(
+                *(host, kind, self._index, self._watch, why, channel),
+                lambda joint: CallsUnderWay(
+                    contract, watch, library, joint, listens=host.thread_multiple
+                ),
+            )
+            return native, native.start(Ranks(comm))
+
+        everyone = self._host.all_gather_object(_version(lambda: version_of(kind)))
+        return self._best(library, "a group of torch's", everyone, start)
+
+    def of_cupy(self) -> DeviceTransport:
+        """The best way of CuPy's arrays. Collective."""
+        library = CupyLibrary(self._index)
+
+        def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
+            host = Router(ranks.ways)
+            by_nccl = nccl.NcclTransport(host, self._index, self._watch, why, channel)
+            return by_nccl, by_nccl.start(library)
+
+        everyone = self._host.all_gather_object(_version(lambda: f"NCCL {nccl.version()}"))
+        return self._best(library, "NCCL", everyone, start)
+
+    def _best(
+        self,
+        library: DeviceLibrary,
+        group: str,
+        versions: Sequence[tuple[str, str]],
+        start: Callable[[Router, AbortChannel, str], tuple[DeviceTransport, str]],
+    ) -> DeviceTransport:
+        """The best way of the arrays of `library`.
+
+        Args:
+            group: what moves them between GPUs, for people.
+            versions: each rank's of that, as of `missing`.
+            start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used.
+        """
+        ranks, through = self._communicator, f"through {versions[0][0]}"
+        ungrouped = why_not = shared_gpu(self._gpus) or missing(versions)
         if not why_not:
-            return by_nccl
-    kind = "torch" if of_torch else "cupy"
-    unproven = why_not_proven(host, gpus[host.rank].node, kind, index)
-    if not unproven:
-        why = f"through MPI, which was seen to take device memory, and not through NCCL ({why_not})"
-        return DeviceAwareTransport(host, index, watch, why, communicator.mpi.comm)
-    why = (
-        f"in chunks through pinned host memory: not through NCCL ({why_not}), and not by MPI from device memory "
-        f"({unproven})"
-    )
-    return StagedTransport(host, index, watch, why)
+            flat, why_not = start(ranks, self._channel, through)
+        if why_not:
+            flat = self._by_mpi(ranks, library, f"; not through {group} ({why_not})")
+        if len(set(self._nodes)) == 1:
+            return flat
+        apart = ungrouped or why_not_by_node(self._nodes)
+        if not apart:
+            node = self._nodes[ranks.rank]
+            here, peers = ranks.split(node), ranks.split(self._nodes[: ranks.rank].count(node))
+            within, why = start(here, AbortChannel(here.mpi.comm), through)
+            apart = next((text for text in self._host.all_gather_object(why) if text), "")
+        if apart:
+            flat.why += f"; not by node: {apart}"
+            return flat
+        by_node = HierarchicalDeviceTransport(
+            *(self._host, self._index, self._watch, self._nodes),
+            *(within, self._by_mpi(peers, library), flat),
+        )
+        by_node.measure(library, ranks.mpi.library)
+        return by_node
+
+    def _by_mpi(self, ranks: Router, library: DeviceLibrary, text: str = "") -> DeviceTransport:
+        """Through MPI, between `ranks`. Called by all ranks of the communicator.
+
+        Args: text: for people, behind the words of how.
+        """
+        name = "torch" if isinstance(library, TorchLibrary) else "cupy"
+        unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)
+        args = Router(ranks.ways), self._index, self._watch
+        if not unproven:
+            why = f"through MPI, which was seen to take device memory{text}"
+            return DeviceAwareTransport(*args, why, ranks.mpi.comm)
+        why = f"in chunks through pinned host memory{text}; not by MPI from device memory ({unproven})"
+        return StagedTransport(*args, why)
 
 
 def shared_gpu(gpus: Sequence[Gpu]) -> str:
@@ -81,22 +176,22 @@ def shared_gpu(gpus: Sequence[Gpu]) -> str:
     return ""
 
 
-def missing_nccl(versions: Sequence[int | str]) -> str:
-    """Why the ranks cannot use NCCL together; "" if they can.
+def missing(versions: Sequence[tuple[str, str]]) -> str:
+    """Why the ranks cannot use a library together; "" if they can.
 
     Args:
-        versions: each rank's, or why it has none.
+        versions: each rank's, and why it has none, "" if it has one.
     """
-    for rank, version in enumerate(versions):
-        if isinstance(version, str):
-            return f"rank {rank} has none: {version}"
-        if version != versions[0]:
-            return f"rank 0 has version {versions[0]}, rank {rank} {version}"
+    for rank, (version, why) in enumerate(versions):
+        if why:
+            return f"rank {rank} has none: {why}"
+        if version != versions[0][0]:
+            return f"rank 0 has {versions[0][0]}, rank {rank} {version}"
     return ""
 
 
-def _nccl_version() -> int | str:
+def _version(find: Callable[[], str]) -> tuple[str, str]:
     try:
-        return nccl.version()
-    except Exception as error:  # of CuPy's import: there is more than one way to have no CUDA
-        return f"{type(error).__name__}: {error}"
+        return find(), ""
+    except Exception as error:  # of an import: there is more than one way to have no CUDA
+        return "", f"{type(error).__name__}: {error}"
