@@ -25,11 +25,15 @@ struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
-inline Tensor tensor_over(const c10::Storage& storage, const Tensor& like, c10::DispatchKey key) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+inline Tensor tensor_over(const c10::Storage& storage, const Tensor& like, c10::DispatchKeySet keys) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage), keys, like.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) tensor._set_conj(true);
+  if (like.is_neg()) tensor._set_neg(true);
   return tensor;
 }
+
+constexpr c10::DispatchKeySet ON_HOST(c10::DispatchKey::CPU), ON_DEVICE(c10::DispatchKey::PrivateUse1);
 
 inline c10::Storage host_storage_over(const c10::Storage& storage) {
   void* address = storage.data() ? flipped(storage.data()) : nullptr;
@@ -63,8 +67,12 @@ class Aliases {
     TORCH_CHECK(host.layout() == c10::kStrided, "simulated device: ", host.layout(), " tensors are not supported");
     auto storage = host.storage();
     auto [found, is_new] = device_of_.try_emplace(storage.unsafeGetStorageImpl());
-    if (is_new) found->second = device_storage_with(storage, device);
-    return tensor_over(found->second, host, c10::DispatchKey::PrivateUse1);
+    auto& [memory, keys] = found->second;
+    if (is_new) {
+      auto like = at::detail::make_tensor<c10::TensorImpl>(device_storage_with(storage, device), ON_DEVICE, host.dtype());
+      found->second = {like.storage(), like.key_set()};
+    }
+    return tensor_over(memory, host, keys);
   }
 
   // A kernel may have resized what it writes: `tensor` becomes what `host` is now.
@@ -99,12 +107,14 @@ class Aliases {
     auto [found, is_new] = host_of_.try_emplace(storage.unsafeGetStorageImpl());
     if (is_new) {
       found->second = host_storage_over(storage);
-      device_of_.emplace(found->second.unsafeGetStorageImpl(), storage);
+      auto keys = tensor.key_set() & (ON_DEVICE | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+      device_of_.emplace(found->second.unsafeGetStorageImpl(), std::pair(storage, keys));
     }
-    return tensor_over(found->second, tensor, c10::DispatchKey::CPU);
+    return tensor_over(found->second, tensor, ON_HOST);
   }
 
-  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of_, device_of_;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of_;
+  std::unordered_map<c10::StorageImpl*, std::pair<c10::Storage, c10::DispatchKeySet>> device_of_;  // keys of its views
   std::unordered_map<c10::TensorImpl*, Tensor> tensor_of_;
 };
 

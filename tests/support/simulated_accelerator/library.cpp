@@ -47,6 +47,11 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
   library.impl("dense_dim", at::native::dense_dim_sparse);
   library.impl("is_coalesced", at::native::is_coalesced_sparse);
   library.impl("_coalesced_", at::native::_coalesced_sparse_);
+  library.impl("empty.memory_format", at::native::empty_sparse_symint);
+  library.impl("empty_like", at::native::empty_like_sparse_coo);
+  library.impl("clone", at::native::clone_sparse);
+  library.impl("copy_", at::native::copy_sparse_wrapper_);
+  library.impl("copy_sparse_to_sparse_", at::native::copy_sparse_);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
@@ -64,6 +69,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32(IN_FLOAT32)
   AT_FORALL_FP32_SET_OPT_DTYPE(WITH_FLOAT32_RESULT)
 }
+
+// Copies resolve what is conjugated or negated only when it is read, as everywhere.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 // ---- for torch_sim.py and process_group.py --------------------------------------------------------------------------
 
