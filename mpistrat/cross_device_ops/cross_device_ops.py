@@ -58,12 +58,12 @@ def place(value: Any, destinations: Any) -> Any:
         return value
     if isinstance(value, IndexedSlices):
         return Mirrored([value] * count)
-    components = [value, *(arrays.copy(value) for _ in range(count - 1))]
-    if arrays.is_torch(value):
-        devices = [getattr(arrays.detach_read(v), "device", None) for v in destinations.values]
-        components = [
-            c.to(d) if d is not None else c for c, d in zip(components, devices, strict=True)
-        ]
+    if not arrays.is_torch(value):
+        return Mirrored([value, *(arrays.copy(value) for _ in range(count - 1))])
+    components: list[Any] = []
+    for destination in destinations.values:
+        there = value.to(getattr(arrays.detach_read(destination), "device", value.device))
+        components.append(arrays.copy(there) if there is value and components else there)
     return Mirrored(components)
 
 
