@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python benchmarks/gpu_collectives.py
 
-`us` is from idle devices to idle devices, of calls one after the other; `host us` is how long a call keeps the host: not
+`us` is from idle devices to idle devices, of calls in a row; `host us` is how long a call keeps the host: not
 long where the way is ordered by streams. The way is the one that the ranks have agreed on, which is printed.
 `mpistrat-bench compare all_reduce` has more peers.
 """
