@@ -1,6 +1,5 @@
 """One rank with simulated accelerators: what is on them, and what a rank with several may have."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 from support.simulated_accelerator import NoCompiler
 from support.simulated_accelerator.build import library
 
-TESTS = Path(__file__).parents[2]
-PROGRAM = TESTS / "support" / "placement.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "placement.py"
 
 
 @pytest.mark.time_limit(120)
@@ -22,8 +20,9 @@ def test_one_rank() -> None:
     except NoCompiler as why:
         pytest.skip(str(why))
     command = [sys.executable, "-m", "support.simulated_accelerator", str(PROGRAM)]
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    job = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=PROGRAM.parents[1]
+    )
     assert job.returncode == 0, job.stderr
     checks = PROGRAM.read_text().count("def check_")
     assert job.stdout.count("0: check_") == checks > 10
