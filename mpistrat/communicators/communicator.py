@@ -32,8 +32,9 @@ class Communicator(abc.ABC):
         memory: what the ranks of a node have in common.
         on_one_node: all ranks share a node's memory, as far as is known.
         thread_multiple: threads may be in collectives of different communicators at the same time.
-        takes_device_buffers: buffers may be CuPy arrays and CUDA or XLA tensors, too, on all ranks alike.
-        ordered_by_streams: collectives on buffers of an accelerator return when they are enqueued, after what the
+        takes_device_buffers: buffers may be CuPy arrays and tensors on accelerators or XLA devices, too, on all ranks
+            alike.
+        ordered_by_streams: collectives on tensors of an accelerator return when they are submitted, after what the
             caller's current stream holds, and that stream waits for them; otherwise the host waits.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from mpistrat.arrays import Array, dtype_name, is_on_accelerator, is_on_xla
+from mpistrat.arrays import Array, dtype_name, is_cupy, is_on_accelerator, is_on_xla
 from mpistrat.communicators.contract.call_signature import CallSignature, signature_of
 from mpistrat.communicators.contract.joint_errors import RaisingTogether
 from mpistrat.communicators.node.slots import SharedSlots
@@ -125,8 +125,10 @@ def words_of_label(agreed: Agreed) -> tuple[str, ...]:
 
 
 def kind_of(buffer: Array) -> str:
-    """The dtype and the kind of device: ranks must agree on both, for they decide which way a buffer goes."""
+    """The dtype, the kind of device and CuPy: ranks must agree on them, for they decide which way a buffer goes."""
     name = dtype_name(buffer)
     if not is_on_accelerator(buffer):
         return name
-    return f"{name} on an XLA device" if is_on_xla(buffer) else f"{name} on a GPU"
+    if is_on_xla(buffer):
+        return f"{name} on an XLA device"
+    return f"{name} on a GPU (CuPy)" if is_cupy(buffer) else f"{name} on a GPU"

@@ -19,6 +19,7 @@ from mpistrat.communicators.node.slots import SharedSlots
 from mpistrat.communicators.node.small_calls import TOO_LARGE
 from mpistrat.communicators.operand_checks import check_arrived, check_contiguous, wrong_out
 from mpistrat.communicators.reduction import SUM, Reduction, as_reduction
+from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing, refusal
 from mpistrat.communicators.transports.mpi import MpiTransport
 from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -82,6 +83,7 @@ class Router(Communicator):
         self.thread_multiple = ways.mpi.thread_multiple
         self.on_one_node = contract.watch is not None and contract.watch.peers is not None
         self.takes_device_buffers = any(t.takes_device_buffers for t in ways.transports)
+        self.ordered_by_streams = any(t.ordered_by_streams for t in ways.transports)
         self._enter = _entering(contract, last_words)
         self.memory = CheckedMemory(ways.memory, self._enter)
         # Without an agreement there is nothing that small calls could travel with.
@@ -105,6 +107,8 @@ class Router(Communicator):
             reduction = as_reduction(reduction)
         if out is not None and (out.shape != buffer.shape or out.dtype != buffer.dtype):
             self.raise_together(wrong_out(buffer, out))
+        if self.takes_device_buffers and is_capturing(buffer):
+            self.raise_together(refusal("all_reduce", self.rank))
         operands = Operands(buffer, reduction, out)
         # What `_call` does: few frames lie between a program and its bytes.
         signature, small = self._known.find("all_reduce", operands, reduction.agreed)
@@ -123,6 +127,8 @@ class Router(Communicator):
     def all_reduce_by_tree(
         self, sums: Array, tree: ReductionTree, reduction: Reduction = SUM
     ) -> None:
+        if self.takes_device_buffers and is_capturing(sums):
+            self.raise_together(refusal("all_reduce_by_tree", self.rank))
         words = f"{tree.replicas} replicas", dtype_name(sums), tuple(sums.shape[1:])
         with self._enter("all_reduce_by_tree", *words, *words_of_label(reduction.agreed)):
             operands = Operands(sums, reduction, tree=tree)
@@ -175,6 +181,8 @@ class Router(Communicator):
 
     def _call(self, call: str, operands: Operands, agreed: Agreed) -> Any:
         """Make a call: agree on it, and have its bytes moved."""
+        if self.takes_device_buffers and is_capturing(operands.buffer):
+            self.raise_together(refusal(call, self.rank))
         signature, small = self._known.find(call, operands, agreed)
         contract = self.contract
         if small is None:
@@ -225,6 +233,7 @@ class Router(Communicator):
         """From now on `transport`, over the same ranks, is asked first. Collective."""
         self.ways = replace(self.ways, transports=[transport, *self.ways.transports])
         self.takes_device_buffers = transport.takes_device_buffers
+        self.ordered_by_streams = transport.ordered_by_streams
         self._known.forget(transport.takes_device_buffers)
         self._overridden.clear()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -40,6 +41,7 @@ class RevocableGroup:
         self.comm.revocable_group = self
         self.lost = False
         self._members: list[FaultTolerantComm] = [self.comm]
+        self._before_telling: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -61,8 +63,20 @@ class RevocableGroup:
         if not self.lost:
             with contextlib.suppress(MPI.Exception):
                 self.comm.Iprobe()  # has MPI notice failures
-            self.lost = self.comm.Is_revoked() or bool(self.failed())
+            if self.comm.Is_revoked() or self.failed():
+                self._lose()
         return self.lost
+
+    def before_telling(self, action: Callable[[], None]) -> None:
+        """Have `action` called, on any thread, when a rank is lost, before anybody here hears of it.
+
+        It ends what nothing else ends: kernels that wait for those of the lost rank.
+        """
+        with self._lock:
+            if not self.lost:
+                self._before_telling.append(action)
+                return
+        action()
 
     def raise_if_lost(self) -> None:
         """Raises: RankLostError. It costs as much as reading a variable."""
@@ -73,8 +87,8 @@ class RevocableGroup:
 
     def revoke(self) -> None:
         """Have every operation in the group fail, here and on the other ranks. Not collective."""
+        self._lose()
         with self._lock:
-            self.lost = True
             for member in self._members:
                 member.Revoke()
 
@@ -100,6 +114,13 @@ class RevocableGroup:
             lost = self.lost
         if not lost:
             MPI.Intracomm.Free(member)
+
+    def _lose(self) -> None:
+        with self._lock:
+            while self._before_telling:
+                with contextlib.suppress(Exception):
+                    self._before_telling.pop()()
+            self.lost = True
 
     def _look_out(self) -> None:
         while not self._stop.wait(SECONDS_BETWEEN_LOOKS):

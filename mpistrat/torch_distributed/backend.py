@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from mpistrat.communicators.local import LocalCommunicator
+from mpistrat.communicators.torch_store import store_of
 from mpistrat.torch_distributed.native import NativeGroups
 from mpistrat.torch_distributed.process_group import MpistratProcessGroup
-from mpistrat.torch_distributed.rendezvous import base, store_of
+from mpistrat.torch_distributed.rendezvous import base
 
 
 def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:

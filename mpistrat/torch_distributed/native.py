@@ -1,4 +1,4 @@
-"""The groups that torch has for the memory of accelerators: NCCL (also RCCL) and XCCL."""
+"""The groups of torch's own that move the memory of accelerators within a process group of ours."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import datetime
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-# By the type of a tensor's device: what torch calls its own group. RCCL comes by NCCL's name.
-_NATIVE = {"cuda": "ProcessGroupNCCL", "xpu": "ProcessGroupXCCL"}
+from mpistrat.communicators.transports.accelerator.torch_groups import make_group
 
 
 class NativeGroups:
@@ -31,7 +29,9 @@ class NativeGroups:
         """The group that moves tensors of `device`. Raises: RuntimeError where this torch has none."""
         group = self._groups.get(device.type)
         if group is None:
-            group = self._groups[device.type] = self._make(device.type)
+            group = self._groups[device.type] = make_group(
+                device.type, self._store, self._rank, self._size, self._timeout, self._name
+            )
         return group
 
     def shut_down(self) -> None:
@@ -39,17 +39,8 @@ class NativeGroups:
             group.shutdown()
         self._groups.clear()
 
-    def _make(self, kind: str) -> Any:
-        module = dist.distributed_c10d
-        cls = getattr(module, _NATIVE.get(kind, ""), None)
-        if cls is None:
-            raise RuntimeError(
-                f"rank {self._rank}: the backend mpistrat moves tensors in CPU memory itself, and those of a device by "
-                f"torch's own group; this torch has none for {kind!r}. Move the tensor to the CPU, or install a torch "
-                "with NCCL (CUDA, ROCm) or XCCL (XPU)"
-            )
-        options = cls.Options()
-        options._timeout = self._timeout
-        options.group_name = self._name
-        store = c10d.PrefixStore(f"{kind}/", self._store)
-        return cls(store, self._rank, self._size, options)
+    def abort(self) -> None:
+        """Have what the groups do end at once. Called by any thread, before it is told that a rank is lost."""
+        for group in list(self._groups.values()):
+            group.abort()
+        self._groups.clear()

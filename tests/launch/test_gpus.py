@@ -48,7 +48,7 @@ def test_nccl_that_hangs_is_a_stall(launcher: Launcher, tmp_path: Path, then: st
     )
     assert job.returncode != 0, job.output
     assert "all ranks have come to it, but it does not end" in job.output
-    assert "all_reduce(sum, float32 on a GPU, (3,))" in job.output
+    assert "all_reduce(sum, float32 on a GPU (CuPy), (3,))" in job.output
     assert job.stdout.count("raised, and then abort") == (2 if then == "raise" else 0), job.output
     assert job.left_behind == ()
 

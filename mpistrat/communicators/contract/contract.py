@@ -138,7 +138,7 @@ class Contract(Unchecked):
         code, line = frame.f_code, frame.f_lineno
         self._called_at = code, line
         site = (code.co_filename, code.co_name, line)
-        text, call_bytes = signature.texts.get(site) or signature.learn(site)
+        self.recorded = text, call_bytes = signature.texts.get(site) or signature.learn(site)
         self._record.enter(self._board, calls, text, call_bytes)
         spans = self._spans
         if spans is not None:

@@ -28,6 +28,7 @@ class Unchecked:
         calls: how many collectives this rank has entered.
         waiting_in: the signature of the collective that this rank is in, or None. A thread of `JobEnd` reads it.
         parts: the contracts of the communicators that were made of this one.
+        recorded: the text of that collective in the rank's record, and how many bytes of it name the call.
         called_at: where the program called the last collective: "train.py:33 in main". The same thread reads it, and
             must not look at frames that run on.
         is_abandoned: this rank left a call while others may still be in it: none can follow.
@@ -40,6 +41,7 @@ class Unchecked:
     calls = 0
     waiting_in: CallSignature | None = None
     parts: Sequence[Unchecked] = ()
+    recorded = b"", 0
     called_at = "an unknown place"
     is_abandoned = False
 

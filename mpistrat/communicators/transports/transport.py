@@ -117,9 +117,11 @@ class Transport(Mover, abc.ABC):
 
     Attributes:
         takes_device_buffers: buffers may be in the memory of an accelerator.
+        ordered_by_streams: as of `Communicator`.
     """
 
     takes_device_buffers = False
+    ordered_by_streams = False
 
     @abc.abstractmethod
     def choose(self, call: str, operands: Operands) -> Mover | None:

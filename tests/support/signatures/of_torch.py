@@ -32,7 +32,9 @@ LIBRARY = Library(
         "NativeGroup.broadcast()": "torch.distributed.Work",
     },
     names={
-        "NativeGroups": {"cls": "NativeGroup", "group": "NativeGroup"},
+        "NativeGroups": {"group": "NativeGroup"},
+        "NativeTransport": {"group": "NativeGroup"},
+        "make_group": {"cls": "NativeGroup"},
         "MpistratProcessGroup": {"self._native": "NativeGroups"},
     },
 )
@@ -46,6 +48,8 @@ def uses() -> Iterator[tuple[str, Use]]:
         module = next(filter(use.name.startswith, MODULES), "")
         name = use.name.removeprefix(module)
         outer = name.partition(".")[0]
+        if outer == "Backend" and module != MODULES[0]:
+            continue  # torch's registry, in Python, has the same name
         if outer == "NativeGroup" or (module and outer in STUB):
             yield place, use._replace(name=name)
 

@@ -40,10 +40,8 @@ ALLOWED = {
         "socket",
     ): "asks for the addresses of interfaces, and is bound to none",
     ("torch_distributed/rendezvous.py", "listen"): "at 127.0.0.1 on one node, else at one address",
-    (
-        "torch_distributed/rendezvous.py",
-        "TCPStore",
-    ): "as torchrun's; what it holds is not unpickled",
+    ("communicators/torch_store.py", "listen"): "the same",
+    ("communicators/torch_store.py", "TCPStore"): "as torchrun's; what it holds is not unpickled",
     ("torch_distributed/default_backend.py", "bind"): "arguments to the names that a function has",
     ("parameter_server/rpc/mpi_messages.py", "loads"): "what this job's ranks have sent over MPI",
 }

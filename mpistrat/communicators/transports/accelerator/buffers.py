@@ -17,8 +17,7 @@ from mpistrat.liveness.watch import CommunicatorWatch
 class DeviceTransport(Transport):
     """Moves buffers on GPUs. This class copies them to the host, where other transports combine them.
 
-    A collective returns when its result is there. So it is watched while it hangs or fails, and collectives on one GPU
-    by different libraries (NCCL and a device-aware MPI) are never in flight together, which could deadlock.
+    A collective returns when its result is there, or submitted. So it is watched while it hangs or fails.
 
     Args:
         host: the communicator of the same ranks, for buffers on the host and objects.
@@ -34,7 +33,7 @@ class DeviceTransport(Transport):
     ) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
-        self._index, self._watch, self._why = index, watch, why
+        self._index, self._watch, self.why = index, watch, why
         self._libraries: dict[bool, DeviceLibrary] = {}
 
     # Subclasses have ways of their own for these
@@ -86,7 +85,7 @@ class DeviceTransport(Transport):
         exchange_on_host(self.host, operands)
 
     def explain(self, rest: str) -> str:
-        return f"buffers on GPUs: {self._why}\nbuffers on the host: {rest}"
+        return f"buffers on GPUs: {self.why}\nbuffers on the host: {rest}"
 
     # Parts of these ways
 
@@ -107,6 +106,9 @@ class DeviceTransport(Transport):
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         wait_until(lambda: library.is_done(event), self._watch)
+
+    def wait_until_idle(self) -> None:
+        """Return when the collectives of this rank have ended: those that streams order may have returned before."""
 
     def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         library = self.library(buffer)

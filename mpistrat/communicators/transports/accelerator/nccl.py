@@ -12,13 +12,12 @@ from typing import Any
 from mpistrat.arrays import Array, dtype_name, num_elements
 from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
 from mpistrat.communicators.communicator import Communicator
-from mpistrat.communicators.reduction import SUM, Reduction
+from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.communicators.transports.transport import Operands, reduce_in_place
-from mpistrat.errors import StallError
 from mpistrat.liveness.abort_channel import AbortChannel
-from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 
 OPS = ("sum", "max", "min", "prod")
@@ -98,9 +97,9 @@ class NcclTransport(DeviceTransport):
         abort_channel: AbortChannel,
     ) -> None:
         super().__init__(host, index, watch, why)
-        self._abort_channel = abort_channel
-        self._nccl: _Cupy | None = None
-        self._failed = ""
+        self._joint: JointGroup[_Cupy] = JointGroup(
+            "NCCL", host, abort_channel, watch, lambda nccl: nccl.abort()
+        )
         self._streams: dict[type[DeviceLibrary], Any] = {}
 
     def start(self, library: DeviceLibrary) -> str:
@@ -110,24 +109,30 @@ class NcclTransport(DeviceTransport):
             try:
                 unique_id = _Cupy.unique_id()
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
+                why = f"NCCL does not start on rank 0: {type(error).__name__}: {error}"
         unique_id, why = self.host.broadcast_object((unique_id, why))
-        if not why:
-            try:
-                with library.device():
-                    self._nccl = _Cupy(self.size, unique_id, self.rank)
-                    ones = library.empty((1,), "float32")
-                    ones[...] = 1
-                    self._combine(ones, SUM)
-                if float(ones[0]) != self.size:
-                    why = f"its sum of {self.size} ones is {float(ones[0])}"
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self.host.all_gather_object(why)):
-            if text:
-                self._abort(text)
-                return f"NCCL does not start on rank {rank}: {text}"
-        return ""
+        if why:
+            return why
+
+        def make() -> _Cupy:
+            with library.device():
+                return _Cupy(self.size, unique_id, self.rank)
+
+        def try_out() -> str:
+            with library.device():
+                ones = library.empty((1,), "float32")
+                ones[...] = 1
+                stream, nccl = self._stream_of(library), self._joint.group
+                if nccl is None:
+                    return "it was aborted"
+                stream.wait_event(library.record(library.current_stream()))
+                pointer = library.pointer(ones)
+                nccl.all_reduce(pointer, 1, "float32", "sum", library.handle(stream))
+                library.current_stream().wait_event(library.record(stream))
+                total = float(ones[0])
+            return "" if total == self.size else f"its sum of {self.size} ones is {total}"
+
+        return self._joint.start(make, try_out)
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         name = dtype_name(buffer)
@@ -160,55 +165,25 @@ class NcclTransport(DeviceTransport):
 
     def _run(self, library: DeviceLibrary, call: Callable[[_Cupy, int], None]) -> None:
         """Let `call` use NCCL on our stream, and return when the GPU has done that."""
-        if self._nccl is None:
-            raise RuntimeError(
-                f"rank {self.rank}: NCCL cannot be used any more: {self._failed}. Save what you need and end the "
-                "program"
-            )
-        try:
+        with self._joint as nccl:
             stream = self._stream_of(library)
             stream.wait_event(library.record(library.current_stream()))
-            call(self._nccl, library.handle(stream))
+            call(nccl, library.handle(stream))
             self.wait(library, library.record(stream))
-        except StallError as error:  # on all ranks that wait here
-            self._abort(str(error))
-            raise
-        except _FailedElsewhere as failure:
-            self._abort(str(failure))
-            raise RuntimeError(f"NCCL was aborted on all ranks: {failure}") from None
-        except BaseException as error:
-            text = f"rank {self.rank}: {type(error).__name__}: {error}"
-            self._abort_channel.send(text)
-            self._abort(text)
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(f"NCCL was aborted on all ranks: {text}") from error
 
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         """Wait for `event`, or for an error of NCCL's or of another rank, with which NCCL's kernels would never end."""
 
         def done() -> bool:
-            failure = self._abort_channel.received()
-            if failure is not None:
-                raise _FailedElsewhere(failure)
-            if self._nccl is not None:
-                self._nccl.raise_if_failed()
+            nccl = self._joint.group
+            if nccl is not None:
+                nccl.raise_if_failed()
             return library.is_done(event)
 
-        wait_until(done, self._watch)
+        self._joint.wait_until(done)
 
     def _stream_of(self, library: DeviceLibrary) -> Any:
         kind = type(library)
         if kind not in self._streams:
             self._streams[kind] = library.new_stream()
         return self._streams[kind]
-
-    def _abort(self, why: str) -> None:
-        self._failed = why
-        nccl, self._nccl = self._nccl, None
-        if nccl is not None:
-            nccl.abort()
-
-
-class _FailedElsewhere(Exception):
-    pass

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from mpistrat.communicators.torch_store import Ranks, address_that_all_reach
 from mpistrat.topology import Topology
-from mpistrat.torch_distributed.rendezvous import Base, address_that_all_reach
 
 
 class Comm:
@@ -22,7 +22,7 @@ class Comm:
         return list(self.answers)
 
 
-def rank_0(*answers: list[bool] | None) -> Base:
+def rank_0(*answers: list[bool] | None) -> Ranks:
     topology = Topology.from_hosts(0, ["n1", "n2", "n3"], "mpi")
     return SimpleNamespace(comm=Comm(*answers), rank=0, topology=topology)  # type: ignore[return-value]
 

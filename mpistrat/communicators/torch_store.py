@@ -1,0 +1,122 @@
+"""Stores of torch by which the ranks of a group find each other: a file on one node, else a port that all nodes reach.
+
+torch is imported at the top of this file, and this file when torch is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from mpistrat.cluster_resolver.mpi import MPIClusterResolver
+from mpistrat.liveness import observation
+from mpistrat.machine.addresses import Answering, listen, own_addresses, reached
+from mpistrat.topology import Topology
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = datetime.timedelta(minutes=5)  # of who connects to a store
+
+
+class Ranks:
+    """The ranks of a communicator, and where they are.
+
+    Attributes:
+        comm: of mpi4py; None for one rank without MPI.
+        topology: of the ranks.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        resolver = MPIClusterResolver(comm)
+        self.comm = resolver.comm
+        self.topology: Topology = resolver.topology()
+        self.rank, self.size = self.topology.rank, self.topology.size
+
+    @functools.cached_property
+    def address(self) -> str:
+        """Of rank 0's node, as all ranks reach it. Collective over the ranks when it is read first."""
+        return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
+
+
+_stores = 0  # that this process has made; all ranks make the same ones
+
+
+def store_of(ranks: Ranks) -> c10d.Store:
+    """A new store for the ranks. Collective over them."""
+    return opener_of_store(ranks)()
+
+
+def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
+    """What opens a new store. Collective over the ranks, and uses MPI; what it returns is not, and does not."""
+    global _stores
+    _stores += 1
+    if ranks.comm is None or ranks.size == 1:
+        return c10d.HashStore
+    path = ranks.comm.bcast(_new_file()) if ranks.topology.num_nodes == 1 else ""
+    seen = bool(path) and os.path.isdir(os.path.dirname(path))  # not from another container
+    if all(ranks.comm.allgather(seen)):
+        return functools.partial(c10d.FileStore, path, ranks.size)
+    address = ranks.address
+    if ranks.rank == 0:
+        listener = listen(address)
+        ranks.comm.bcast(listener.getsockname()[1])
+        return functools.partial(store_at, listener, ranks.size)
+    port = ranks.comm.bcast(None)
+    return lambda: c10d.TCPStore(address, port, ranks.size, False, TIMEOUT, wait_for_workers=False)
+
+
+def _new_file() -> str:
+    """A file for a store in the job's folder, which is removed with the job; "" where it has none."""
+    observed = observation.observed()
+    return os.path.join(observed.folder.path, f"store-{_stores}") if observed else ""
+
+
+def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:
+    """A store of rank 0, on a port that the system has picked and all nodes reach."""
+    address, port = listener.getsockname()[:2]
+    return c10d.TCPStore(
+        address,
+        port,
+        size,
+        True,
+        TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def address_that_all_reach(ranks: Ranks) -> str:
+    """The first address of rank 0's node that all other nodes reach. Collective over the ranks.
+
+    Raises: RuntimeError on all ranks when there is none.
+    """
+    comm, topology = ranks.comm, ranks.topology
+    with Answering() if ranks.rank == 0 else contextlib.nullcontext() as answering:
+        # The last one is reached where MPI takes one machine for several nodes.
+        offer = answering and ((*own_addresses(), LOOPBACK), answering.port, answering.token)
+        addresses, port, token = comm.bcast(offer)
+        tries = topology.node > 0 and topology.local_rank == 0
+        answers = comm.allgather(reached(addresses, port, token) if tries else None)
+    missed: dict[str, list[str]] = {address: [] for address in addresses}
+    for rank, answer in enumerate(answers):
+        for address, has_reached in zip(addresses, answer or (), strict=answer is not None):
+            if not has_reached:
+                missed[address].append(topology.hosts[topology.node_of_rank[rank]])
+    for address in addresses:
+        if not missed[address]:
+            return str(address)
+    tried = "".join(
+        f"\n  {address} is not reached from {', '.join(hosts[:8])}{', …' * (len(hosts) > 8)}"
+        for address, hosts in missed.items()
+    )
+    raise RuntimeError(
+        f"rank {ranks.rank}: the nodes of this job cannot connect to that of rank 0 ({topology.hosts[0]}), which holds "
+        f"the store of torch.distributed. Its addresses:{tried}\n"
+        "Nodes must be able to open TCP connections to each other, on ports that the system picks: is there a firewall?"
+    )

@@ -1,0 +1,58 @@
+"""Buffers on accelerators by the library that they are of: torch's tensors and CuPy's arrays have different groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpistrat.arrays import is_on_gpu, is_torch
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.transport import Operands, Transport
+
+
+class ByLibrary(Transport):
+    """Hands a buffer to the transport of its library, which is made when the first such buffer comes.
+
+    Kernels of two libraries' groups must not be under way together on one accelerator: each may hold what the other
+    waits for, on different ranks. So the ranks let those of one library end before they use the other.
+
+    Args:
+        of_torch, of_cupy: make the transports. Collective.
+    """
+
+    takes_device_buffers = True
+
+    def __init__(
+        self, of_torch: Callable[[], DeviceTransport], of_cupy: Callable[[], DeviceTransport]
+    ) -> None:
+        self._make = {True: of_torch, False: of_cupy}
+        self._made: dict[bool, DeviceTransport] = {}
+        self._last: DeviceTransport | None = None
+
+    def of(self, torch: bool) -> DeviceTransport:
+        """The transport of torch's tensors, or of CuPy's arrays. Collective when it is made."""
+        if torch not in self._made:
+            self._made[torch] = self._make[torch]()
+        return self._made[torch]
+
+    @property
+    def ordered_by_streams(self) -> bool:  # type: ignore[override]
+        return any(transport.ordered_by_streams for transport in self._made.values())
+
+    def choose(self, call: str, operands: Operands) -> Transport | None:
+        if not is_on_gpu(operands.buffer):
+            return None
+        chosen = self._made.get(is_torch(operands.buffer))
+        if chosen is None or chosen is not self._last:
+            if self._last is not None:
+                self._last.wait_until_idle()
+            chosen = self._last = self.of(is_torch(operands.buffer))
+        return chosen.choose(call, operands)
+
+    def explain(self, rest: str) -> str:
+        names = {True: "tensors", False: "CuPy arrays"}
+        several = len(self._made) > 1
+        lines = [
+            f"{names[torch] if several else 'buffers'} on GPUs: {transport.why}\n"
+            for torch, transport in self._made.items()
+        ]
+        return f"{''.join(lines)}buffers on the host: {rest}"

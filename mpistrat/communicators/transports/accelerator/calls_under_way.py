@@ -1,0 +1,170 @@
+"""The collectives that were submitted to an accelerator and have not ended, so that one that never ends is a stall.
+
+The calls have returned. So a thread of this process looks whether the oldest has ended; if it has not after a while, it
+says in this rank's record that the rank is in it, where the node's observer sees for how long, and reports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpistrat.communicators.contract.unchecked import Unchecked
+from mpistrat.communicators.transports.accelerator.graph_capture import let_this_thread_query_events
+from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
+from mpistrat.errors import StallError
+from mpistrat.liveness.record import CALLS, SINCE
+from mpistrat.liveness.waiting import raise_if_stalled
+from mpistrat.liveness.watch import CommunicatorWatch
+
+if TYPE_CHECKING:
+    from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+
+SECONDS_BETWEEN_LOOKS = 0.25
+# A call that lasts so long is recorded; sooner if the limit is short.
+SECONDS_TO_BE_RECORDED = 1.0
+SHARE_OF_THE_LIMIT = 0.25
+MOST = 64  # that are kept without a look at the oldest
+
+
+class _Call(NamedTuple):
+    event: Any
+    submitted: int
+    text: bytes
+    call_bytes: int
+
+
+class CallsUnderWay:
+    """Those of one communicator, in their order.
+
+    Args:
+        contract: of the communicator: its calls are recorded there while they are submitted.
+        watch: of these calls alone, between the same ranks.
+        library: of the buffers.
+        joint: is aborted when the ranks are to raise a StallError.
+        listens: whether another thread than the program's may hear of other ranks' failures.
+    """
+
+    def __init__(
+        self,
+        contract: Unchecked,
+        watch: CommunicatorWatch,
+        library: DeviceLibrary,
+        joint: JointGroup[Any],
+        listens: bool,
+    ) -> None:
+        self.name = contract.name
+        self._contract, self._watch, self._library = contract, watch, library
+        self._joint, self._listens = joint, listens
+        self._calls: deque[_Call] = deque()
+        self._progress = 0  # when one was last seen to have ended
+        self._is_recorded = False
+        self._number = 0
+        self._words, self._board = watch.record.words, watch.board
+        self._lock = threading.Lock()  # of who takes the oldest away, or records it
+        self._lookout = lookout()
+        self._lookout.watch(self)
+
+    def add(self) -> None:
+        """A collective was submitted, and the current stream waits for its end."""
+        library = self._library
+        event = library.record(library.current_stream())
+        self._number += 1
+        self._words[self._board + CALLS] = self._number
+        self._calls.append(_Call(event, time.monotonic_ns(), *self._contract.recorded))
+        if len(self._calls) > MOST:
+            self._forget_done()
+        if not self._lookout.is_awake.is_set():
+            self._lookout.is_awake.set()
+
+    def are_done(self) -> bool:
+        """Whether all have ended. The last one is the last to end."""
+        try:
+            return self._library.is_done(self._calls[-1].event)
+        except IndexError:
+            return True
+
+    def look(self) -> bool:
+        """Returns: whether any are under way. Called by a thread of its own."""
+        if self._listens:
+            self._joint.hear()
+        self._forget_done()
+        with self._lock:
+            if self._calls and self._joint.group is not None:
+                self._record_oldest()
+            else:
+                self._calls.clear()
+                self._leave()
+                return False
+        try:
+            raise_if_stalled(self._watch)
+        except StallError as error:
+            self._joint.abort(error)
+        return True
+
+    def _forget_done(self) -> None:
+        with self._lock:
+            calls = self._calls
+            while calls and self._library.is_done(calls[0].event):
+                calls.popleft()
+                self._progress = time.monotonic_ns()
+                self._leave()
+
+    def _record_oldest(self) -> None:
+        """Say that this rank is in the oldest call, if it is so for a while."""
+        oldest, record = self._calls[0], self._watch.record
+        since = max(oldest.submitted, self._progress)
+        patience = SECONDS_TO_BE_RECORDED
+        if record.limit:
+            patience = min(patience, record.limit * SHARE_OF_THE_LIMIT)
+        if self._is_recorded or time.monotonic_ns() - since < patience * 1e9:
+            return
+        self._is_recorded = True
+        record.enter(self._board, self._number, oldest.text, oldest.call_bytes)
+        record.waited(self._board)  # all ranks have come to it
+        self._words[self._board + CALLS] = self._number
+        self._words[self._board + SINCE] = since
+
+    def _leave(self) -> None:
+        if self._is_recorded:
+            self._is_recorded = False
+            self._watch.record.leave(self._board)
+
+
+class Lookout:
+    """The thread that looks at calls under way. While there are none it sleeps."""
+
+    def __init__(self) -> None:
+        self.is_awake = threading.Event()
+        self._watched: weakref.WeakSet[CallsUnderWay] = weakref.WeakSet()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpistrat device calls", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)  # Python must not end while its thread is in a library
+
+    def watch(self, calls: CallsUnderWay) -> None:
+        self._watched.add(calls)
+
+    def _run(self) -> None:
+        let_this_thread_query_events()
+        while self.is_awake.wait() and not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+            self.is_awake.clear()
+            for calls in list(self._watched):
+                if calls.look():
+                    self.is_awake.set()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self.is_awake.set()
+        self._thread.join()
+
+
+@functools.cache
+def lookout() -> Lookout:
+    """This process's."""
+    return Lookout()

@@ -1,0 +1,183 @@
+"""A library's group of all ranks (NCCL's communicator, torch's process group), which starts and fails on all alike.
+
+Its kernels wait for those of the other ranks, and for ever if a rank fails. So it is aborted on all ranks, and before
+anybody hears of the failure: the program could not even free its memory while a kernel spins.
+
+mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.errors import RankLostError, StallError
+from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.settings import start_seconds
+
+T = TypeVar("T")
+
+# Of the time that all of a start may take: ranks that a library leaves waiting take another way then.
+SHARE_OF_THE_START = 0.5
+
+
+class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
+    """Surrounds each use of a group, and hands it out: what fails inside, on this rank or another, fails on all ranks.
+
+    Raises: in place of what the body raises, RuntimeError. On entering: if the group was aborted, RuntimeError, or
+        StallError where the ranks are to raise one.
+    Args:
+        name: "NCCL".
+        host: the communicator of the same ranks, for objects.
+        channel: between them. Several groups may share it: they fail together.
+        watch: where ranks that wait are watched.
+        abort: ends what the group's kernels do, and the group. Called once, by any thread.
+
+    Attributes:
+        group: the library's; None before it has started, and once it is aborted.
+    """
+
+    group: T | None
+
+    def __init__(
+        self,
+        name: str,
+        host: Communicator,
+        channel: AbortChannel,
+        watch: CommunicatorWatch,
+        abort: Callable[[T], None],
+    ) -> None:
+        self.name, self.group = name, None
+        self._host, self._channel, self._watch = host, channel, watch
+        self._abort_group = abort
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        if watch.revocable_group is not None:
+            watch.revocable_group.before_telling(
+                lambda: self.abort(RankLostError("a rank of this communicator has failed"))
+            )
+
+    def start(self, make: Callable[[], T], try_out: Callable[[], str]) -> str:
+        """Make the group and try it out. Collective.
+
+        A library waits for the other ranks in calls that nothing interrupts; so this rank leaves them to a thread, and
+        listens to the others meanwhile.
+
+        Args:
+            make: returns the group; it waits for the other ranks.
+            try_out: uses it. Returns: what is wrong, "" if nothing is.
+        Returns: why the group cannot be used, with the number of a rank; "" if it can. The same on all ranks.
+        """
+        why: list[str] = []
+
+        def run() -> None:
+            try:
+                self._adopt(make())
+                why.append(try_out())
+            except BaseException as error:
+                why.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run, name=f"mpistrat start of {self.name}", daemon=True)
+        thread.start()
+        limit = start_seconds() * SHARE_OF_THE_START
+        try:
+            waited = _wait(
+                lambda: bool(why) or self._channel.received() is not None, self._watch, limit
+            )
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+        own = why[0] if why else "" if waited else f"it had not started after {limit:g} s"
+        if own:
+            self._channel.send(own)
+        everyone = self._host.all_gather_object(own)
+        self._channel.settle(rank for rank, text in enumerate(everyone) if text)
+        failed = [f"on rank {rank}: {text}" for rank, text in enumerate(everyone) if text]
+        if not failed:
+            return ""
+        reason = f"{self.name} does not start {'; '.join(failed[:4])}{'; …' * (len(failed) > 4)}"
+        self.abort(reason)
+        return reason
+
+    def abort(self, why: str | Exception) -> None:
+        """The group cannot be used any more: end what it does. Not collective; any thread, any number of times."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = why if isinstance(why, Exception) else RuntimeError(why)
+            group, self.group = self.group, None
+        if group is not None:
+            self._abort_group(group)
+
+    def _adopt(self, made: T) -> None:
+        with self._lock:
+            if self._failure is None:
+                self.group = made
+                return
+        self._abort_group(made)  # it came too late
+        raise self._failure
+
+    def hear(self) -> str | None:
+        """Abort the group if another rank has failed. Returns: that rank's words; None if none has."""
+        text = self._channel.received()
+        if text is not None:
+            self.abort(text)
+        return text
+
+    def __enter__(self) -> T:
+        group = self.group
+        if group is None:
+            self._raise_failure()
+        return group
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        if isinstance(error, FailedElsewhereError):
+            raise RuntimeError(f"{self.name} was aborted on all ranks: {error}") from None
+        if self._failure is not None and isinstance(error, Exception):
+            self._raise_failure()  # by another thread, which had this error follow
+        if isinstance(error, (StallError, RankLostError)):  # on all ranks that wait here
+            self.abort(error)
+            return
+        text = f"rank {self._host.rank}: {type(error).__name__}: {error}"
+        self.abort(text)
+        self._channel.send(text)
+        if isinstance(error, Exception):
+            raise RuntimeError(f"{self.name} was aborted on all ranks: {text}") from error
+
+    def _raise_failure(self) -> NoReturn:
+        if isinstance(self._failure, (StallError, RankLostError)):
+            raise type(self._failure)(str(self._failure))
+        raise RuntimeError(
+            f"rank {self._host.rank}: {self.name} cannot be used any more: {self._failure}. Save what you need and end "
+            "the program"
+        )
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait, inside, for what this rank's device does; or for another rank's failure, after which it never ends."""
+
+        def done_or_failed() -> bool:
+            failure = self.hear()
+            if failure is not None:
+                raise FailedElsewhereError(failure)
+            return done()
+
+        wait_until(done_or_failed, self._watch)
+
+
+class FailedElsewhereError(Exception):
+    """Another rank has failed, and the group is aborted here."""
+
+
+def _wait(done: Callable[[], bool], watch: CommunicatorWatch, limit: float) -> bool:
+    """Wait until `done()`, or so many seconds (0: no limit). Returns: whether it is done."""
+    until = time.monotonic() + limit if limit else math.inf
+    wait_until(lambda: done() or time.monotonic() > until, watch)
+    return done()

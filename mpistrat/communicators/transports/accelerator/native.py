@@ -1,0 +1,258 @@
+"""Tensors on accelerators through torch's own process groups: NCCL (also RCCL), XCCL, or another that torch knows.
+
+mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from mpistrat.arrays import Array, dtype_name
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.torch_store import Ranks, opener_of_store
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
+from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+from mpistrat.communicators.transports.accelerator.torch_groups import make_group
+from mpistrat.communicators.transports.transport import Operands
+from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.settings import start_seconds
+
+OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+# That all groups combine. Complex numbers are added up as pairs of floats.
+DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+# Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
+TIMEOUT = datetime.timedelta(days=30)
+
+
+class NativeTransport(DeviceTransport):
+    """Moves tensors on the accelerator that this rank has for itself.
+
+    A collective returns when it is submitted: the group's stream does it after what the caller's current stream holds,
+    and what is submitted to that stream later comes after it. The host does not wait.
+
+    16-bit floats are summed as float32, as everywhere, but where a reduction says otherwise. What the group does not
+    combine (booleans, integers of 16 bits, products of complex numbers, bitwise operations) goes through the host.
+
+    An error on one rank, and a collective that does not end, abort the group on all ranks.
+
+    Args:
+        kind: torch's name of the kind of device: "cuda".
+        channel: between the ranks of `host`.
+        under_way: is told of each collective.
+    """
+
+    ordered_by_streams = True
+
+    def __init__(
+        self,
+        host: Communicator,
+        kind: str,
+        index: int,
+        watch: CommunicatorWatch,
+        why: str,
+        channel: AbortChannel,
+        under_way: Callable[[JointGroup[Any]], CallsUnderWay],
+    ) -> None:
+        super().__init__(host, index, watch, why)
+        self._kind = kind
+        self._device = torch.device(kind, index)
+        self._joint: JointGroup[Any] = JointGroup(
+            f"torch's group for {kind!r}", host, channel, watch, lambda group: group.abort()
+        )
+        self._under_way = under_way(self._joint)
+
+    def start(self, ranks: Ranks) -> str:
+        """Join the ranks, and try a first reduction. Collective. Returns: why not, "" if the group can be used."""
+        open_store = opener_of_store(ranks)
+
+        def make() -> Any:
+            store = open_store()
+            seconds = start_seconds()
+            if seconds:
+                store.set_timeout(datetime.timedelta(seconds=seconds))
+            name = f"mpistrat {self._under_way.name}"
+            with self.library_of_device().device():
+                return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
+
+        def try_out() -> str:
+            with self.library_of_device().device():
+                ones = torch.ones(1, device=self._device)
+                group = self._joint.group
+                if group is None:
+                    return "it was aborted"
+                group.allreduce([ones], dist.AllreduceOptions()).wait()
+                total = ones.item()
+            return "" if total == self.size else f"its sum of {self.size} ones is {total}"
+
+        why_not = self._joint.start(make, try_out)
+        if not why_not:
+            atexit.register(self._shut_down)
+        return why_not
+
+    # In place of the ways through the host
+
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
+        if not buffer.numel():
+            return
+        summed = buffer.detach().to(_summed_as(buffer, reduction))
+        numbers = _numbers_of(summed, reduction)
+        if numbers is None:
+            self.combine_on_host(buffer, reduction)
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = OPS[reduction.op]
+        self._submit(lambda group: group.allreduce([numbers], options))
+        scale(numbers, reduction.scale)
+        if summed.dtype != buffer.dtype:
+            buffer.copy_(summed)
+
+    def _spread(self, buffer: Array, root: int) -> None:
+        if not buffer.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        memory = _bytes_of(buffer)
+        self._submit(lambda group: group.broadcast([memory], options))
+
+    def _gather(self, buffer: Array) -> list[Array]:
+        shapes = self.host.all_gather_object(tuple(buffer.shape))
+        if all(shape == shapes[0] for shape in shapes):
+            rows = buffer.new_empty((self.size, *buffer.shape))
+            self._gather_equal(buffer, rows)
+            return list(rows.unbind())
+        parts = [buffer.new_empty(shape) for shape in shapes]
+        parts[self.rank].copy_(buffer)
+        for root, part in enumerate(parts):
+            self._spread(part, root)
+        return parts
+
+    def _gather_equal(self, buffer: Array, out: Array) -> None:
+        if not buffer.numel():
+            return
+        options = c10d.AllgatherOptions()
+        whole, part = _bytes_of(out), _bytes_of(buffer)
+        self._submit(lambda group: group._allgather_base(whole, part, options))
+
+    def reduce(self, operands: Operands) -> None:
+        buffer, root = operands.buffer, operands.root
+        summed = buffer.detach().to(_summed_as(buffer, operands.reduction))
+        numbers = _numbers_of(summed, operands.reduction)
+        if numbers is None or not self._is_here(buffer):
+            super().reduce(operands)
+            return
+        if not buffer.numel():
+            return
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = OPS[operands.reduction.op], root
+        self._submit(lambda group: group.reduce([numbers], options))
+        if summed.dtype != buffer.dtype and self.rank == root:
+            buffer.copy_(summed)
+
+    def reduce_scatter(self, operands: Operands) -> None:
+        buffer, out = operands.buffer, operands.target
+        dtype = _summed_as(buffer, operands.reduction)
+        summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
+        numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
+        result = _numbers_of(summed, operands.reduction)
+        if numbers is None or result is None or not self._is_here(buffer, out):
+            super().reduce_scatter(operands)
+            return
+        if not buffer.numel():
+            return
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = OPS[operands.reduction.op]
+        self._submit(lambda group: group._reduce_scatter_base(result, numbers, options))
+        if summed is not out:
+            out.copy_(summed)
+
+    def all_gather_into(self, operands: Operands) -> None:
+        if self._is_here(operands.buffer, operands.target):
+            with self.library(operands.buffer).device():
+                self._gather_equal(operands.buffer, operands.target)
+        else:
+            super().all_gather_into(operands)
+
+    def all_to_all(self, operands: Operands) -> None:
+        if not self._is_here(operands.buffer, operands.target):
+            super().all_to_all(operands)
+            return
+        if not operands.row_bytes:
+            return
+        rows, received = _rows_of(operands.buffer), _rows_of(operands.target)
+        counts = list(operands.received), list(operands.sent)
+        options = dist.AllToAllOptions()
+        self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
+
+    # Parts of these ways
+
+    def library_of_device(self) -> Any:
+        return self.library(torch.empty(0, device=self._device))
+
+    def _is_here(self, *buffers: Array) -> bool:
+        """Whether they are on the accelerator that this rank uses."""
+        return all(buffer.device == self._device for buffer in buffers)
+
+    def _submit(self, call: Callable[[Any], Any]) -> None:
+        """Have the group do something after what the current stream holds, and before what it gets next."""
+        with self._joint as group:
+            call(group).wait()  # the stream waits, not the host
+            self._under_way.add()
+
+    def wait(self, library: Any, event: Any) -> None:
+        with self._joint:
+            self._joint.wait_until(lambda: library.is_done(event))
+
+    def _shut_down(self) -> None:
+        """At the program's end, before other ranks are waited for."""
+        if self._joint.group is not None:
+            self.wait_until_idle()
+            self._joint.group.shutdown()
+
+    def wait_until_idle(self) -> None:
+        """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
+        with self._joint:
+            self._joint.wait_until(self._under_way.are_done)
+
+
+def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
+    """In which dtype numbers are combined; they are rounded to their own afterwards."""
+    short = dtype_name(buffer).startswith(SUMMED_AS_FLOAT32)
+    if reduction.summed_in and (short or buffer.dtype == torch.float32):
+        return getattr(torch, reduction.summed_in)
+    return torch.float32 if short else buffer.dtype
+
+
+def _numbers_of(buffer: Array, reduction: Reduction) -> Array | None:
+    """What the group combines, over the same memory, in one dimension; None if it does not."""
+    flat = buffer.detach().view(-1)
+    if flat.is_complex() and reduction.op == "sum":
+        flat = torch.view_as_real(flat).view(-1)
+    known = dtype_name(flat) in DTYPES and reduction.op in OPS
+    return flat if known else None
+
+
+def _bytes_of(buffer: Array) -> Array:
+    return buffer.detach().view(-1).view(torch.uint8)
+
+
+def _rows_of(buffer: Array) -> Array:
+    """Its rows along the first dimension, as bytes."""
+    shape = buffer.shape[0], math.prod(buffer.shape[1:])
+    return buffer.detach().view(shape).view(torch.uint8)

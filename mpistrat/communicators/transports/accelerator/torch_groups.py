@@ -1,0 +1,83 @@
+"""torch's own groups for the memory of accelerators: NCCL (also RCCL), XCCL, and those that others register with torch.
+
+They are made without `init_process_group`, so that a program's default group stays its own.
+
+torch is imported at the top of this file, and this file when torch is there.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+# By the name of a backend: what torch calls its class. RCCL comes by NCCL's name.
+_CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+
+
+def backend_of(kind: str) -> str:
+    """The name of the backend that torch takes for devices of `kind`: "nccl"; "" if it knows none, or not here."""
+    if not dist.is_available():
+        return ""
+    name = str(dist.Backend.default_device_backend_map.get(kind, ""))
+    here = hasattr(dist.distributed_c10d, _CLASSES[name]) if name in _CLASSES else _plugin(name)
+    return name if here else ""
+
+
+def version_of(kind: str) -> str:
+    """What ranks must have alike to form a group for devices of `kind`: "nccl 2.27.5 of torch 2.9.0".
+
+    Raises: ImportError where there is none.
+    """
+    backend = backend_of(kind)
+    if not backend:
+        raise ImportError(f"this torch ({torch.__version__}) has no group for devices of {kind!r}")
+    version = ".".join(map(str, torch.cuda.nccl.version())) + " " if backend == "nccl" else ""
+    return f"{backend} {version}of torch {torch.__version__}"
+
+
+def make_group(
+    kind: str, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: str
+) -> Any:
+    """A group that moves tensors on devices of `kind`. Collective.
+
+    Args:
+        store: of this group alone.
+        timeout: after which the group ends this process, if a call has not ended.
+    Raises: RuntimeError where this torch has none.
+    """
+    backend = backend_of(kind)
+    if not backend:
+        raise RuntimeError(
+            f"rank {rank}: this torch has no group for tensors on devices of {kind!r}. Move the tensor to the CPU, or "
+            "install a torch with NCCL (CUDA, ROCm) or XCCL (XPU)"
+        )
+    store = c10d.PrefixStore(f"{kind}/", store)
+    if backend not in _CLASSES:
+        return _by_plugin(backend, store, rank, size, timeout, name)
+    cls = getattr(dist.distributed_c10d, _CLASSES[backend])
+    options = cls.Options()
+    options._timeout = timeout
+    options.group_name = name
+    return cls(store, rank, size, options)
+
+
+def _plugin(name: str) -> Any:
+    """What makes groups of a backend that is not torch's own, nor ours; None where there is none."""
+    return None if name == "mpistrat" else dist.Backend._plugins.get(name.upper())
+
+
+def _by_plugin(
+    backend: str, store: Any, rank: int, size: int, timeout: datetime.timedelta, name: str
+) -> Any:
+    plugin = _plugin(backend)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id = timeout, name
+    options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(options, None)
