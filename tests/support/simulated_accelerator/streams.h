@@ -82,7 +82,16 @@ inline std::condition_variable changed;  // a gate has opened
 
 class Lock : public std::unique_lock<std::mutex> {
  public:
-  Lock() : std::unique_lock<std::mutex>(everything) {}
+  // Who has this lock may need Python's (a copy of an at::Tensor does): who has Python's does not wait for this one.
+  Lock() : std::unique_lock<std::mutex>(everything, std::defer_lock) {
+    while (!try_lock()) {
+      struct _ts* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+      lock();
+      if (!python) return;
+      unlock();
+      PyEval_RestoreThread(python);
+    }
+  }
   ~Lock() {
     if (owns_lock()) unlock();
     finished.clear();
