@@ -281,7 +281,21 @@ def count_over(array: Array, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
-    return api.array_namespace(arrays[0]).concat(list(arrays), axis=axis)
+    """On the device of the first."""
+    return api.array_namespace(arrays[0]).concat(on_one_device(arrays), axis=axis)
+
+
+def on_one_device(values: Sequence[Array]) -> list[Array]:
+    """`values`, of one library, on the device of the first. Copies between devices are ordered by both's streams."""
+    first = values[0]
+    if is_torch(first) and any(is_torch(v) and v.device != first.device for v in values):
+        return [v.to(first.device) if is_torch(v) else v for v in values]
+    if is_cupy(first) and any(is_cupy(v) and v.device != first.device for v in values):
+        import cupy
+
+        with first.device:
+            return [cupy.asarray(value) for value in values]
+    return list(values)
 
 
 def flipped(array: Array) -> Array:

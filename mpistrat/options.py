@@ -18,13 +18,16 @@ class CommunicationImplementation(enum.Enum):
 
     AUTO: by size, whichever has been measured to be the fastest (`strategy.extended.explain()` says what is).
     RING: from each rank to the next, all-reduces and gathers; the rest through MPI.
-    NCCL: between GPUs. What lies in host memory goes as with AUTO.
+    NCCL: between GPUs, all ranks alike. What lies in host memory goes as with AUTO.
+    HIERARCHICAL: what is large, on GPUs of several nodes: through NCCL within each node, then in slices through MPI
+        between the nodes. All else goes as with AUTO.
     MPI: everything through MPI's own collectives, without shared memory.
     """
 
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
+    HIERARCHICAL = "HIERARCHICAL"
     MPI = "MPI"
 
 

@@ -229,9 +229,25 @@ class Router(Communicator):
             self._overridden[implementation] = _Overridden(self, implementation)
         return self._overridden[implementation]
 
-    def move_by(self, transport: Transport) -> None:
-        """From now on `transport`, over the same ranks, is asked first. Collective."""
-        self.ways = replace(self.ways, transports=[transport, *self.ways.transports])
+    def move_by(
+        self,
+        transport: Transport,
+        asked_for: Mapping[CommunicationImplementation, Transport] | None = None,
+    ) -> None:
+        """From now on `transport`, over the same ranks, is asked first. Collective.
+
+        Args: asked_for: what is asked first in place of it, for an implementation that a program asks for.
+        """
+        others = self.ways.transports
+        known = {
+            implementation: replace(self.ways, transports=[first, *others])
+            for implementation, first in (asked_for or {}).items()
+        }
+        self.ways = replace(
+            self.ways,
+            transports=[transport, *others],
+            asked_for={**self.ways.asked_for, **known},
+        )
         self.takes_device_buffers = transport.takes_device_buffers
         self.ordered_by_streams = transport.ordered_by_streams
         self._known.forget(transport.takes_device_buffers)

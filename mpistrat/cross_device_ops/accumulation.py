@@ -81,8 +81,8 @@ def sum_of(components: Sequence[Any]) -> Any:
 
 
 def operands(components: Sequence[Any]) -> list[Any]:
-    """Numbers and variables as arrays, cut off from autograd; IndexedSlices as they are."""
-    return [operand(component) for component in components]
+    """Numbers and variables as arrays, cut off from autograd, on the device of the first; IndexedSlices as they are."""
+    return arrays.on_one_device([operand(component) for component in components])
 
 
 def operand(component: Any) -> Any:

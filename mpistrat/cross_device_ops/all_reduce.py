@@ -82,8 +82,10 @@ class NcclAllReduce(_PackedAllReduce):
     """All-reduce among the GPUs of one rank, by torch's NCCL where each tensor is on a GPU of its own.
 
     Other values are reduced on one device. One rank per GPU, which is how MPI programs use GPUs, leaves nothing to
-    reduce inside a rank; between ranks NCCL is used whatever the policy, wherever it can be.
+    reduce inside a rank; between ranks NCCL is used where it can be, of all ranks alike, on several nodes, too.
     """
+
+    between_ranks = CommunicationImplementation.NCCL
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
         if not _on_gpus_of_their_own(values):
@@ -105,8 +107,11 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
     """All-reduce among the devices of one rank in two levels: two halves, then the two sums.
 
     The copies follow the wiring of machines whose GPUs come in two fully connected groups: each half is added up on its
-    own first device. Between ranks it is the communicator that chooses, as for every policy.
+    own first device. Between ranks on several nodes large values on GPUs go by node: see
+    `CommunicationImplementation.HIERARCHICAL`.
     """
+
+    between_ranks = CommunicationImplementation.HIERARCHICAL
 
     def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
         half = len(values) // 2

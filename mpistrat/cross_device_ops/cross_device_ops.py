@@ -10,7 +10,7 @@ from mpistrat import arrays
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.machine.devices import check_device
-from mpistrat.options import CommunicationOptions, check_options
+from mpistrat.options import CommunicationImplementation, CommunicationOptions, check_options
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.values import DistributedValues, Mirrored, PerReplica
 
@@ -58,12 +58,12 @@ def place(value: Any, destinations: Any) -> Any:
         return value
     if isinstance(value, IndexedSlices):
         return Mirrored([value] * count)
-    components = [value, *(arrays.copy(value) for _ in range(count - 1))]
-    if arrays.is_torch(value):
-        devices = [getattr(arrays.detach_read(v), "device", None) for v in destinations.values]
-        components = [
-            c.to(d) if d is not None else c for c, d in zip(components, devices, strict=True)
-        ]
+    if not arrays.is_torch(value):
+        return Mirrored([value, *(arrays.copy(value) for _ in range(count - 1))])
+    components: list[Any] = []
+    for destination in destinations.values:
+        there = value.to(getattr(arrays.detach_read(destination), "device", value.device))
+        components.append(arrays.copy(there) if there is value and components else there)
     return Mirrored(components)
 
 
@@ -83,7 +83,12 @@ class CrossDeviceOps:
     strategy an algorithm of your own. Operands hold the components of this rank's replicas; a strategy
     that spans ranks combines the results over the ranks itself. `backward()` inside `run` gives the
     gradients of all parameters that were used to one `batch_reduce` with SUM, each with its parameter.
+
+    Attributes:
+        between_ranks: how the results are combined over the ranks, where the strategy's options do not say.
     """
+
+    between_ranks = CommunicationImplementation.AUTO
 
     def reduce(
         self,

@@ -6,10 +6,11 @@ Intel XPU, or another's. Without torch they are those of CuPy.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mpistrat.arrays import device_kinds
 
@@ -109,6 +110,17 @@ def make_current(index: int) -> None:
         sys.modules["cupy"].cuda.Device(index).use()
 
 
+@contextlib.contextmanager
+def current(device: str) -> Iterator[None]:
+    """Inside, on this thread, torch takes `device` where a program names none, if it is an accelerator."""
+    kind, _, index = device.partition(":")
+    if kind == torch_accelerator():
+        with sys.modules["torch"].accelerator.device_index(int(index)):
+            yield
+    else:
+        yield
+
+
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
     """Which of the accelerators that it sees each rank of a node uses, by its own numbers; None where it sees none.
 
@@ -141,3 +153,17 @@ def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
             next(limit for limit in itertools.count(1) if place(rank, limit, set()))
     chosen = {rank: gpu for gpu, ranks in users.items() for rank in ranks}
     return [own.index(chosen[rank]) if own else None for rank, own in enumerate(seen)]
+
+
+def share_all(seen: Sequence[Sequence[str]]) -> list[list[int]]:
+    """As `share_out`, but each rank gets as many as all can have, and one where there are fewer than ranks."""
+    shares = [[] if first is None else [first] for first in share_out(seen)]
+    taken = {own[i] for own, share in zip(seen, shares, strict=True) for i in share}
+    for free in dict.fromkeys(name for own in seen for name in own if name not in taken):
+        share, own = min(
+            (pair for pair in zip(shares, seen, strict=True) if free in pair[1]),
+            key=lambda pair: len(pair[0]),
+        )
+        share.append(own.index(free))
+    count = max(1, min(map(len, shares)))
+    return [sorted(share[:count]) for share in shares]

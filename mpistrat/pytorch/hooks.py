@@ -1,7 +1,7 @@
 """The only file that puts functions of this package in the place of torch's, or has each optimizer call some.
 
 All of it happens once per process, however often it is asked for. Nothing is put into a program's own modules and
-optimizers: what it copies, saves, exports or scripts is torch's alone.
+optimizers that their copies would have: what it copies, saves, exports or scripts is torch's alone.
 """
 
 from __future__ import annotations
@@ -84,6 +84,25 @@ def replace_sync_batch_norm(replacement: Callable[[Any, torch.Tensor], torch.Ten
 def replace_data(getter: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
     """Have `.data` of parameters be what `getter` returns; what is assigned to it goes to torch."""
     torch.nn.Parameter.data = property(getter, torch.Tensor.data.__set__)  # type: ignore
+
+
+def around_calls(
+    module: torch.nn.Module,
+    around: Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> None:
+    """Have `module(…)` be what `around` makes of it: the module, what calls it, and its arguments.
+
+    It is kept where torch keeps what `Module.compile` makes, which takes its place; copies, saved and scripted modules
+    do not have it, and what `torch.compile` makes does without.
+    """
+    if module._compiled_call_impl is None:
+        reference = weakref.ref(module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called: Any = reference()
+            return around(called, called._call_impl, args, kwargs)
+
+        module._compiled_call_impl = call
 
 
 def before_state_dict(module: torch.nn.Module, call: Callable[[torch.nn.Module], None]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat.context import AnyStrategy, entered, per_thread
+from mpistrat.machine.devices import current
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.cross_replica_ops import AllReduceCall, CrossReplicaOps
@@ -20,17 +21,18 @@ class Replicas:
 
     Args:
         contexts: of each replica; None makes them.
+        parameter_device: which has the parameters of torch modules; None is the first replica's.
 
     Attributes:
         count: how often a function is called on this rank for all of its replicas.
         states: what is swapped when one replica's turn ends and another's begins.
         at_turn_end: called before that with the replica's local index, on its thread; they may raise what is wrong with
             what it has done.
-        device_of_modules: where torch modules that are made in the scope are put; None leaves them where they are.
+        device_of_modules: where torch modules that are made in the scope are put; None, where all is on the host,
+            leaves them where they are.
         records_steps: whether what `run` calls is recorded, and computed when it has returned.
     """
 
-    device_of_modules: str | None = None
     records_steps = False
 
     def __init__(
@@ -39,10 +41,15 @@ class Replicas:
         group: ReplicaGroup,
         ops: CrossReplicaOps,
         contexts: Sequence[ReplicaContext] | None = None,
+        parameter_device: str | None = None,
     ) -> None:
         self._strategy, self._ops = strategy, ops
         self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
+        self._devices = group.worker_devices
+        parameter_device = parameter_device or group.worker_devices[0]
+        on_host = all(d.startswith("cpu") for d in (parameter_device, *group.worker_devices))
+        self.device_of_modules = None if on_host else parameter_device
         self._turns = LocalReplicas(self.count)
         self.states = self._turns.states
         self.at_turn_end: list[Callable[[int], None]] = []
@@ -67,7 +74,7 @@ class Replicas:
         def body(index: int) -> Any:
             own, per_thread.modes = per_thread.modes, list(outer)
             try:
-                with entered(self._strategy, self.contexts[index]):
+                with entered(self._strategy, self.contexts[index]), current(self._devices[index]):
                     result = fn(
                         *select_replica(index, tuple(args)),
                         **select_replica(index, dict(kwargs or {})),

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpistrat.communicators import Communicator
-from mpistrat.machine.devices import accelerator, make_current, seen_accelerators, share_out
+from mpistrat.machine.devices import (
+    accelerator,
+    make_current,
+    seen_accelerators,
+    share_all,
+    share_out,
+)
+from mpistrat.machine.notices import tell
 from mpistrat.topology import Topology
+
+_has_told = False
 
 
 def bind(
@@ -19,11 +31,15 @@ def bind(
     the current one from now on; if all ranks use one, the communicator takes buffers on them.
     """
     seen = seen_accelerators()
-    everyone = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
+    # Those that have been given devices leave the others theirs.
+    ranks, of_ranks = _of_node(communicator, topology, () if devices is not None else seen)
     if devices is None:
-        here = [rank for rank, (node, _) in enumerate(everyone) if node == topology.node]
-        share = share_out([everyone[rank][1] for rank in here])[here.index(communicator.rank)]
+        shares = share_out(of_ranks)
+        share = shares[ranks.index(communicator.rank)]
         devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)
+        if communicator.rank == 0:
+            used = {own[i] for own, i in zip(of_ranks, shares, strict=True) if i is not None}
+            _tell_of_unused(len(used), len(set(itertools.chain(*of_ranks))), topology.num_nodes)
     kind, _, number = devices[0].partition(":")
     used = None
     if kind == accelerator():
@@ -35,3 +51,35 @@ def bind(
 
         use_gpus(communicator, [Gpu(*gpu) for gpu in gpus], int(number))
     return tuple(devices)
+
+
+def bind_all(communicator: Communicator, topology: Topology) -> tuple[str, ...]:
+    """This rank's share of all accelerators of its node, equally many for each rank; else the CPU.
+
+    Called by: every rank of `communicator`.
+    """
+    ranks, of_ranks = _of_node(communicator, topology, seen_accelerators())
+    share = share_all(of_ranks)[ranks.index(communicator.rank)]
+    return tuple(f"{accelerator()}:{i}" for i in share) or ("cpu:0",)
+
+
+def _of_node(
+    communicator: Communicator, topology: Topology, seen: tuple[str, ...]
+) -> tuple[list[int], list[tuple[str, ...]]]:
+    """The ranks of this node, and the accelerators that each of them may take. Called by: every rank."""
+    everyone = communicator.all_gather_object((topology.node, seen), label="accelerators seen")
+    ranks = [rank for rank, (node, _) in enumerate(everyone) if node == topology.node]
+    return ranks, [everyone[rank][1] for rank in ranks]
+
+
+def _tell_of_unused(used: int, present: int, num_nodes: int) -> None:
+    """Say once per job how to use all accelerators of a node. Called by: rank 0."""
+    global _has_told
+    if used < present and not _has_told:
+        _has_told = True
+        kind, program = accelerator(), f"python {Path(sys.argv[0]).name or 'train.py'}"
+        tell(
+            f"this job uses {used} of the {present} {kind} devices of its node. To use all, start one rank for each: "
+            f"mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. (For arrays, a "
+            f"strategy's devices=['{kind}:0', '{kind}:1', …] has several in one rank.)"
+        )

@@ -10,6 +10,7 @@ from mpistrat.machine.devices import check_device, check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
 from mpistrat.strategies.arguments import check_strategy_arguments
+from mpistrat.strategies.binding import bind_all
 from mpistrat.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -27,8 +28,11 @@ class CentralStorageStrategy(Strategy):
 
     Called by: every rank of the job (or of `comm`), all on one node.
     Args:
-        compute_devices: of this rank's replicas; None is one CPU.
-        parameter_device: where variables live; None is the compute device if there is one, else "cpu:0".
+        compute_devices: of this rank's replicas; None is its share of all of the node's accelerators, else one CPU.
+            Torch modules take ranks of one each.
+        parameter_device: where variables, and the parameters of torch modules, live; None is the compute device if
+            there is one, else "cpu:0". What a replica reads comes to its own device. A torch module computes where its
+            parameters are.
         comm: the mpi4py communicator of the ranks that take part; None is all.
         communication_options, gradients, check, torch_distributed: as of `MirroredStrategy`.
     Raises:
@@ -54,10 +58,8 @@ class CentralStorageStrategy(Strategy):
             raise ValueError(
                 "CentralStorageStrategy is for one node, where nothing is sent: leave out wire_dtype and wire_format"
             )
-        devices = check_devices(compute_devices or ["cpu:0"])
-        if parameter_device is None:
-            parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
-        parameter_device = check_device(parameter_device)
+        checked = check_devices(compute_devices) if compute_devices else None
+        parameter_device = None if parameter_device is None else check_device(parameter_device)
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()
         if topology.num_nodes > 1:
@@ -66,9 +68,11 @@ class CentralStorageStrategy(Strategy):
                 f"{topology.num_nodes} nodes: use MultiWorkerMirroredStrategy (with shared_parameters=True each node "
                 "keeps one copy of the parameters)"
             )
-        shared = len(devices) == 1
         name = type(self).__name__
         communicator = wiring.communicator_of(resolver, check, name)
+        devices = checked or bind_all(communicator, topology)
+        shared = len(devices) == 1
+        parameter_device = parameter_device or (devices[0] if shared else "cpu:0")
         group = wiring.agree(
             name,
             topology,

@@ -74,6 +74,9 @@ class MirroredStrategy(Strategy):
             deterministic,
             torch_distributed,
         )
+        if cross_device_ops is not None:
+            between_ranks = CommunicationOptions(implementation=cross_device_ops.between_ranks)
+            communication_options = between_ranks.merge(communication_options)
         checked = check_devices(devices) if devices else None
         resolver = MPIClusterResolver(comm)
         topology = resolver.topology()

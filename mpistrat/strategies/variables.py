@@ -61,13 +61,13 @@ class CopyPerReplica(VariableStore):
         value = self._ops.from_first_replica(value, label)
         components = [
             PlainVariable(
-                value,
+                _on_accelerator(value, device),
                 asked.trainable,
                 f"{name}/replica_{i}" if i else name,
                 synchronization,
                 aggregation,
             )
-            for i in range(self._num_copies)
+            for i, device in enumerate(self.devices[: self._num_copies])
         ]
         if synchronization is VariableSynchronization.ON_READ:
             return SyncOnReadVariable(self._strategy, components, synchronization, aggregation)
@@ -93,7 +93,7 @@ class PlainVariables(VariableStore):
 
     def create(self, asked: VariableArguments) -> Variable:
         how = asked.trainable, asked.name, asked.synchronization, asked.aggregation
-        variable = PlainVariable(asked.initial_array(), *how)
+        variable = PlainVariable(_on_accelerator(asked.initial_array(), self.devices[0]), *how)
         variable.strategy = self._strategy
         return variable
 
@@ -109,21 +109,27 @@ class CopyPerNode(VariableStore):
 
     Args:
         device: which holds it.
+        readers: the devices of this rank's replicas, to which `run` brings what they read.
     """
 
     on_every_replica = False
 
-    def __init__(self, strategy: AnyStrategy, ops: CrossReplicaOps, device: str) -> None:
+    def __init__(
+        self, strategy: AnyStrategy, ops: CrossReplicaOps, device: str, readers: Sequence[str]
+    ) -> None:
         super().__init__((device,))
         self._strategy, self._ops = strategy, ops
+        self._readers = () if set(readers) == {device} else tuple(readers)
 
     def create(self, asked: VariableArguments) -> Variable:
         communicator = self._ops.communicator
         with communicator.raising_together():
             value = asked.initial_array()
         value = self._ops.from_first_replica(value, f"initial value of {asked.name!r}")
+        value = arrays.to_device(value, self.devices[0])
         how = asked.synchronization, asked.aggregation
         component = variable_of_node(communicator, value, asked.trainable, asked.name, *how)
+        component.readers = self._readers
         if self._ops.num_replicas == 1:
             component.strategy = self._strategy
             return component
@@ -134,3 +140,8 @@ class CopyPerNode(VariableStore):
 
     def non_slot_devices(self, variables: Sequence[Any]) -> Any:
         return min(variables, key=lambda variable: variable.name)
+
+
+def _on_accelerator(value: arrays.Array, device: str) -> arrays.Array:
+    """`value` on `device`, if that is an accelerator: what is there already stays with replicas of the host."""
+    return value if device.startswith("cpu") else arrays.to_device(value, device)

@@ -155,9 +155,18 @@ def central_storage(
 ) -> ReplicatedExtended:
     """One copy of every variable, for all replicas of a node."""
     ops = ops_of(group, None, options)
-    variables = CopyPerNode(strategy, ops, parameter_device)
+    variables = CopyPerNode(strategy, ops, parameter_device, group.worker_devices)
     plan = input_plan(group, False, partial_steps=False, per_replica=True)
-    parts = _parts(strategy, group, ops, variables, plan, gradients, shared_parameters)
+    parts = _parts(
+        strategy,
+        group,
+        ops,
+        variables,
+        plan,
+        gradients,
+        shared_parameters,
+        parameter_device=parameter_device,
+    )
     return ReplicatedExtended(strategy, parts, between_graph=True)
 
 
@@ -183,10 +192,11 @@ def _parts(
     gradients: str | None = None,
     shared_parameters: bool = False,
     contexts: list[ReplicaContext] | None = None,
+    parameter_device: str | None = None,
 ) -> Parts:
     if group.communicator.size > 1:
         warn_of_metrics_of(strategy)
-    replicas = Replicas(strategy, group, ops, contexts)
+    replicas = Replicas(strategy, group, ops, contexts, parameter_device)
     used = ModuleParts(strategy, group, replicas, ops, GradientRule(gradients))
     modules = mirrored_modules(used, shared_parameters)
     return Parts(group, replicas, ops, variables, CheckpointRole(), plan, modules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpistrat import arrays
 from mpistrat.context import AnyStrategy, get_replica_context, per_thread
 from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import DistributedVariable, check_scatter
@@ -39,7 +40,9 @@ class AggregatingVariable(DistributedVariable):
                 f"variable {self.name!r} has one copy for all replicas: to update it inside run, give it "
                 "an aggregation (SUM, MEAN or ONLY_FIRST_REPLICA)"
             )
-        return get_replica_context().merge_call(self._merge_update, (method, operand))
+        updated = get_replica_context().merge_call(self._merge_update, (method, operand))
+        readers = getattr(self._values[0], "readers", ())  # not of one on a server
+        return arrays.to_device(updated, readers[replica]) if readers else updated
 
     def _merge_update(self, strategy: AnyStrategy, method: str, operand: Any) -> Any:
         combined = strategy.extended.cross_replica_ops.aggregate(

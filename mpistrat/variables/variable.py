@@ -159,7 +159,13 @@ class Variable(ActsAsArray, metaclass=_CreatedByStrategy):
 
 
 class PlainVariable(Variable):
-    """One array: a variable of a single replica, or one component of a distributed one."""
+    """One array: a variable of a single replica, or one component of a distributed one.
+
+    Attributes:
+        readers: the devices of this rank's replicas, if it is kept on another than they compute on.
+    """
+
+    readers: Sequence[str] = ()
 
     def __init__(
         self,
@@ -190,6 +196,10 @@ class PlainVariable(Variable):
         return self._array.dtype
 
     def read_value(self) -> Array:
+        if self.readers and per_thread.updated_replica is None:
+            replica = current_local_replica()
+            if replica is not None:
+                return arrays.to_device(self._array, self.readers[replica])
         return self._array
 
     def state(self) -> Array:
@@ -201,7 +211,7 @@ class PlainVariable(Variable):
     def _update(self, method: str, operand: Any) -> Array:
         # Updates make a new array, so that what was read before stays what it was.
         self._array = updated(method, self._array, operand, self.name)
-        return self._array
+        return self.read_value()
 
 
 class DistributedVariable(PassedWhole, DistributedValues, Variable):

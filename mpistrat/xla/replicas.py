@@ -42,7 +42,6 @@ class RecordedReplicas(Replicas):
     ) -> None:
         super().__init__(strategy, group, ops, contexts)
         self.steps = steps
-        self.device_of_modules = group.worker_devices[0]
         self._why_through_the_host = why_through_the_host
 
     def call(

@@ -334,4 +334,4 @@ def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
     if RANK == LAST:
         monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
-    assert f"rank 0 has version 22705, rank {LAST} version 22907" in explained
+    assert f"rank 0 has NCCL 22705, rank {LAST} NCCL 22907" in explained

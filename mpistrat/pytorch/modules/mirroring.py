@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replica
 from mpistrat.pytorch.gradients import reducer as gradients
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
-from mpistrat.pytorch.modules.placing import place
+from mpistrat.pytorch.modules.placing import bring_states, compute_there, place
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
@@ -131,12 +131,34 @@ class Mirroring(StrategyModules):
             label = "state_dict() averages buffers written since the last backward(): call it on every rank"
             buffers.average(self.parts, slots, snapshots, np.ones(len(slots), np.int32), label)
 
-    def _place(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Move `modules` to the device that the strategy names, if it names one."""
-        device = self.parts.replicas.device_of_modules
-        if device is not None:
+    def _place(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Move `modules` to the device that the strategy names, if it names one.
+
+        Raises: NotImplementedError, RuntimeError: on all ranks.
+        """
+        name = self.parts.replicas.device_of_modules
+        if name is None:
+            return
+        device = torch.device("cpu" if name.startswith("cpu") else name)
+        with self._communicator.raising_together():
+            self._check_one_device(modules)
+            moved = [parameter for module in modules for parameter in place(module, device)]
+        bring_states(moved)
+        if not self.parts.replicas.records_steps:
             for module in modules:
-                place(module, torch.device(device))
+                compute_there(module, device)
+
+    def _check_one_device(self, modules: Sequence[torch.nn.Module]) -> None:
+        group = self.parts.group
+        devices = group.worker_devices
+        several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
+        if several and any(_has_tensors(module) for module in modules):
+            raise NotImplementedError(
+                f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
+                f"devices, {list(devices)}: leave out devices=, and start a rank for each, "
+                f"mpirun -n {group.num_replicas_in_sync} python train.py (or srun, with --ntasks-per-node). Arrays and "
+                "mpistrat.Variables may have several devices in one rank"
+            )
 
     def _collect(
         self, roots: Iterable[torch.nn.Module], new: NewTensors, again: bool = False
@@ -241,6 +263,10 @@ def _reshard(root: torch.nn.Module) -> None:
         for module in root.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

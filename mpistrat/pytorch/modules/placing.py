@@ -2,56 +2,137 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from mpistrat import arrays
+from mpistrat.pytorch import hooks
 
 
-def place(module: torch.nn.Module, device: torch.device) -> None:
+def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     """Move what `module` has to `device`: parameters with their gradients, and buffers. Shared ones stay shared.
 
     Those whose shape comes later will be made there; those whose values come later are left for later. DTensors stay
     where their mesh is.
+    Returns: the parameters that were elsewhere.
     Raises: RuntimeError: something keeps a weak reference to a parameter, which would lead to what is no longer one.
     """
-    moved: dict[int, torch.Tensor] = {}
+    parameters: list[torch.Tensor] = []
+    buffers: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for name, child in module.named_modules():
             if isinstance(child, torch.nn.RNNBase):
                 child._flat_weight_refs = []  # weak ones; what they lead to is to be another
             for key, parameter in child._parameters.items():
                 if parameter is not None and _is_elsewhere(parameter, device):
-                    kind: Any = type(parameter)
-                    there: torch.Tensor = (
-                        kind(parameter.requires_grad, device)
-                        if is_lazy(parameter)
-                        else torch.nn.Parameter(parameter.to(device), parameter.requires_grad)
-                    )
-                    if parameter.grad is not None:
-                        there.grad = parameter.grad.to(device)
-                    # XLA's tensors are of another kind than the host's, so setting .data is refused.
                     try:
-                        torch.utils.swap_tensors(parameter, there)
+                        _move(parameter, device)
                     except RuntimeError as error:
                         raise RuntimeError(
                             f"parameter {f'{name}.{key}'.lstrip('.')} of {type(module).__name__} cannot be brought to "
                             f"{device} at the scope's end ({error}): have the module there before anything refers to "
                             f"it, {type(module).__name__}(…).to({str(device)!r}) in the scope"
                         ) from error
+                    parameters.append(parameter)
             if isinstance(child, torch.nn.RNNBase):
                 child._init_flat_weights()
             for key, buffer in child._buffers.items():
                 if buffer is not None and _is_elsewhere(buffer, device):
-                    if id(buffer) not in moved:
+                    if id(buffer) not in buffers:
                         lazy = is_lazy(buffer)
-                        moved[id(buffer)] = (
-                            type(buffer)(False, device) if lazy else buffer.to(device)
+                        buffers[id(buffer)] = (
+                            type(buffer)(False, device, buffer.dtype) if lazy else buffer.to(device)
                         )
-                    child._buffers[key] = moved[id(buffer)]
+                    child._buffers[key] = buffers[id(buffer)]
+    return parameters
 
 
 def _is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device != device and not tensor.is_meta and not arrays.is_sharded(tensor)
+
+
+def _move(parameter: torch.Tensor, device: torch.device) -> None:
+    """As a module's `to` does, but `parameter` goes on being the same object for devices of all kinds."""
+    if is_lazy(parameter):
+        lazy: Any = type(parameter)
+        torch.utils.swap_tensors(parameter, lazy(parameter.requires_grad, device, parameter.dtype))
+        return
+    values, gradient = parameter.to(device), parameter.grad
+    if torch._has_compatible_shallow_copy_type(parameter, values):
+        parameter.data = values
+        if gradient is not None:
+            gradient.data = gradient.to(device)
+        return
+    # The tensors of XLA, and of some other kinds, are of another kind than the host's, so setting .data is refused.
+    there = torch.nn.Parameter(values, parameter.requires_grad)
+    if gradient is not None:
+        there.grad = gradient.to(device)
+    torch.utils.swap_tensors(parameter, there)
+
+
+def bring_states(parameters: Collection[torch.Tensor]) -> None:
+    """Let the state that optimizers already have of `parameters` be where these are now.
+
+    As after a `load_state_dict`, counts of steps stay on the host unless the optimizer computes with them.
+    """
+    moved = set(map(id, parameters))
+    # Nothing else knows of all optimizers: they may have been made outside the scope, and restored inside.
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)] if moved else []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            counts_on_host = not (group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter) if id(parameter) in moved else None
+                for key, value in (state or {}).items():
+                    if not (key == "step" and counts_on_host):
+                        state[key] = _on(parameter.device, value)
+
+
+def compute_there(module: torch.nn.Module, device: torch.device) -> None:
+    """Let calls of `module` with tensors that are elsewhere compute on `device`, as long as its parameters are there.
+
+    The results are brought to where the arguments were: so a program that evaluates outside `run`, where nothing
+    brings batches to the device, is the same for devices of all kinds. What is called with a tensor on `device`, as
+    inside `run`, is called as it is.
+    """
+
+    def around(
+        module: torch.nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].device == device:
+            return call(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_packed)
+        devices = [(x.data if _is_packed(x) else x).device for x in leaves if _can_move(x)]
+        parameter = next(module.parameters(), None)
+        if not devices or device in devices or parameter is None or parameter.device != device:
+            return call(*args, **kwargs)
+        args, kwargs = _on(device, (args, kwargs))
+        return _on(devices[0], call(*args, **kwargs))
+
+    hooks.around_calls(module, around)
+
+
+def _on(device: torch.device, values: Any) -> Any:
+    """`values`, a structure, with its tensors on `device`."""
+    return pytree.tree_map(
+        lambda x: x.to(device) if _can_move(x) else x, values, is_leaf=_is_packed
+    )
+
+
+def _is_packed(value: Any) -> bool:
+    """A tuple of tensors of which one is the host's."""
+    return isinstance(value, PackedSequence)
+
+
+def _can_move(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, PackedSequence))

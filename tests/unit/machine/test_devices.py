@@ -13,6 +13,7 @@ from mpistrat.machine.devices import (
     check_devices,
     num_accelerators,
     seen_accelerators,
+    share_all,
     share_out,
 )
 
@@ -124,6 +125,23 @@ def test_no_gpu_has_two_ranks_while_another_could_take_one(seen):
     for own in seen:
         most |= {taken | {gpu} for taken in most for gpu in set(own) - taken}
     assert len(users) == max(map(len, most))
+
+
+@pytest.mark.parametrize(
+    ("seen", "numbers"),
+    [
+        (["ABCD"], [[0, 1, 2, 3]]),
+        (["ABCD"] * 2, [[0, 2], [1, 3]]),
+        (["ABC"] * 2, [[0], [1]]),
+        (["AB", "CD"], [[0, 1], [0, 1]]),
+        (["A", "AB"], [[0], [1]]),
+        (["A", "A"], [[0], [0]]),
+        ([[], "AB"], [[], [0]]),
+        ([[]], [[]]),
+    ],
+)
+def test_ranks_take_equally_many_of_all_accelerators(seen, numbers):
+    assert share_all(seen) == numbers
 
 
 @pytest.mark.parametrize("other_library", ["nothing", "torch without CUDA"])

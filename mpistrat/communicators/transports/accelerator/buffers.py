@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
@@ -12,6 +12,7 @@ from mpistrat.communicators.transports.accelerator.library import DeviceLibrary,
 from mpistrat.communicators.transports.transport import Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.options import CommunicationImplementation
 
 
 class DeviceTransport(Transport):
@@ -24,9 +25,13 @@ class DeviceTransport(Transport):
         index: the number of this process's GPU. A buffer on another GPU is copied to it and back.
         watch: where ranks that wait are watched.
         why: this way is taken, for people.
+
+    Attributes:
+        asked_for: the ways for an implementation that a program asks for, where there are several.
     """
 
     takes_device_buffers = True
+    asked_for: Mapping[CommunicationImplementation, Transport] = {}
 
     def __init__(
         self, host: Communicator, index: int, watch: CommunicatorWatch, why: str = ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mpistrat.arrays import is_on_gpu, is_torch
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.transport import Operands, Transport
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport
+from mpistrat.options import CommunicationImplementation
 
 
 class ByLibrary(Transport):
@@ -36,9 +37,18 @@ class ByLibrary(Transport):
 
     @property
     def ordered_by_streams(self) -> bool:  # type: ignore[override]
-        return any(transport.ordered_by_streams for transport in self._made.values())
+        return any(transport.ordered_by_streams for transport in self.made)
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
+    @property
+    def made(self) -> Collection[DeviceTransport]:
+        return self._made.values()
+
+    def choose(self, call: str, operands: Operands) -> Mover | None:
+        transport = self.to_use(operands)
+        return None if transport is None else transport.choose(call, operands)
+
+    def to_use(self, operands: Operands) -> DeviceTransport | None:
+        """The transport of a call's buffers, whose turn it is; None for buffers on the host. Collective."""
         if not is_on_gpu(operands.buffer):
             return None
         chosen = self._made.get(is_torch(operands.buffer))
@@ -46,7 +56,7 @@ class ByLibrary(Transport):
             if self._last is not None:
                 self._last.wait_until_idle()
             chosen = self._last = self.of(is_torch(operands.buffer))
-        return chosen.choose(call, operands)
+        return chosen
 
     def explain(self, rest: str) -> str:
         names = {True: "tensors", False: "CuPy arrays"}
@@ -56,3 +66,26 @@ class ByLibrary(Transport):
             for torch, transport in self._made.items()
         ]
         return f"{''.join(lines)}buffers on the host: {rest}"
+
+
+class AskedFor(Transport):
+    """As `by_library`, by the way of `implementation` where there are several."""
+
+    takes_device_buffers = True
+
+    def __init__(self, by_library: ByLibrary, implementation: CommunicationImplementation) -> None:
+        self._by_library, self._implementation = by_library, implementation
+
+    def _of(self, transport: DeviceTransport) -> Transport:
+        return transport.asked_for.get(self._implementation, transport)
+
+    @property
+    def ordered_by_streams(self) -> bool:  # type: ignore[override]
+        return any(self._of(made).ordered_by_streams for made in self._by_library.made)
+
+    def choose(self, call: str, operands: Operands) -> Mover | None:
+        transport = self._by_library.to_use(operands)
+        return None if transport is None else self._of(transport).choose(call, operands)
+
+    def explain(self, rest: str) -> str:
+        return self._by_library.explain(rest)

@@ -30,7 +30,7 @@ from mpistrat.communicators.communicator import Communicator
 SECONDS_TO_TRY = 90  # importing torch and starting an accelerator take their time
 MET, PROVEN = "mpistrat: two processes", "mpistrat: device memory went through MPI"
 # A line of what a launcher or Python writes that says what happened.
-_TELLING = re.compile(r"signal \d|[Ss]ignal: |Error|Exception|are wrong|not of 2")
+_TELLING = re.compile(r"signal \d|[Ss]ignal: |Error|Exception|are wrong|not of 2|without an acc")
 TRIAL = Path(__file__).with_name("device_memory_trial.py")
 
 

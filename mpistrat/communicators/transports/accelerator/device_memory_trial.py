@@ -7,12 +7,17 @@ processes have met, and when all has gone well.
 
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 # Elements, 4 bytes each: of a message that is sent at once, and of one for which both sides meet first.
 LENGTHS = (256, 1 << 21)
+
+# Makes an array of the host's, gives the address of an array, and waits for the accelerator.
+_Library = tuple[Callable[[np.ndarray], Any], Callable[[Any], int], Callable[[], None]]
 
 
 def main() -> None:
@@ -26,7 +31,7 @@ def main() -> None:
     for length in LENGTHS:
         values = np.arange(length, dtype=np.float32) % 1000
 
-        def memory(buffer, datatype=MPI.FLOAT, length=length):
+        def memory(buffer: Any, datatype: Any = MPI.FLOAT, length: int = length) -> list[Any]:
             return [MPI.buffer.fromaddress(pointer(buffer), 4 * length), length, datatype]
 
         for sender in (0, 1):
@@ -49,26 +54,28 @@ def main() -> None:
     print(proven, flush=True)
 
 
-def _check(buffer, expected):
+def _check(buffer: Any, expected: np.ndarray) -> None:
     found = buffer.get() if hasattr(buffer, "get") else buffer.cpu().numpy()
     if not np.array_equal(found, expected):
         sys.exit(f"{np.count_nonzero(found != expected)} of {len(found)} elements are wrong")
 
 
-def _torch(number):
+def _torch(number: str) -> _Library:
     import torch
 
-    kind = torch.accelerator.current_accelerator().type
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        sys.exit("this is a process without an accelerator")
     index = _own(number, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
 
-    def array(values):
-        return torch.from_numpy(values).to(f"{kind}:{index}")
+    def array(values: np.ndarray) -> Any:
+        return torch.from_numpy(values).to(f"{device.type}:{index}")
 
     return array, torch.Tensor.data_ptr, torch.accelerator.synchronize
 
 
-def _cupy(number):
+def _cupy(number: str) -> _Library:
     import cupy
 
     device = cupy.cuda.Device(_own(number, cupy.cuda.runtime.getDeviceCount()))
@@ -76,7 +83,7 @@ def _cupy(number):
     return cupy.asarray, lambda buffer: buffer.data.ptr, device.synchronize
 
 
-def _own(number, count):
+def _own(number: str, count: int) -> int:
     """The accelerator of this process: another than that of its neighbour, where this process sees several."""
     return (int(number) + MPI.COMM_WORLD.rank) % count
 

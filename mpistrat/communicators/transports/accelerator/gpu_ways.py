@@ -1,7 +1,8 @@
 """Which way buffers on GPUs go. All ranks choose by the same facts, so they choose alike.
 
 A group of the library's own (torch's, CuPy's NCCL), where each rank has a GPU of its own; else an MPI that is proven to
-take device memory; else pinned host memory.
+take device memory; else pinned host memory. Large buffers of ranks on several nodes go by node, where that was measured
+to be faster.
 
 mpi4py is imported below this file, and this file on first use: `import mpistrat` starts no MPI.
 """
@@ -15,17 +16,26 @@ from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.router import Router
 from mpistrat.communicators.transports.accelerator import nccl
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
-from mpistrat.communicators.transports.accelerator.by_library import ByLibrary
+from mpistrat.communicators.transports.accelerator.by_library import AskedFor, ByLibrary
 from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
 from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
-from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.transports.accelerator.hierarchical import (
+    HierarchicalDeviceTransport,
+    why_not_by_node,
+)
+from mpistrat.communicators.transports.accelerator.library import (
+    CupyLibrary,
+    DeviceLibrary,
+    TorchLibrary,
+)
 from mpistrat.communicators.transports.accelerator.staging import StagedTransport
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import torch_accelerator
+from mpistrat.options import CommunicationImplementation
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,11 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
             ways = _Choice(communicator, gpus, index)
             by_library = ByLibrary(ways.of_torch, ways.of_cupy)
             by_library.of(torch=bool(torch_accelerator()))
-            communicator.move_by(by_library)
+            asked_for = (
+                CommunicationImplementation.NCCL,
+                CommunicationImplementation.HIERARCHICAL,
+            )
+            communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
 
 class _Choice:
@@ -62,6 +76,7 @@ class _Choice:
         self._watch = communicator.contract.watch or CommunicatorWatch()
         self._host = Router(communicator.ways)  # inside calls that are checked
         self._channel = AbortChannel(communicator.mpi.comm)
+        self._nodes = [gpu.node for gpu in gpus]
 
     def of_torch(self) -> DeviceTransport:
         """The best way of tensors. Collective."""
@@ -70,48 +85,86 @@ class _Choice:
         from mpistrat.communicators.transports.accelerator.torch_groups import version_of
 
         kind = torch_accelerator()
-        everyone = self._host.all_gather_object(_version(lambda: version_of(kind)))
-        why_not = shared_gpu(self._gpus) or missing(everyone)
-        if not why_not:
-            contract, host = self._communicator.contract, self._host
-            library, comm = TorchLibrary(kind, self._index), self._communicator.mpi.comm
-            watch = job_end().records.watch_of(comm, f"{contract.name} on devices")
+        library = TorchLibrary(kind, self._index)
+
+        def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[NativeTransport, str]:
+            host, comm = Router(ranks.ways), ranks.mpi.comm
+            watch = job_end().records.watch_of(comm, f"{ranks.contract.name} on devices")
+            contract = self._communicator.contract
             native = NativeTransport(
-                *(host, kind, self._index, self._watch, f"through {everyone[0][0]}", self._channel),
+                *(host, kind, self._index, self._watch, why, channel),
                 lambda joint: CallsUnderWay(
                     contract, watch, library, joint, listens=host.thread_multiple
                 ),
             )
-            why_not = native.start(Ranks(comm))
-            if not why_not:
-                return native
-        return self._by_mpi("torch", f"not through a group of torch's ({why_not})")
+            return native, native.start(Ranks(comm))
+
+        everyone = self._host.all_gather_object(_version(lambda: version_of(kind)))
+        return self._best(library, "a group of torch's", everyone, start)
 
     def of_cupy(self) -> DeviceTransport:
         """The best way of CuPy's arrays. Collective."""
-        everyone = self._host.all_gather_object(_version(lambda: f"version {nccl.version()}"))
-        why_not = shared_gpu(self._gpus) or missing(everyone)
-        if not why_not:
-            by_nccl = nccl.NcclTransport(
-                self._host, self._index, self._watch, "through NCCL", self._channel
-            )
-            why_not = by_nccl.start(CupyLibrary(self._index))
-            if not why_not:
-                return by_nccl
-        return self._by_mpi("cupy", f"not through NCCL ({why_not})")
+        library = CupyLibrary(self._index)
 
-    def _by_mpi(self, library: str, why_not: str) -> DeviceTransport:
-        node = self._gpus[self._host.rank].node
-        unproven = why_not_proven(self._host, node, library, self._index)
-        if not unproven:
-            why = f"through MPI, which was seen to take device memory, and {why_not}"
-            comm = self._communicator.mpi.comm
-            return DeviceAwareTransport(self._host, self._index, self._watch, why, comm)
-        why = (
-            f"in chunks through pinned host memory: {why_not}, and not by MPI from device memory "
-            f"({unproven})"
+        def start(ranks: Router, channel: AbortChannel, why: str) -> tuple[nccl.NcclTransport, str]:
+            host = Router(ranks.ways)
+            by_nccl = nccl.NcclTransport(host, self._index, self._watch, why, channel)
+            return by_nccl, by_nccl.start(library)
+
+        everyone = self._host.all_gather_object(_version(lambda: f"NCCL {nccl.version()}"))
+        return self._best(library, "NCCL", everyone, start)
+
+    def _best(
+        self,
+        library: DeviceLibrary,
+        group: str,
+        versions: Sequence[tuple[str, str]],
+        start: Callable[[Router, AbortChannel, str], tuple[DeviceTransport, str]],
+    ) -> DeviceTransport:
+        """The best way of the arrays of `library`.
+
+        Args:
+            group: what moves them between GPUs, for people.
+            versions: each rank's of that, as of `missing`.
+            start: makes a group of the ranks of a communicator. Returns: its transport, and why it cannot be used.
+        """
+        ranks, through = self._communicator, f"through {versions[0][0]}"
+        ungrouped = why_not = shared_gpu(self._gpus) or missing(versions)
+        if not why_not:
+            flat, why_not = start(ranks, self._channel, through)
+        if why_not:
+            flat = self._by_mpi(ranks, library, f"; not through {group} ({why_not})")
+        if len(set(self._nodes)) == 1:
+            return flat
+        apart = ungrouped or why_not_by_node(self._nodes)
+        if not apart:
+            node = self._nodes[ranks.rank]
+            here, peers = ranks.split(node), ranks.split(self._nodes[: ranks.rank].count(node))
+            within, why = start(here, AbortChannel(here.mpi.comm), through)
+            apart = next((text for text in self._host.all_gather_object(why) if text), "")
+        if apart:
+            flat.why += f"; not by node: {apart}"
+            return flat
+        by_node = HierarchicalDeviceTransport(
+            *(self._host, self._index, self._watch, self._nodes),
+            *(within, self._by_mpi(peers, library), flat),
         )
-        return StagedTransport(self._host, self._index, self._watch, why)
+        by_node.measure(library, ranks.mpi.library)
+        return by_node
+
+    def _by_mpi(self, ranks: Router, library: DeviceLibrary, text: str = "") -> DeviceTransport:
+        """Through MPI, between `ranks`. Called by all ranks of the communicator.
+
+        Args: text: for people, behind the words of how.
+        """
+        name = "torch" if isinstance(library, TorchLibrary) else "cupy"
+        unproven = why_not_proven(self._host, self._nodes[self._host.rank], name, self._index)
+        args = Router(ranks.ways), self._index, self._watch
+        if not unproven:
+            why = f"through MPI, which was seen to take device memory{text}"
+            return DeviceAwareTransport(*args, why, ranks.mpi.comm)
+        why = f"in chunks through pinned host memory{text}; not by MPI from device memory ({unproven})"
+        return StagedTransport(*args, why)
 
 
 def shared_gpu(gpus: Sequence[Gpu]) -> str:

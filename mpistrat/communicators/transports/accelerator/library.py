@@ -19,9 +19,11 @@ class DeviceLibrary(Protocol):
 
     Attributes:
         index: the GPU's number in this process.
+        name: of GPUs of its kind: "NVIDIA H100".
     """
 
     index: int
+    name: str
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which this GPU is the current device."""
@@ -75,6 +77,7 @@ class TorchLibrary:
 
         self._torch, self._module = torch, torch.get_device_module(kind)
         self._device = torch.device(kind, index)
+        self.name = str(getattr(self._module, "get_device_name", lambda index: kind)(index))
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         return self._module.device(self.index)
@@ -127,6 +130,7 @@ class CupyLibrary:
         import cupy
 
         self._cupy = cupy
+        self.name = "CuPy's"
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         return self._cupy.cuda.Device(self.index)

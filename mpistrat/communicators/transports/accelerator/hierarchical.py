@@ -1,0 +1,213 @@
+"""Large buffers on GPUs of several nodes: combined within each node, then slice by slice between the nodes.
+
+Within a node by the GPUs' own library (NCCL), which uses the links between them; between nodes by MPI, each rank's
+slice from its own GPU's memory where MPI takes that, else through pinned host memory. Each byte crosses the network as
+often as if the node were one rank.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+
+from mpistrat.arrays import Array, dtype_name, is_on_gpu, num_elements
+from mpistrat.communicators.arithmetic import SUMMED_AS_FLOAT32, scale
+from mpistrat.communicators.communicator import Communicator
+from mpistrat.communicators.costs.measurement import (
+    NOT_MEASURED,
+    SIZES_ON_DEVICE,
+    Memory,
+    costs_of,
+)
+from mpistrat.communicators.reduction import Reduction
+from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
+from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport, reduce_in_place
+from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.options import CommunicationImplementation
+
+# Below, a second library costs more than the network saves.
+SMALLEST = 1 << 16
+_FIRST = 1 << 20  # bytes of a first call, large enough for every way below
+BY_NODE, ALL_ALIKE = "by node", "all ranks alike"
+_CALLS = frozenset(["all_reduce", "reduce", "broadcast"])
+
+
+class HierarchicalDeviceTransport(DeviceTransport):
+    """Moves large buffers of ranks on several nodes, of as many ranks each.
+
+    The host waits between the phases: a library for GPUs and an MPI that takes device memory are never in flight
+    together, which could deadlock.
+
+    Args:
+        nodes: the number of each rank's node, in rank order.
+        within: over the ranks of this node, in rank order.
+        between: over the ranks of the same place on their nodes, in rank order.
+        flat: over all ranks: the other way, which takes what this one does not.
+
+    Attributes:
+        costs: what both ways cost.
+        smallest: from so many bytes on a buffer goes by node, by these costs.
+    """
+
+    def __init__(
+        self,
+        host: Communicator,
+        index: int,
+        watch: CommunicatorWatch,
+        nodes: Sequence[int],
+        within: DeviceTransport,
+        between: DeviceTransport,
+        flat: DeviceTransport,
+    ) -> None:
+        super().__init__(host, index, watch)
+        self.within, self.between, self.flat = within, between, flat
+        self.asked_for = {
+            CommunicationImplementation.NCCL: flat,
+            CommunicationImplementation.HIERARCHICAL: _Always(self),
+        }
+        self.costs = NOT_MEASURED
+        self.smallest = float(SMALLEST)
+        self._nodes = nodes
+        # By rank: its place on its node.
+        self._places = [list(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
+
+    @property
+    def ordered_by_streams(self) -> bool:  # type: ignore[override]
+        """False where the host has to wait, between the phases of some buffers."""
+        return self.flat.ordered_by_streams and math.isinf(self.smallest)
+
+    def choose(self, call: str, operands: Operands) -> Mover | None:
+        by_node = operands.buffer.nbytes >= self.smallest and takes(call, operands)
+        return self if by_node else self.flat.choose(call, operands)
+
+    def measure(self, library: DeviceLibrary, mpi: str) -> None:
+        """Find out from which size on going by node is faster. Collective.
+
+        Args:
+            library: of the buffers.
+            mpi: the library's name and version.
+        """
+
+        def zeros(length: int) -> Array:
+            with library.device():
+                buffer = library.empty((length,), "float32")
+                buffer[...] = 0
+                return buffer
+
+        def waiting(all_reduce: Callable[[Operands], None]) -> Callable[[Array], None]:
+            def way(buffer: Array) -> None:
+                all_reduce(Operands(buffer))
+                self.within.wait_for_current_stream(buffer)
+
+            return way
+
+        # Not while time is taken: connections, and measurements of the ways below.
+        for all_reduce in (self.all_reduce, self.flat.all_reduce):
+            waiting(all_reduce)(zeros(_FIRST // 4))
+        by = self.within.why, type(self.between).__name__, type(self.flat).__name__
+        self.costs = costs_of(
+            {BY_NODE: waiting(self.all_reduce), ALL_ALIKE: waiting(self.flat.all_reduce)},
+            self.host,
+            mpi,
+            list(collections.Counter(self._nodes).values()),
+            asleep=[BY_NODE, ALL_ALIKE],
+            memory=Memory(f"{library.name}, {', '.join(by)}", SIZES_ON_DEVICE, zeros),
+        )
+        self.smallest = self.costs.cheaper_from(BY_NODE, ALL_ALIKE, SMALLEST)
+        slices = f"in {self.within.size} slices between the nodes, {self.between.why}"
+        sizes = self.costs.explain_from(self.smallest)
+        self.why = f"{self.flat.why}; large ones by node, {slices}, {sizes}"
+
+    def wait_until_idle(self) -> None:
+        self.flat.wait_until_idle()
+        self.within.wait_until_idle()
+
+    def _combine(self, buffer: Array, reduction: Reduction) -> None:
+        if dtype_name(buffer).startswith(SUMMED_AS_FLOAT32):  # rounded once, not on each node
+            plain = reduction.plain
+            reduce_in_place(Operands(buffer, reduction), lambda wide: self._combine(wide, plain))
+            return
+        plain = reduction.plain
+        flat, whole, mine = self._sliced(buffer)
+        self.within.reduce_scatter(Operands(whole, plain, mine))
+        self._leave_the_gpu(mine)
+        self.between.all_reduce(Operands(mine, plain))
+        self.within.all_gather_into(Operands(mine, out=whole))
+        if whole is not flat:
+            flat[...] = whole[: num_elements(flat)]
+        scale(buffer, reduction.scale)
+
+    def _spread(self, buffer: Array, root: int) -> None:
+        """Within the root's node, then from its ranks to those of the other nodes, then within these."""
+        flat, whole, mine = self._sliced(buffer)
+        node, place = self._nodes[root], self._places[self.rank]
+        if self._nodes[self.rank] == node:
+            self.within.broadcast(Operands(whole, root=self._places[root]))
+        peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
+        self._leave_the_gpu(mine)
+        self.between.broadcast(Operands(mine, root=peers.index(node)))
+        if self._nodes[self.rank] != node:
+            self.within.all_gather_into(Operands(mine, out=whole))
+        if whole is not flat:
+            flat[...] = whole[: num_elements(flat)]
+
+    def _leave_the_gpu(self, mine: Array) -> None:
+        """Return when the GPUs' own library has done what it was given."""
+        self.wait_until_idle()
+        self.within.wait_for_current_stream(mine)
+
+    def _sliced(self, buffer: Array) -> tuple[Array, Array, Array]:
+        """The elements of `buffer`; the same or, padded, a copy, of as many for each rank of the node; this rank's."""
+        library, ranks = self.library(buffer), self.within.size
+        whole = flat = library.flat(buffer)
+        length = -(-num_elements(flat) // ranks)
+        if length * ranks > num_elements(flat):
+            whole = library.empty((length * ranks,), flat.dtype)
+            whole[: num_elements(flat)] = flat
+            whole[num_elements(flat) :] = 0
+        return flat, whole, whole[self.within.rank * length : (self.within.rank + 1) * length]
+
+
+class _Always(Transport):
+    """By node, whatever was measured."""
+
+    takes_device_buffers = True
+
+    def __init__(self, by_node: HierarchicalDeviceTransport) -> None:
+        self._by_node = by_node
+
+    def choose(self, call: str, operands: Operands) -> Mover | None:
+        if takes(call, operands):
+            return self._by_node
+        return self._by_node.flat.choose(call, operands)
+
+    def explain(self, rest: str) -> str:
+        return self._by_node.explain(rest)
+
+
+def takes(call: str, operands: Operands) -> bool:
+    """Whether a call can go by node. A tree's sums and those with a compressor want all values on the host."""
+    return (
+        call in _CALLS
+        and is_on_gpu(operands.buffer)
+        and operands.buffer.nbytes >= SMALLEST
+        and operands.tree is None
+        and operands.reduction.compressor is None
+    )
+
+
+def why_not_by_node(nodes: Sequence[int]) -> str:
+    """Why buffers on GPUs do not go by node; "" if they may.
+
+    Args: nodes: the number of each rank's node, in rank order.
+    """
+    ranks = collections.Counter(nodes).values()
+    if len(ranks) == 1:
+        return "there is one node"
+    if set(ranks) == {1}:
+        return "each rank is on a node of its own"
+    if len(set(ranks)) > 1:
+        return f"nodes have {min(ranks)} to {max(ranks)} ranks"
+    return ""
