@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Launcher
+from support.simulated_accelerator.build import NoCompiler, library
 
+TESTS = Path(__file__).parents[1]
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
@@ -18,12 +20,13 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
     job = launcher.run_python(
         ranks,
         *("-m", "mpistrat.tools.bench", operation, "-b", "4K", "-e", "4M", "-f", "32", "-n", "3"),
+        *("--device", "cpu"),
         *("--json", file, "--plot", picture),
         seconds=90,
     )
     assert job.returncode == 0, job.output
     assert "# Out of bounds values: 0 OK" in job.stdout
-    assert f"# {operation} over {ranks} ranks" in job.stdout
+    assert f"# {operation} over {ranks} ranks, in host memory" in job.stdout
     content = json.loads(file.read_text())
     assert content["operation"] == operation
     assert content["surroundings"]["ranks"] == ranks
@@ -38,9 +41,48 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_on_a_device(launcher: Launcher, tmp_path: Path) -> None:
+    """Operands, peers and models are in a device's memory, and the report names it."""
+    try:
+        library()
+    except NoCompiler as why:
+        pytest.skip(str(why))
+    sweep = ("-b", "4K", "-e", "128K", "-f", "32", "-n", "3")
+    commands = [
+        *((operation, *sweep, "--json", str(tmp_path / operation)) for operation in OPERATIONS),
+        ("train", "--steps", "2", "--batch-size", "8", "--json", str(tmp_path / "train")),
+        ("compare", "all_reduce", *sweep[:6], "--rounds", "2"),
+        ("compare", "torch", "--calls", "all_gather", "--size", "64", "--rounds", "2"),
+        ("all_reduce", "--device", "sim:5"),
+    ]
+    words = [word for command in commands for word in ("--", *command)]
+    job = launcher.run_python(
+        2,
+        TESTS / "launch/programs/bench_on_simulated_accelerator.py",
+        *words,
+        seconds=120,
+        forked=True,
+    )
+    assert job.returncode == 2, job.output
+    mistake = "--device sim:5: rank 0: device 'sim:5' does not exist: this process sees 2 GPUs"
+    assert mistake in job.stderr
+    assert "# all_reduce over 2 ranks, in the memory of sim:0 (simulated accelerator)" in job.stdout
+    assert job.stdout.count("# Out of bounds values: 0 OK") == len(OPERATIONS)
+    assert "parameters equal on all ranks, losses finite: OK" in job.stdout
+    assert "simccl us" in job.stdout
+    assert "raw MPI: skipped, MPI was not seen to take memory of sim:0" in job.stdout
+    assert job.stdout.count("violations: []") == 2
+    for name in (*OPERATIONS, "train"):
+        content = json.loads((tmp_path / name).read_text())
+        assert content["surroundings"]["device"] == "sim:0 (simulated accelerator)"
+        assert any("simccl" in way for way in content["surroundings"]["ways"])
+
+
 def test_buffers_in_the_window(launcher: Launcher) -> None:
     job = launcher.run_python(
-        2, "-m", "mpistrat.tools.bench", "allreduce", "--window", "-b", "1M", "-e", "1M", "-n", "5"
+        2,
+        *("-m", "mpistrat.tools.bench", "allreduce", "--window", "-b", "1M", "-e", "1M", "-n", "5"),
+        *("--device", "cpu"),
     )
     assert job.returncode == 0, job.output
     assert "window: up to 3.1 MB" in job.stdout

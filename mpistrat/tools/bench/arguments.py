@@ -18,10 +18,6 @@ from mpistrat.tools.bench.rounds import ROUNDS
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-class UsageError(Exception):
-    """Arguments that do not fit the job or its files. Raised by every rank; the message is for the command line."""
-
-
 def number_of_bytes(text: str) -> int:
     """ "64M" is 64 · 2^20."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper().removesuffix("B"))
@@ -42,6 +38,14 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 _positive = at_least(1)
+
+
+def device(text: str) -> str:
+    if re.fullmatch(r"[a-z]+(:\d+)?", text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"must be auto, cpu, or a device of torch's such as cuda or cuda:1, got {text!r}"
+    )
 
 
 def dtype(text: str) -> np.dtype[Any]:
@@ -78,7 +82,7 @@ _TORCH_SIZES = [8, *(4 << shift for shift in range(4, 25, 2))]  # to 64 MB
 
 _SIZES = ("-b --minbytes", "-e --maxbytes", "-f --factor")
 _FILES = ("--json", "--plot")
-_WORK = ("--model", "--batch-size", "--communication-options")
+_WORK = ("--model", "--batch-size", "--communication-options", "--device")
 
 # The options of all commands
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,6 +92,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "-d --dtype": {"type": dtype, "default": "float32", "help": "a number of NumPy's (float32)"},
     "-n --iters": {"type": _positive, "help": "calls per size (what 2 s allow)"},
     "--window": {"action": "store_true", "help": "of buffers in shared memory, as gradients are"},
+    "--device": {
+        "type": device,
+        "default": "auto",
+        "help": "what is measured: auto (each rank's share of its node's accelerators, or the CPU), cpu, cuda or "
+        "another kind, or one for all ranks, such as cuda:1 (auto)",
+    },
     "--json": {"metavar": "FILE", "help": "write everything, every sample, too"},
     "--plot": {"metavar": "FILE.png", "help": "draw a picture (matplotlib)"},
     "--rounds": {"type": _positive, "help": "turns of each; the median counts (%(default)s)"},
@@ -171,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
             "time in which all ranks at once copy as many bytes; results are checked.",
         )
         window = ["--window"] if name == "all_reduce" else []
-        options = [*_SIZES, "-d --dtype", "-n --iters", *window, *_FILES]
+        options = [*_SIZES, "-d --dtype", "-n --iters", "--device", *window, *_FILES]
         _add(sweep, options, run="sweep", operation=name, window=False)
     train = commands.add_parser(
         "train",
@@ -189,17 +199,18 @@ def parser() -> argparse.ArgumentParser:
     _add(pipelines, [*_FILES, "what", "--rounds", "--examples"], run="input", rounds=15)
     compare = commands.add_parser(
         "compare",
-        help="the same work by mpi4py, torch on gloo, and Horovod and TensorFlow where they are installed",
-        description="The same work by mpistrat and by its peers, which take turns in one run, on CPUs: loops with "
-        "mpi4py, torch on gloo, and Horovod and TensorFlow where they are installed.",
+        help="the same work by mpi4py, torch.distributed, and Horovod and TensorFlow where they are installed",
+        description="The same work by mpistrat and by its peers, which take turns in one run: loops with mpi4py (on a "
+        "device if MPI was seen to take its memory), torch on its own backend (gloo, NCCL, ...), and on CPUs Horovod "
+        "and TensorFlow where they are installed.",
     )
     works = compare.add_subparsers(dest="work", required=True, metavar="WORK")
     train = works.add_parser("train", help="a training step")
     _add(train, [*_WORK, "--rounds", *_FILES], run="compare_train", rounds=ROUNDS)
     sums = works.add_parser("all_reduce", aliases=["allreduce"], help="sums of float32, over sizes")
-    _add(sums, [*_SIZES, "--rounds", *_FILES], run="compare_all_reduce", rounds=15)
+    _add(sums, [*_SIZES, "--device", "--rounds", *_FILES], run="compare_all_reduce", rounds=15)
     calls = works.add_parser("torch", help="calls of torch.distributed, on gloo and on mpistrat")
-    options = ["--calls", "--size", "--rounds", "--json"]
+    options = ["--calls", "--size", "--device", "--rounds", "--json"]
     _add(calls, options, run="compare_torch", size=_TORCH_SIZES, rounds=15)
     plan = commands.add_parser(
         "plan",

@@ -9,7 +9,9 @@ from dataclasses import asdict
 from functools import partial
 
 from mpistrat.tools.bench import pictures, sweep
-from mpistrat.tools.bench.arguments import UsageError, parser
+from mpistrat.tools.bench.arguments import parser
+from mpistrat.tools.bench.device import device_named
+from mpistrat.tools.bench.errors import CannotTakePart, UsageError
 from mpistrat.tools.bench.operations import OPERATIONS
 from mpistrat.tools.bench.report import Report, table_report
 from mpistrat.tools.bench.rounds import all_ranks, medians
@@ -41,18 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _sweep(arguments: argparse.Namespace) -> Report:
     """A sweep prints each row as soon as it is measured."""
     name, communicator = arguments.operation, all_ranks()
+    device = device_named(arguments.device)
+    if arguments.window and not device.is_host:
+        raise UsageError("--window is memory of the host, which ranks share: give --device cpu")
     rows: list[sweep.Row] = []
 
     def show(line: str) -> None:
         if communicator.rank == 0:
             print(line, flush=True)
 
-    show(sweep.heading(name, communicator.size))
+    show(sweep.heading(name, communicator.size, device))
     for nbytes in sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor):
         operands = (OPERATIONS[name], communicator, nbytes, arguments.dtype)
-        rows.append(sweep.measure(*operands, in_window=arguments.window, calls=arguments.iters))
+        how = {"in_window": arguments.window, "calls": arguments.iters, "device": device}
+        rows.append(sweep.measure(*operands, **how))
         show(sweep.line(rows[-1]))
-    where = surroundings(communicator)
+    where = surroundings(communicator, device)
     times = {f"{name}, median": [row.p50 for row in rows]}
     return Report(
         "sweep",
@@ -110,32 +116,42 @@ def _compare_train(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import comparison
     from mpistrat.tools.bench.training import work_of
 
-    work = work_of(arguments.model, arguments.batch_size)
+    device = device_named(arguments.device)
+    work = work_of(arguments.model, arguments.batch_size, device.name)
     contestants, left_out = comparison.training_contestants(work, arguments.communication_options)
-    rows = comparison.compare_training(contestants, arguments.rounds)
+    rows = comparison.compare_training(contestants, arguments.rounds, device)
     title = f"training step of {arguments.model}, {work.examples} examples per rank"
     samples = {row["training step"]: row["samples"] for row in rows}
     draw = partial(pictures.side_by_side, title, "ms per step", samples)
-    return table_report(title, rows, surroundings(all_ranks()), left_out, draw)
+    return table_report(title, rows, surroundings(all_ranks(), device), left_out, draw)
 
 
 def _compare_all_reduce(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import comparison
 
+    device = device_named(arguments.device)
     nbytes = list(sweep.sizes(arguments.minbytes, arguments.maxbytes, arguments.factor))
-    rows, left_out = comparison.compare_all_reduces(nbytes, arguments.rounds)
+    rows, left_out = comparison.compare_all_reduces(nbytes, arguments.rounds, device)
     times = [medians(row["samples"]) for row in rows]
     columns = {name: [row[name] for row in times] for name in times[0]}
     limit = columns.pop(comparison.COPY)
     draw = partial(pictures.over_sizes, nbytes, columns, limit)
-    return table_report("all_reduce", rows, surroundings(all_ranks()), left_out, draw)
+    where = surroundings(all_ranks(), device)
+    return table_report("all_reduce", rows, where, left_out, draw)
 
 
 def _compare_torch(arguments: argparse.Namespace) -> Report:
     from mpistrat.tools.bench import torch_collectives
 
-    rows = torch_collectives.compare_calls(arguments.calls, arguments.size, arguments.rounds)
-    return table_report("calls of torch.distributed", rows, surroundings(all_ranks()))
+    device = device_named(arguments.device)
+    try:
+        rows = torch_collectives.compare_calls(
+            arguments.calls, arguments.size, arguments.rounds, device
+        )
+    except CannotTakePart as reason:
+        raise UsageError(f"compare torch --device {arguments.device}: {reason}") from None
+    where = surroundings(all_ranks(), device)
+    return table_report("calls of torch.distributed", rows, where)
 
 
 _RUN = {

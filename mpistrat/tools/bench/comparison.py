@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from mpistrat import arrays
+from mpistrat.arrays import Array
 from mpistrat.tools.bench import peers
+from mpistrat.tools.bench.device import HOST, Device
+from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
 
 Contestants = dict[str, Callable[[], Any]]
@@ -26,18 +32,18 @@ def training_contestants(work: Any, options: Any = None) -> tuple[Contestants, d
     from mpistrat.tools.bench.work import alone, with_mpistrat
 
     others, left_out = peers.contestants("training_steps", work)
-    contestants = {
-        ALONE: alone(work),
-        **others,
-        **torch_groups.training_steps(work, torch_groups.MPISTRAT),
-        OURS: with_mpistrat(work, options),
-    }
-    return contestants, left_out
+    contestants = {ALONE: alone(work), **others}
+    try:
+        torch_groups.own_backend(work.device)  # which also moves what lies on a device for ours
+        contestants |= torch_groups.training_steps(work, torch_groups.MPISTRAT)
+    except CannotTakePart as reason:
+        left_out["torch, mpistrat"] = str(reason)
+    return {**contestants, OURS: with_mpistrat(work, options)}, left_out
 
 
-def compare_training(contestants: Contestants, num_rounds: int) -> list[Row]:
+def compare_training(contestants: Contestants, num_rounds: int, device: Device = HOST) -> list[Row]:
     """A row for each contestant. Equal losses show that they did the same work. Called by: every rank."""
-    rounds = compare(contestants, num_rounds=num_rounds)
+    rounds = compare(contestants, num_rounds=num_rounds, wait=device.wait)
     times = medians(rounds)
     losses = {
         name: statistics.fmean(all_ranks().all_gather_object(float(step())))
@@ -48,7 +54,7 @@ def compare_training(contestants: Contestants, num_rounds: int) -> list[Row]:
             "training step": name,
             "ms": us / 1000,
             "mpistrat / this": times[OURS] / us,
-            **_over_gloo(name, times),
+            **_over_own_backend(name, times),
             "loss": losses[name],
             "wrong": name != ALONE and not math.isclose(losses[name], losses[OURS], rel_tol=1e-4),
             "samples": [sample / 1000 for sample in rounds[name]],
@@ -57,47 +63,61 @@ def compare_training(contestants: Contestants, num_rounds: int) -> list[Row]:
     ]
 
 
-def _over_gloo(name: str, times: Mapping[str, float]) -> Row:
-    """What torch takes on mpistrat's process group over what it takes on gloo's."""
+def _over_own_backend(name: str, times: Mapping[str, float]) -> Row:
+    """What torch takes on mpistrat's process group over what it takes on its own backend: gloo, NCCL, …."""
     wrapper, _, backend = name.partition(", ")
-    peer = f"{wrapper}, gloo"
-    return {"this / gloo": times[name] / times[peer]} if backend == OURS and peer in times else {}
+    if backend != OURS:
+        return {}
+    peers = {peer.partition(", ")[2]: us for peer, us in times.items() if peer.startswith(wrapper)}
+    return {f"this / {own}": times[name] / us for own, us in peers.items() if own != OURS}
 
 
-def all_reduce_contestants(nbytes: int) -> tuple[Contestants, dict[str, str]]:
-    """The ways to sum `nbytes` of float32, by name, and the peers left out. Called by: every rank."""
+def all_reduce_contestants(
+    nbytes: int, device: Device = HOST
+) -> tuple[Contestants, dict[str, str]]:
+    """The ways to sum `nbytes` of float32 on `device`, by name, and the peers left out. Called by: every rank."""
     ours = all_ranks()
-    values = operand(max(1, nbytes // 4), ours.rank, ours.size)
-    result, in_place, other, window = (values.copy() for _ in range(4))
-    if (memory := ours.memory.window_buffer(values.nbytes)) is not None:
-        window = memory.view(np.float32)
-        window[:] = values
+    values = device.array(operand(max(1, nbytes // 4), ours.rank, ours.size))
+    result, in_place, other = (arrays.copy(values) for _ in range(3))
 
-    def into_another() -> np.ndarray:
+    def into_another() -> Array:
         ours.all_reduce(values, out=result)
         return result
 
-    def over_itself(buffer: np.ndarray) -> np.ndarray:
+    def over_itself(buffer: Array) -> Array:
         ours.all_reduce(buffer)
         return buffer
 
+    def by_plain_copies() -> Array:
+        host = arrays.to_host(in_place)
+        ours.all_reduce(host)
+        in_place[:] = arrays.to_device_of(host, in_place)
+        return in_place
+
     others, left_out = peers.contestants("all_reduces", values)
-    contestants = {
+    contestants: Contestants = {
         **others,
         "ordinary": into_another,
         "ordinary, in place": lambda: over_itself(in_place),
-        "in the window": lambda: over_itself(window),
-        COPY: lambda: np.copyto(other, values),
+        COPY: functools.partial(operator.setitem, other, slice(None), values),
     }
+    if not device.is_host:
+        contestants["copies to the host"] = by_plain_copies
+    elif (memory := ours.memory.window_buffer(values.nbytes)) is not None:
+        window = memory.view(np.float32)
+        window[:] = values
+        contestants["in the window"] = lambda: over_itself(window)
     return contestants, left_out
 
 
-def compare_all_reduces(sizes: Iterable[int], num_rounds: int) -> tuple[list[Row], dict[str, str]]:
+def compare_all_reduces(
+    sizes: Iterable[int], num_rounds: int, device: Device = HOST
+) -> tuple[list[Row], dict[str, str]]:
     """The rows of `sizes` bytes, and the peers that are left out, with the reason. Called by: every rank."""
     rows, left_out = [], dict[str, str]()
     for nbytes in sizes:
-        contestants, left_out = all_reduce_contestants(nbytes)
-        rows.append(compare_all_reduce(nbytes, contestants, num_rounds))
+        contestants, left_out = all_reduce_contestants(nbytes, device)
+        rows.append(compare_all_reduce(nbytes, contestants, num_rounds, device))
     return rows, left_out
 
 
@@ -113,18 +133,25 @@ _RATIOS = {
     "MPI / window": ("MPI, in place", "in the window"),
     "gloo / window": ("gloo", "in the window"),
     "ring / window": ("TensorFlow, ring", "in the window"),
-    "window / copy": ("in the window", "copy"),
+    "window / copy": ("in the window", COPY),
+    "nccl / in place": ("nccl", "ordinary, in place"),
+    "xccl / in place": ("xccl", "ordinary, in place"),
+    "host / in place": ("copies to the host", "ordinary, in place"),
 }
 
 
-def compare_all_reduce(nbytes: int, contestants: Contestants, num_rounds: int) -> Row:
+def compare_all_reduce(
+    nbytes: int, contestants: Contestants, num_rounds: int, device: Device = HOST
+) -> Row:
     """The row of one size. Called by: every rank."""
     expected = operand(max(1, nbytes // 4), 0, 1) if all_ranks().size == 1 else 0
     wrong = sum(
-        int((call() != expected).sum()) for name, call in contestants.items() if name != COPY
+        int((arrays.to_numpy(call()) != expected).sum())
+        for name, call in contestants.items()
+        if name != COPY
     )
     repeat = max(1, min(100, (1 << 23) // nbytes))
-    rounds = compare(contestants, repeat, num_rounds)
+    rounds = compare(contestants, repeat, num_rounds, device.wait)
     times = medians(rounds)
     return {
         "bytes": nbytes,

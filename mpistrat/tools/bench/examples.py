@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from mpistrat.strategy import Strategy
-from mpistrat.tools.bench.arguments import UsageError
+from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.models.model import Model
 
 SYNTHETIC, DIGITS = "synthetic", "digits"

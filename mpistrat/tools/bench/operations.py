@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import arrays
 from mpistrat.communicators import Communicator
+from mpistrat.tools.bench.device import HOST, Device
 
 
 class Operation(abc.ABC):
@@ -23,6 +25,7 @@ class Operation(abc.ABC):
         nbytes: as nccl-tests counts them: of the whole result of all_gather, the whole operand of reduce_scatter, and
             of one rank's buffer otherwise.
         in_window: operands lie in the memory that ranks share, where the operation can make use of it.
+        device: where operands lie otherwise.
 
     Attributes:
         count: elements in `nbytes`.
@@ -34,15 +37,20 @@ class Operation(abc.ABC):
     splits = False  # whether the buffer is made of a part for each rank
 
     def __init__(
-        self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], in_window: bool
+        self,
+        communicator: Communicator,
+        nbytes: int,
+        dtype: np.dtype[Any],
+        in_window: bool,
+        device: Device = HOST,
     ) -> None:
-        self.communicator, self.dtype = communicator, dtype
+        self.communicator, self.dtype, self.device = communicator, dtype, device
         self.rank, parts = communicator.rank, communicator.size if self.splits else 1
         self.part = max(1, nbytes // dtype.itemsize // parts)
         self.count = self.part * parts
         self.nbytes = self.count * dtype.itemsize
-        self.source = self.operand(self.rank, self.count)
-        self.result = self.source.copy()
+        self.source = device.array(self.operand(self.rank, self.count))
+        self.result = arrays.copy(self.source)
         self.prepare(in_window)
 
     @classmethod
@@ -65,7 +73,7 @@ class Operation(abc.ABC):
 
     def wrong(self) -> int:
         """How many elements of this rank's result are not what they must be."""
-        return int((self.result != self.expected()).sum())
+        return int((arrays.to_numpy(self.result) != self.expected()).sum())
 
     def operand(self, rank: int, count: int) -> np.ndarray:
         """1, 2, 3, 1, 2, 3, …; each rank begins elsewhere."""
@@ -111,7 +119,7 @@ class Reduce(Operation):
         self.communicator.reduce(self.result)
 
     def expected(self) -> np.ndarray:
-        return self.source if self.rank else self.total()
+        return self.total() if self.rank == 0 else self.operand(self.rank, self.count)
 
 
 class Broadcast(Operation):
@@ -133,7 +141,7 @@ class AllGather(Operation):
     splits = True
 
     def prepare(self, in_window: bool) -> None:
-        self.source = self.operand(self.rank, self.part)
+        self.source = self.device.array(self.operand(self.rank, self.part))
 
     def __call__(self) -> None:
         self._parts = self.communicator.all_gather(self.source)
@@ -143,7 +151,7 @@ class AllGather(Operation):
         return np.concatenate([self.operand(rank, self.part) for rank in ranks])
 
     def wrong(self) -> int:
-        self.result = np.concatenate(self._parts)
+        self.result = arrays.concatenate(self._parts)
         return super().wrong()
 
 
@@ -151,7 +159,7 @@ class ReduceScatter(Operation):
     splits = True
 
     def prepare(self, in_window: bool) -> None:
-        self.result = np.empty(self.part, self.dtype)
+        self.result = self.device.array(np.zeros(self.part, self.dtype))
 
     def __call__(self) -> None:
         self.communicator.reduce_scatter(self.source, self.result)

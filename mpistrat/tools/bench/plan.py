@@ -25,7 +25,7 @@ from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.communicators.costs.model import Cost, fitted, fitted_in_two, link, over_nodes
 from mpistrat.options import CommunicationImplementation
-from mpistrat.tools.bench.arguments import UsageError
+from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.operations import AllReduce
 from mpistrat.tools.bench.report import aligned, oversubscription
 from mpistrat.tools.bench.rounds import all_ranks

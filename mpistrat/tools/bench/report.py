@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.machine.private_files import private
+from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
 
@@ -67,7 +68,8 @@ def table_report(
 ) -> Report:
     """`rows` as a table. `left_out`: the peers that take no part, and why."""
     taken_on = (
-        f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores"
+        f"{where['ranks']} ranks · {where['mpi']} · {where['cpu']}, {where['usable_cores']} cores · "
+        f"{where['device']}"
     )
     notes = [f"{name}: skipped, {reason}" for name, reason in left_out.items()]
     lines = [f"\n{title} · {taken_on}", *table(rows), *notes, *oversubscription(where)]
@@ -80,10 +82,11 @@ def report(
     rows: Sequence[Row],
     path: str | None = None,
     left_out: Mapping[str, str] = {},
+    device: Device = HOST,
 ) -> None:
     """Print `rows`, and write them to `path`, with what they were measured on. Called by: every rank."""
     communicator = all_ranks()
-    where = surroundings(communicator)
+    where = surroundings(communicator, device)
     if communicator.rank == 0:
         table_report(title, rows, where, left_out).publish(path)
 

@@ -8,21 +8,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
-from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from mpistrat.strategies.wiring import communicator_of
 
 ROUNDS = 9
 # How long a turn should last where the number of calls is not fixed
 SECONDS_PER_TURN = 0.1
 
 
-class CannotTakePart(Exception):
-    """Why a peer that is installed cannot do this work here."""
-
-
 def all_ranks() -> Communicator:
     """The communicator of all ranks of the job. Called by: every rank."""
-    return MultiWorkerMirroredStrategy().extended.communicator
+    return communicator_of(MPIClusterResolver(), "always", "mpistrat-bench")
 
 
 def own_host() -> str:
@@ -31,12 +28,23 @@ def own_host() -> str:
     return host if len(set(all_ranks().all_gather_object(host))) > 1 else "127.0.0.1"
 
 
-def seconds_of(communicator: Communicator, call: Callable[[], object], calls: int = 1) -> float:
-    """Seconds per call, of `calls` calls that all ranks begin together, on the slowest rank. Called by: every rank."""
+def seconds_of(
+    communicator: Communicator,
+    call: Callable[[], object],
+    calls: int = 1,
+    wait: Callable[[], None] = lambda: None,
+) -> float:
+    """Seconds per call, of `calls` calls that all ranks begin together, on the slowest rank. Called by: every rank.
+
+    `wait` is called before them and after the last, and is a part of their time: it returns when the rank's device has
+    nothing more to do.
+    """
+    wait()
     communicator.barrier()
     started = time.perf_counter()
     for _ in range(calls):
         call()
+    wait()
     return max(communicator.all_gather_object(time.perf_counter() - started)) / calls
 
 
@@ -53,21 +61,23 @@ def compare(
     contestants: Mapping[str, Callable[[], object]],
     repeat: int | None = None,
     num_rounds: int = ROUNDS,
+    wait: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds per call, of each round; a round times `repeat` calls of each contestant in turn.
 
-    Called by: every rank. A turn's time is the slowest rank's. `repeat`: None for as many as 0.1 s allow.
+    Called by: every rank. A turn's time is the slowest rank's. `repeat`: None for as many as 0.1 s allow. `wait`: as of
+    `seconds_of`.
     """
     communicator = all_ranks()
     for call in contestants.values():
         for _ in range(max(2, (repeat or 1) // 10)):
             call()
     if repeat is None:
-        longest = max(seconds_of(communicator, call) for call in contestants.values())
+        longest = max(seconds_of(communicator, call, 1, wait) for call in contestants.values())
         repeat = max(1, round(SECONDS_PER_TURN / longest))
 
     def turn(call: Callable[[], object], calls: int) -> float:
-        return seconds_of(communicator, call, calls) * 1e6
+        return seconds_of(communicator, call, calls, wait) * 1e6
 
     turns = {name: functools.partial(turn, call, repeat) for name, call in contestants.items()}
     return take_turns(turns, num_rounds)

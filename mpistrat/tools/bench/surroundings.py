@@ -14,10 +14,12 @@ import numpy as np
 
 from mpistrat.communicators import Communicator
 from mpistrat.machine.cpu_model import cpu_model
+from mpistrat.machine.devices import num_accelerators, torch_accelerator
+from mpistrat.tools.bench.device import HOST, Device
 
 
-def surroundings(communicator: Communicator) -> dict[str, Any]:
-    """Collective; equal on all ranks."""
+def surroundings(communicator: Communicator, device: Device = HOST) -> dict[str, Any]:
+    """Collective; equal on all ranks. Args: device: whose memory was measured."""
     cores = sorted(os.sched_getaffinity(0))
     everyone = communicator.all_gather_object((socket.gethostname(), cores))
     usable = len({(host, cpu) for host, cpus in everyone for cpu in cpus})
@@ -33,6 +35,7 @@ def surroundings(communicator: Communicator) -> dict[str, Any]:
         "usable_cores": usable,
         "oversubscribed": usable < communicator.size,
         "mpi": _mpi(),
+        "device": str(device),
         **_torch(),
         "ways": communicator.explain().split("\n"),
     }
@@ -55,9 +58,10 @@ def _mpi() -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """Version, compute threads and GPUs of torch, where a benchmark has imported it."""
+    """Version, compute threads and accelerators of torch, where a benchmark has imported it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kind = torch_accelerator()
+    gpus = [str(Device(f"{kind}:{i}")) for i in range(num_accelerators())] if kind else []
     return {"torch": torch.__version__, "threads_per_rank": torch.get_num_threads(), "gpus": gpus}

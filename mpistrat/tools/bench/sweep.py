@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.communicators import Communicator
+from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
 from mpistrat.tools.bench.report import aligned, oversubscription
 from mpistrat.tools.bench.rounds import seconds_of
@@ -85,9 +87,14 @@ def measure(
     *,
     in_window: bool = False,
     calls: int | None = None,
+    device: Device = HOST,
 ) -> Row:
-    """Collective. `calls`: None for as many as fit into two seconds."""
-    operation = kind(communicator, nbytes, dtype, in_window)
+    """Collective. `calls`: None for as many as fit into two seconds.
+
+    A call begins when all ranks are there and their devices have nothing to do, and ends on a rank when its device has
+    the result.
+    """
+    operation = kind(communicator, nbytes, dtype, in_window, device)
     seconds = [_timed(operation)]
     wrong = operation.wrong()
     seconds += [_timed(operation) for _ in range(WARM_UP - 1)]
@@ -102,7 +109,7 @@ def measure(
     samples = everyone.max(axis=0)
     medians = np.median(everyone, axis=1)
     p50 = float(np.median(samples))
-    limit = _copying(communicator, operation.nbytes, calls)
+    limit = _copying(communicator, operation.nbytes, calls, device)
     algbw = operation.nbytes / p50 / 1e3
     return Row(
         bytes=operation.nbytes,
@@ -126,24 +133,28 @@ def measure(
 
 def _timed(operation: Operation) -> float:
     operation.reset()
+    operation.device.wait()
     operation.communicator.barrier()
     started = time.perf_counter()
     operation()
+    operation.device.wait()
     return time.perf_counter() - started
 
 
-def _copying(communicator: Communicator, nbytes: int, calls: int) -> float:
-    """Microseconds in which all ranks at once copy `nbytes` each."""
-    source, target = np.ones((2, nbytes), np.uint8)
-    copy = functools.partial(np.copyto, target, source)
-    seconds = [seconds_of(communicator, copy) for _ in range(min(calls, 50) + WARM_UP)]
+def _copying(communicator: Communicator, nbytes: int, calls: int, device: Device) -> float:
+    """Microseconds in which all ranks at once copy `nbytes` each, from and to the memory of their devices."""
+    source, target = (device.array(np.ones(nbytes, np.uint8)) for _ in range(2))
+    copy = functools.partial(operator.setitem, target, slice(None), source)
+    turns = range(min(calls, 50) + WARM_UP)
+    seconds = [seconds_of(communicator, copy, 1, device.wait) for _ in turns]
     return float(np.median(seconds[WARM_UP:])) * 1e6
 
 
-def heading(operation: str, ranks: int) -> str:
+def heading(operation: str, ranks: int, device: Device) -> str:
+    place = device if device.is_host else f"the memory of {device}"
     names = aligned((name for name, *_ in _COLUMNS), _WIDTHS)
     units = aligned((unit for _, unit, *_ in _COLUMNS), _WIDTHS)
-    return f"# {operation} over {ranks} ranks\n#\n#{names}\n#{units}"
+    return f"# {operation} over {ranks} ranks, in {place}\n#\n#{names}\n#{units}"
 
 
 def line(row: Row) -> str:

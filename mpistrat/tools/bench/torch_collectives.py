@@ -1,4 +1,4 @@
-"""`mpistrat-bench compare torch`: the calls of torch.distributed on gloo and on mpistrat, in one run."""
+"""`mpistrat-bench compare torch`: the calls of torch.distributed on torch's own backend and on mpistrat, in one run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.tools.bench import operations
+from mpistrat.tools.bench.device import HOST, Device
 from mpistrat.tools.bench.operations import Operation
 from mpistrat.tools.bench.rounds import all_ranks, compare, medians
-from mpistrat.tools.bench.torch_groups import GLOO, MPISTRAT, group_on
+from mpistrat.tools.bench.torch_groups import MPISTRAT, group_on, own_backend
 
 _FLOAT32 = np.dtype("float32")
 # torch's new names for two calls, or the ones that it had before
@@ -21,20 +22,20 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Call(Operation):
-    """One call on tensors of float32 in ordinary memory.
+    """One call on tensors of float32, in ordinary memory or on a device.
 
     Args:
         group: whose ranks are those of the job.
-        nbytes: as `Operation` counts them.
+        nbytes, device: as of `Operation`.
 
     Attributes:
         sent, received: `source` and `result` as tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, nbytes: int) -> None:
-        super().__init__(all_ranks(), nbytes, _FLOAT32, in_window=False)
+    def __init__(self, group: dist.ProcessGroup | None, nbytes: int, device: Device = HOST) -> None:
+        super().__init__(all_ranks(), nbytes, _FLOAT32, in_window=False, device=device)
         self.group = group
-        self.sent, self.received = torch.from_numpy(self.source), torch.from_numpy(self.result)
+        self.sent, self.received = torch.as_tensor(self.source), torch.as_tensor(self.result)
         self.sent_parts = list(self.sent.chunk(self.communicator.size))
         self.received_parts = list(self.received.chunk(self.communicator.size))
 
@@ -115,14 +116,17 @@ CALLS: dict[str, type[Call]] = {
 
 
 def compare_calls(
-    names: Iterable[str], sizes: Iterable[int], num_rounds: int
+    names: Iterable[str], sizes: Iterable[int], num_rounds: int, device: Device = HOST
 ) -> list[dict[str, Any]]:
-    """A row for each of `CALLS` that is named, and each size in bytes. Called by: every rank."""
-    groups = {backend: group_on(backend) for backend in (GLOO, MPISTRAT)}
+    """A row for each of `CALLS` that is named, and each size in bytes. Called by: every rank.
+
+    Raises: CannotTakePart where torch has no backend for `device`.
+    """
+    groups = {backend: group_on(backend) for backend in (own_backend(device.name), MPISTRAT)}
     return [
         compare_call(
             name,
-            {backend: CALLS[name](group, nbytes) for backend, group in groups.items()},
+            {backend: CALLS[name](group, nbytes, device) for backend, group in groups.items()},
             num_rounds,
         )
         for name in names
@@ -131,16 +135,18 @@ def compare_calls(
 
 
 def compare_call(name: str, calls: Mapping[str, Call], num_rounds: int) -> dict[str, Any]:
-    """The row of one call and size. Called by: every rank. Args: calls: by backend."""
+    """The row of one call and size. Called by: every rank. Args: calls: by backend, torch's own first."""
     wrong = sum(call.wrong_at_first() for call in calls.values())
-    nbytes = calls[MPISTRAT].nbytes
-    rounds = compare(calls, max(1, min(100, (1 << 23) // nbytes)), num_rounds)
+    own, ours = calls
+    nbytes = calls[ours].nbytes
+    repeat = max(1, min(100, (1 << 23) // nbytes))
+    rounds = compare(calls, repeat, num_rounds, calls[ours].device.wait)
     times = medians(rounds)
     return {
         "call": name,
         "bytes": nbytes,
         **{f"{backend} us": us for backend, us in times.items()},
-        "gloo / mpistrat": times[GLOO] / times[MPISTRAT],
+        f"{own} / {ours}": times[own] / times[ours],
         "wrong": sum(all_ranks().all_gather_object(wrong)),
         "samples": rounds,
     }

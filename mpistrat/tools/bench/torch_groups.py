@@ -1,8 +1,9 @@
-"""Process groups of torch.distributed on gloo and on mpistrat, and training steps by what torch builds on them."""
+"""Process groups of torch.distributed on torch's own backends and on mpistrat, and training steps by means of them."""
 
 from __future__ import annotations
 
 import functools
+import socket
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from mpistrat.machine.devices import seen_accelerators
+from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 
 GLOO, MPISTRAT = "gloo", "mpistrat"
@@ -19,11 +23,29 @@ GLOO, MPISTRAT = "gloo", "mpistrat"
 def group_on(backend: str) -> dist.ProcessGroup:
     """The group of all ranks on `backend`. Collective.
 
-    Both meet by one store, which is a file where the ranks are on one node: a port would need a name server.
+    All meet by one store, which is a file where the ranks are on one node: a port would need a name server.
     """
     if not dist.is_initialized():
         dist.init_process_group(MPISTRAT, init_method="mpi://")
     return dist.new_group(backend=backend)
+
+
+def own_backend(device: str) -> str:
+    """That of torch for tensors on `device`: gloo, NCCL, …. Called by: every rank.
+
+    Raises: CannotTakePart on all ranks, where torch has none, or several ranks use one device, which NCCL refuses.
+    """
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return GLOO
+    own = socket.gethostname(), seen_accelerators()[int(number)]
+    everyone = all_ranks().all_gather_object(own)
+    if len(set(everyone)) < len(everyone):
+        raise CannotTakePart(f"ranks share {device}, which its backend refuses")
+    try:
+        return dist.get_default_backend_for_device(kind)
+    except ValueError:
+        raise CannotTakePart(f"this torch has no backend for {kind}") from None
 
 
 def training_steps(work: Work, backend: str) -> dict[str, Step]:
@@ -42,7 +64,7 @@ def _ddp(work: Work, backend: str) -> Step:
 def _fsdp2(work: Work, backend: str) -> Step:
     """Each child with parameters is sharded as a unit, and then the rest."""
     module, _ = work.build()
-    mesh = DeviceMesh.from_group(group_on(backend), "cpu")
+    mesh = DeviceMesh.from_group(group_on(backend), torch.device(work.device).type)
     for child in module.children():
         if any(True for _ in child.parameters()):
             fully_shard(child, mesh=mesh)

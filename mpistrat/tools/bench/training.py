@@ -17,7 +17,8 @@ from mpistrat.communicators import Communicator
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpistrat.tools.bench import examples
-from mpistrat.tools.bench.arguments import UsageError
+from mpistrat.tools.bench.device import device_named
+from mpistrat.tools.bench.errors import UsageError
 from mpistrat.tools.bench.models import model_named
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.surroundings import surroundings
@@ -34,15 +35,16 @@ def train(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     Raises: UsageError on all ranks.
     """
     options = arguments.communication_options or CommunicationOptions()
-    strategy = MultiWorkerMirroredStrategy(None, options, gradients="mean")
+    device = device_named(arguments.device)
+    strategy = MultiWorkerMirroredStrategy(None, options, devices=[device.name], gradients="mean")
     communicator = strategy.extended.communicator
-    work = work_of(arguments.model, arguments.batch_size, strategy.extended.worker_devices[0])
+    work = work_of(arguments.model, arguments.batch_size, device.name)
     each = work.examples
     batch_size = each * communicator.size
     batches = examples.batches(strategy, work.model, arguments.input, batch_size)
     step, module = with_strategy(work, strategy)
     times, losses = _measure(communicator, work, batches, step, arguments.steps)
-    where = surroundings(communicator)
+    where = surroundings(communicator, device)
 
     everyone = np.stack(communicator.all_gather(np.array(list(times.values())) * 1e3))
     # A step is as long as its slowest rank's.
@@ -117,7 +119,9 @@ def _measure(
         if batches is not None:
             work.take(next(batches))
         read = time.perf_counter()
-        losses.append(float(step()))  # on a GPU, this waits for it
+        losses.append(
+            float(step())
+        )  # waits for the device: the copy comes after the optimizer's kernels
         times["step"].append(time.perf_counter() - started)
         times["input"].append(read - started)
 
@@ -191,7 +195,8 @@ def lines(row: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
     }
     heading = (
         f"# train {row['model']} over {where['ranks']} ranks · {where['mpi']} · {where['cpu']}, "
-        f"{where['usable_cores']} cores\n# global batch {row['batch_size']}, {row['examples_per_rank']} per rank · "
+        f"{where['usable_cores']} cores · {where['device']}\n"
+        f"# global batch {row['batch_size']}, {row['examples_per_rank']} per rank · "
         f"{row['input']} input · {row['steps']} steps · {row['communication_options']} "
         "communication options"
     )

@@ -11,12 +11,13 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks
+from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
 
 # File here, package to import, what to call it.
 PEERS = (
     ("raw_mpi", "mpi4py", "raw MPI"),
-    ("torch_gloo", "torch", "torch, gloo"),
+    ("torch_distributed", "torch", "torch.distributed"),
     ("horovod", "horovod", "Horovod"),
     ("tensorflow", "tensorflow", "TensorFlow"),
 )

@@ -8,7 +8,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks
+from mpistrat.tools.bench.device import check_on_host
+from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
 
 
@@ -20,6 +22,7 @@ def _start() -> None:
 
 
 def training_steps(work: Work) -> dict[str, Step]:
+    check_on_host(work.device)
     _start()
     module, optimizer = work.build()
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
@@ -28,6 +31,7 @@ def training_steps(work: Work) -> dict[str, Step]:
 
 
 def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+    check_on_host(getattr(values, "device", "cpu"))
     _start()
     buffer = values.copy()
     tensor = torch.from_numpy(buffer)

@@ -1,31 +1,56 @@
-"""mpi4py's buffer calls, in the loops that people write with them."""
+"""mpi4py's buffer calls, in the loops that people write with them; on a device if MPI was seen to take its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpistrat import arrays
+from mpistrat.arrays import Array
+from mpistrat.cluster_resolver import MPIClusterResolver
+from mpistrat.communicators.transports.accelerator.device_memory_proof import why_not_proven
+from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work
 
 
 def training_steps(work: Work) -> dict[str, Step]:
+    _check(torch.device(work.device))
     return {
         "raw MPI, flat buffer": _copied(work),
         "raw MPI, .grad in the buffer": _in_place(work),
     }
 
 
-def _with_flat_buffer(work: Work) -> tuple[torch.nn.Module, torch.optim.Optimizer, np.ndarray, Any]:
+def _check(device: torch.device) -> None:
+    """Raises: CannotTakePart on all ranks, where MPI was not seen to take memory of `device`."""
+    if device.type != "cpu":
+        node = MPIClusterResolver().topology().node
+        reason = why_not_proven(all_ranks(), node, "torch", device.index)
+        if reason:
+            raise CannotTakePart(f"MPI was not seen to take memory of {device}: {reason}")
+
+
+def _memory(buffer: Array) -> Any:
+    """What mpi4py takes for `buffer`, of float32. On a device, when what was submitted there is done."""
+    if not arrays.is_on_accelerator(buffer):
+        return arrays.to_numpy(buffer)  # whose memory mpi4py finds sooner than a tensor's
+    torch.accelerator.synchronize(buffer.device)
+    return [MPI.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), buffer.numel(), MPI.FLOAT]
+
+
+def _with_flat_buffer(
+    work: Work,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Any]:
     """Module, optimizer, a buffer for all gradients, and pairs of a parameter's part of it and the parameter."""
     module, optimizer = work.build()
     parameters = list(module.parameters())
     sizes = [parameter.numel() for parameter in parameters]
-    flat = np.zeros(sum(sizes), np.float32)
-    parts = torch.from_numpy(flat).split(sizes)
+    flat = torch.zeros(sum(sizes), device=work.device)
+    parts = flat.split(sizes)
     pairs = [(part.view(p.shape), p) for part, p in zip(parts, parameters, strict=True)]
     return module, optimizer, flat, pairs
 
@@ -41,8 +66,8 @@ def _copied(work: Work) -> Step:
         loss.backward()
         for part, parameter in pairs:
             part.copy_(parameter.grad)
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
-        np.divide(flat, size, out=flat)
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, _memory(flat))
+        flat.div_(size)
         for part, parameter in pairs:
             parameter.grad.copy_(part)
         optimizer.step()
@@ -59,25 +84,27 @@ def _in_place(work: Work) -> Step:
         parameter.grad = part
 
     def step() -> torch.Tensor:
-        flat.fill(0)
+        flat.zero_()
         loss = work.loss(module)
         (loss / size).backward()
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, _memory(flat))
         optimizer.step()
         return loss.detach()
 
     return step
 
 
-def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
-    result, in_place = values.copy(), values.copy()
+def all_reduces(values: Array) -> dict[str, Callable[[], Array]]:
+    if arrays.is_on_accelerator(values):
+        _check(values.device)
+    result, in_place = arrays.copy(values), arrays.copy(values)
 
-    def into_another() -> np.ndarray:
-        MPI.COMM_WORLD.Allreduce(values, result)
+    def into_another() -> Array:
+        MPI.COMM_WORLD.Allreduce(_memory(values), _memory(result))
         return result
 
-    def over_itself() -> np.ndarray:
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, in_place)
+    def over_itself() -> Array:
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, _memory(in_place))
         return in_place
 
     return {"MPI": into_another, "MPI, in place": over_itself}

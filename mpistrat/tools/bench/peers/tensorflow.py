@@ -13,7 +13,9 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from mpistrat.tools.bench.rounds import CannotTakePart, all_ranks, own_host
+from mpistrat.tools.bench.device import check_on_host
+from mpistrat.tools.bench.errors import CannotTakePart
+from mpistrat.tools.bench.rounds import all_ranks, own_host
 from mpistrat.tools.bench.work import Step, Work
 
 
@@ -36,6 +38,7 @@ def _start() -> Any:
 
 def training_steps(work: Work) -> dict[str, Step]:
     """Steps of the perceptrons, with the same weights and batch."""
+    check_on_host(work.device)
     module, _ = work.build()
     linear = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
     if not isinstance(module, torch.nn.Sequential) or len(linear) * 2 != len(module):
@@ -70,6 +73,7 @@ def training_steps(work: Work) -> dict[str, Step]:
 
 
 def all_reduces(values: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
+    check_on_host(getattr(values, "device", "cpu"))
     strategy = _start()
     tensor = tf.constant(values)
 

@@ -58,7 +58,7 @@ def test_efficiency() -> None:
 
 def test_it_says_why_there_is_no_efficiency(tmp_path: Path) -> None:
     row = train(tmp_path) | {"efficiency": None, "efficiency_refused": "4 ranks share 2 cores"}
-    where = {"ranks": 4, "mpi": "", "cpu": "", "usable_cores": 2}
+    where = {"ranks": 4, "mpi": "", "cpu": "", "usable_cores": 2, "device": ""}
     assert any("not given: 4 ranks share 2 cores" in line for line in training.lines(row, where))
 
 
