@@ -40,20 +40,69 @@ class Site(NamedTuple):
         return f"{self.file}:{self.line} {self.text}"
 
 
-@functools.cache
-def sites(elsewhere: frozenset[str] = frozenset()) -> tuple[Site, ...]:
-    """Args: elsewhere: files and folders of the package that are left out."""
+# XLA's devices have no streams; the other is a program of its own, in which nothing else runs.
+ELSEWHERE = ("xla/", "communicators/transports/accelerator/device_memory_trial.py")
+# Waits for other threads of the host.
+OF_THE_HOST = ("self.is_awake.wait(", "self._stop.wait(")
+
+
+def sites() -> list[Site]:
+    """All of the package."""
     found: list[Site] = []
     for file in sorted(PACKAGE.rglob("*.py")):
         place = str(file.relative_to(PACKAGE))
-        if not place.startswith(tuple(elsewhere)):
+        if not place.startswith(ELSEWHERE):
             found += _sites_of(place, ast.parse(file.read_text(encoding="utf-8")))
-    return tuple(found)
+    return [site for site in found if not site.text.startswith(OF_THE_HOST)]
+
+
+@contextmanager
+def without(site: Site, unrecorded: Callable[[Any], Any]) -> Iterator[None]:
+    """The package as if the source had no such wait. Args: unrecorded: an event of a stream, or of a library."""
+    module = importlib.import_module(f"mpistrat.{site.file[:-3].replace('/', '.')}")
+    *around, name = site.function.split(".")
+    function: Any = inspect.getattr_static(functools.reduce(getattr, around, module), name)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+
+    def stand_in(what: str, receiver: Any, *_: Any, **__: Any) -> Any:
+        return unrecorded(receiver) if what in RECORDS else what in LOOKS or None
+
+    before, function.__code__ = function.__code__, _code_without(site)
+    vars(module)[STAND_IN] = stand_in
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _code_without(site: Site) -> types.CodeType:
+    tree = ast.parse((PACKAGE / site.file).read_text(encoding="utf-8"))
+    function = dict(_functions(tree))[site.function]
+    _LeaveOut(list(_waits(function))[site.number]).visit(function)
+    code = compile(ast.fix_missing_locations(tree), site.file, "exec")
+    for name in site.function.split("."):
+        parts = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+        code = next(part for part in parts if part.co_name == name)
+    return code
+
+
+class _LeaveOut(ast.NodeTransformer):
+    def __init__(self, wait: ast.Call | ast.Attribute) -> None:
+        self._wait = wait
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is not self._wait:
+            return self.generic_visit(node)
+        attribute = node.func if isinstance(node, ast.Call) else node
+        assert isinstance(attribute, ast.Attribute)
+        arguments = node.args if isinstance(node, ast.Call) else []
+        given = [ast.Constant(attribute.attr), attribute.value, *arguments]
+        return ast.Call(ast.Name(STAND_IN, ast.Load()), given, [])
 
 
 def _sites_of(place: str, tree: ast.Module) -> list[Site]:
     found = [
-        Site(place, node.lineno, name, _attribute(node).attr, number, ast.unparse(node))
+        Site(place, node.lineno, name, _name(node), number, ast.unparse(node))
         for name, function in _functions(tree)
         for number, node in enumerate(_waits(function))
     ]
@@ -75,9 +124,13 @@ def _waits(function: ast.FunctionDef) -> Iterator[ast.Call | ast.Attribute]:
     called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in NAMES and not isinstance(node.func.value, ast.Call | ast.Constant) or (
-                node.func.attr in NAMES - OF_OTHERS
-            ):
+            if node.func.attr in NAMES:
                 yield node
         elif isinstance(node, ast.Attribute) and node.attr == "done" and id(node) not in called:
             yield node  # CuPy's events have it as a property
+
+
+def _name(node: ast.Call | ast.Attribute) -> str:
+    attribute = node.func if isinstance(node, ast.Call) else node
+    assert isinstance(attribute, ast.Attribute)
+    return attribute.attr
