@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).parents[2] / "mpistrat"
 # What torch, CuPy and our own `DeviceLibrary` call them.
 WAITS = {"wait_event", "wait_stream", "synchronize", "block_current_stream", "wait"}
 RECORDS = {"record_event", "record"}
-LOOKS = {"query", "is_done", "done"}
-NAMES = WAITS | RECORDS | LOOKS | {"record_stream"}
+QUERIES = {"query", "is_done", "done"}
+NAMES = WAITS | RECORDS | QUERIES | {"record_stream"}
 # Names that others use, too, count in files that have one of the rest.
 OF_OTHERS = {"wait", "record", "done"}
 STAND_IN = "_left_out"
@@ -65,7 +65,7 @@ def without(site: Site, unrecorded: Callable[[Any], Any]) -> Iterator[None]:
     function = inspect.unwrap(getattr(function, "__func__", function))
 
     def stand_in(what: str, receiver: Any, *_: Any, **__: Any) -> Any:
-        return unrecorded(receiver) if what in RECORDS else what in LOOKS or None
+        return unrecorded(receiver) if what in RECORDS else what in QUERIES or None
 
     before, function.__code__ = function.__code__, _code_without(site)
     vars(module)[STAND_IN] = stand_in
@@ -96,8 +96,8 @@ class _LeaveOut(ast.NodeTransformer):
         attribute = node.func if isinstance(node, ast.Call) else node
         assert isinstance(attribute, ast.Attribute)
         arguments = node.args if isinstance(node, ast.Call) else []
-        given = [ast.Constant(attribute.attr), attribute.value, *arguments]
-        return ast.Call(ast.Name(STAND_IN, ast.Load()), given, [])
+        operands = [ast.Constant(attribute.attr), attribute.value, *arguments]
+        return ast.Call(ast.Name(STAND_IN, ast.Load()), operands, [])
 
 
 def _sites_of(place: str, tree: ast.Module) -> list[Site]:

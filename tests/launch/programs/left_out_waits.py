@@ -9,7 +9,8 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.tools.bench.device import Device
+from mpistrat.tools.bench.peers import raw_mpi
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -38,7 +41,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LENGTH = 3000
 staging.CHUNK = 1 << 10
-calls_under_way.MOST = 0
+calls_under_way.SECONDS_BETWEEN_LOOKS = 60.0  # `until_idle` looks itself
 
 
 def values() -> np.ndarray:
@@ -83,8 +86,7 @@ class OnTheHost(DeviceAwareTransport):
 
     def _memory(self, buffer: Any, count: int, datatype: MPI.Datatype) -> Any:
         SIM.host_access(buffer, True)
-        address = SIM.host_address(buffer.data_ptr())
-        return [MPI.buffer.fromaddress(address, buffer.nbytes), count, datatype]
+        return [at_its_host_address(buffer.data_ptr(), buffer.nbytes), count, datatype]
 
 
 def device_aware() -> None:
@@ -105,12 +107,26 @@ def native_sums() -> None:
     expect(summed(native()))
 
 
+class NotedCalls(calls_under_way.CallsUnderWay):
+    """Attributes: newest: of all."""
+
+    newest: ClassVar[Any] = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        NotedCalls.newest = self
+
+
+gpu_ways.CallsUnderWay = NotedCalls  # type: ignore[misc]
+
+
 def until_idle() -> None:
     """The host may use what the last collective of several wrote."""
     communicator = native()
     buffer = torch.as_tensor(values()).to("sim")
     for _ in range(5):
         communicator.broadcast(buffer)
+    NotedCalls.newest.look()
     communicator.ways.transports[0].of(torch=True).wait_until_idle()
     SIM.host_access(buffer, False)
 
@@ -185,6 +201,32 @@ def device_copies() -> None:
     expect(result.cpu(), values())
 
 
+def plain_mpi() -> None:
+    """As the benchmark measures it."""
+    buffer = torch.zeros(LENGTH, device="sim")
+    calls = raw_mpi.all_reduces(buffer)
+    buffer.copy_(torch.as_tensor(values()).pin_memory(), non_blocking=True)
+    expect(calls["MPI"]().cpu())
+
+
+def at_its_host_address(address: int, nbytes: int) -> MPI.buffer:
+    return MPI.buffer.fromaddress(SIM.host_address(address), nbytes)
+
+
+raw_mpi.why_not_proven = lambda *_: ""
+raw_mpi.MPI = SimpleNamespace(
+    buffer=SimpleNamespace(fromaddress=at_its_host_address),
+    **{name: getattr(MPI, name) for name in ("COMM_WORLD", "FLOAT", "IN_PLACE")},
+)
+
+
+def timed() -> None:
+    """A timer stops when the device is done."""
+    buffer = Device("sim:0").array(values()) * 1
+    Device("sim:0").wait()
+    SIM.host_access(buffer, True)
+
+
 # CuPy
 
 
@@ -245,7 +287,7 @@ def unrecorded(of: Any) -> Any:
 
 TORCH = [staged, device_aware, native_sums, native_through_the_host, until_idle]
 NCCL = [nccl, early_nccl]
-ALL = [*TORCH, buckets, device_copies, staged_cupy, *NCCL]
+ALL = [*TORCH, timed, plain_mpi, buckets, device_copies, staged_cupy, *NCCL]
 ACCELERATOR = "communicators/transports/accelerator"
 # Where waits of a file show; of others, all is tried.
 OF_FILE = {
@@ -256,6 +298,8 @@ OF_FILE = {
     f"{ACCELERATOR}/staging.py": [staged],
     "input/device_copies.py": [device_copies],
     "pytorch/gradients/device_buckets.py": [buckets],
+    "tools/bench/device.py": [timed],
+    "tools/bench/peers/raw_mpi.py": [plain_mpi],
 }
 
 
