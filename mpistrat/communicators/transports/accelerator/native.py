@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from mpistrat.communicators.transports.accelerator.torch_groups import make_grou
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.machine.devices import let_nccl_outlive_ranks
 from mpistrat.settings import start_seconds
 
 OPS: dict[str, Any] = {
@@ -90,8 +90,7 @@ class NativeTransport(DeviceTransport):
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
             if self._watch.revocable_group is not None:
-                # NCCL's watchdog would end this process for the loss of another.
-                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+                let_nccl_outlive_ranks()
             name = f"mpistrat {self._under_way.name}"
             with self._own.device():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
