@@ -65,10 +65,13 @@ def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def torch_accelerator() -> str:
-    """What torch calls the accelerators that it can use here: "cuda", "xpu", …; "" for none, or without torch."""
+    """What torch calls the accelerators that it can use here: "cuda", "xpu", …; "" for none, or without torch.
+
+    XLA's are those of a TPUStrategy.
+    """
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
-    return "" if device is None else str(device.type)
+    return "" if device is None or device.type == "xla" else str(device.type)
 
 
 def accelerator() -> str:

@@ -34,6 +34,13 @@ def bucket_bytes(like: Sequence[Any], slots: Sequence[int], asked: int) -> int:
     return asked or min(max(total // _PARTS, _SMALLEST), _LARGEST)
 
 
+def let_go(gradient: torch.Tensor | None) -> None:
+    """The current stream was the last to read `gradient`, which the backward may have allocated on another."""
+    if gradient is not None and not gradient.is_sparse:
+        module = torch.get_device_module(gradient.device)
+        gradient.record_stream(module.current_stream(gradient.device))
+
+
 class SideStream:
     """A stream of an accelerator on which buckets are summed up, and who makes the calls.
 
