@@ -1,5 +1,6 @@
 """torch's own groups as a transport, on the simulated accelerator: how collectives end, start, hang and fail."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -61,4 +62,20 @@ def test_kernels_that_never_end(launcher: Launcher, tmp_path: Path, then: str) -
     assert "in synchronize" in job.output
     assert (job.stdout.count("released") > 0) == (then == "raise"), job.output
     assert ("mpistrat.errors.StallError: ranks have waited" in job.output) == (then == "raise")
+    assert job.left_behind == ()
+
+
+class ElasticLauncher(Launcher):
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        return super().command(ranks, ["--with-ft", "ulfm", *program])
+
+
+@pytest.mark.both_mpis("faults")
+def test_a_rank_is_lost(tmp_path: Path) -> None:
+    """The group is aborted before anybody hears of it: else the others would wait for their devices for ever."""
+    launcher = ElasticLauncher.named("Open MPI")
+    job = run(launcher, tmp_path, 3, "losses", forked=False)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("went on with 2") == 2, job.output
+    assert "Traceback" not in job.output, job.output
     assert job.left_behind == ()
