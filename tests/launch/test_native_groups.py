@@ -10,7 +10,7 @@ from support.simulated_accelerator.build import NoCompiler, library
 PROGRAM = Path(__file__).parent / "programs" / "native_groups.py"
 COLLECTIVES = (
     *("reductions", "rounding_scale_and_out", "reduce_and_reduce_scatter", "copies"),
-    *("side_streams", "captures", "mismatches", "many_calls", "failures"),
+    *("side_streams", "batch_norm", "captures", "mismatches", "many_calls", "failures"),
 )
 LIMIT = 2.0
 

@@ -158,6 +158,41 @@ def side_streams(communicator: Communicator) -> None:
     equal(buffer, (everyone().sum(0) * 2 + 1) * 3)
 
 
+def batch_norm(communicator: Communicator) -> None:
+    """Once the ranks know that they are equal, a step with either kind of it lets the host wait for nothing."""
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
+    calls = strategy.extended.communicator.contract
+    with strategy.scope():
+        own = torch.nn.BatchNorm1d(3)
+        synced = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))
+    whole = torch.randn(4 * SIZE, 3, generator=torch.Generator().manual_seed(0))
+    mine = whole[4 * RANK : 4 * RANK + 4].to("sim").requires_grad_()
+    made: list[int] = []
+
+    def step() -> None:
+        before = calls.calls
+        output = synced(mine)
+        made.append(calls.calls - before)
+        torch.autograd.grad(output.square().sum(), mine)
+        made.append(calls.calls - before - made[-1])
+        own(mine.detach()).square().sum().backward()
+
+    for i in range(3):
+        SIM.host_waits()
+        strategy.run(step)
+        waits = [kind for kind in SIM.host_waits() if kind != "query"]  # which returns at once
+        assert i == 0 or not waits, waits
+    assert made == [1] * 6, made
+    assert not SIM.violations()
+    alone = torch.nn.BatchNorm1d(3)
+    for _ in range(3):
+        alone(whole)
+    torch.testing.assert_close(synced.running_var.cpu(), alone.running_var)
+    means = whole.view(SIZE, 4, 3).mean(1).mean(0) * (1 - 0.9**3)
+    torch.testing.assert_close(own.running_mean.cpu(), means)
+    assert own.num_batches_tracked == 3
+
+
 def captures(communicator: Communicator) -> None:
     buffer = on_sim(of(RANK))
     with SIM.capture():
@@ -206,7 +241,7 @@ def collectives() -> None:
     assert "buffers on GPUs: through simccl of torch" in communicator.explain()
     for case in (
         *(reductions, rounding_scale_and_out, reduce_and_reduce_scatter, copies, side_streams),
-        *(captures, mismatches, many_calls, failures),
+        *(batch_norm, captures, mismatches, many_calls, failures),
     ):
         case(communicator)
         done(case.__name__)
