@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -122,6 +123,14 @@ def current(device: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def let_nccl_outlive_ranks() -> None:
+    """Keep torch's watchdog of NCCL from ending this process when another rank is lost, unless the user wants that.
+
+    Called before torch makes a group.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:

@@ -96,7 +96,7 @@ def test_two_devices_and_the_host_do_not_mix(sim: Any) -> None:
 # Order
 
 
-def beside(stream: torch.Stream) -> torch.Tensor:
+def copied_on(stream: torch.Stream) -> torch.Tensor:
     """What a copy on `stream` brings, by and by."""
     numbers = torch.empty(4, device=DEVICE)
     torch.accelerator.current_stream().synchronize()
@@ -107,7 +107,7 @@ def beside(stream: torch.Stream) -> torch.Tensor:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_missing_wait_is_found(recorded: Any, waits: bool) -> None:
     stream = recorded.Stream(DEVICE)
-    numbers = beside(stream)
+    numbers = copied_on(stream)
     if waits:
         recorded.current_stream().wait_event(stream.record_event())
     doubled = numbers * 2
@@ -117,7 +117,7 @@ def test_a_missing_wait_is_found(recorded: Any, waits: bool) -> None:
 
 
 def test_a_violation_raises_where_it_happens(sim: Any) -> None:
-    numbers = beside(sim.Stream(DEVICE))
+    numbers = copied_on(sim.Stream(DEVICE))
     with pytest.raises(RuntimeError, match=UNORDERED):
         numbers * 2
     torch.accelerator.synchronize()
