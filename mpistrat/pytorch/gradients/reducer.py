@@ -27,6 +27,7 @@ import torch
 
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
+from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
 from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
@@ -173,6 +174,8 @@ class GradientReducer:
         call = f"backward() over {replicas} replicas"
         if synchronizes and mirrors and parts.rule.decided(call) == "mean":
             scale = 1.0 / replicas
+        if synchronizes:
+            _check_not_captured(parameters)
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
@@ -360,7 +363,9 @@ class GradientReducer:
             for slot in early.keys() & set(agreed.dense):
                 reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
             if len(everyone) == 1:
-                self.overlap.end(agreed.dense, parameters, buckets, agreed.interleaves)
+                self.overlap.end(
+                    agreed.dense, parameters, buckets, agreed.communicates, agreed.alike
+                )
             for slot in agreed.sparse:
                 rows = [gradients[slot] for gradients in contributions]
                 total = sum_rows(parts.ops.over_ranks, parameters[slot], rows)
@@ -385,6 +390,18 @@ class GradientReducer:
         natively = self._communicator.ordered_by_streams and is_on_gpu(parameters[slots[0]])
         label = f"gradients of {len(slots)} parameters"
         return self.wires.reduction(label, scale, slots, natively=natively)
+
+
+def _check_not_captured(parameters: Sequence[torch.Tensor | None]) -> None:
+    """Raises: RuntimeError while a graph of the parameters' device is captured."""
+    some = next((parameter for parameter in parameters if parameter is not None), None)
+    if some is not None and is_capturing(some):
+        raise RuntimeError(
+            "backward() inside run was called while a graph of the device is captured: the ranks agree on the host on "
+            "what they reduce, which a replay would leave out. Capture the model alone, by "
+            'torch.cuda.make_graphed_callables or torch.compile(mode="reduce-overhead"), and call backward() outside; '
+            "or capture backward() inside strategy.no_sync(), and give the gradients to all_reduce after each replay"
+        )
 
 
 def install() -> None:
