@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -397,13 +398,20 @@ class ProcessGroupSim(dist.ProcessGroup):
         input_sizes: Any,
         opts: Any = None,
     ) -> WorkSim:
-        if output_sizes or input_sizes:
-            raise NotImplementedError("the simulated group exchanges parts of equal size only")
+        sizes = list(input_sizes) or [len(tensor) // self._size] * self._size
+        row = tensor.numel() // (len(tensor) or 1)
 
-        def combine(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-            return [torch.cat([r[0].chunk(self._size)[self._rank] for r in ranks])]
+        def combine(inputs: Tensors) -> Tensors:
+            parts = [part.contiguous() for part in inputs[0].split([size * row for size in sizes])]
+            sent = [part.view(torch.uint8).numpy().tobytes() for part in parts]
+            received = [
+                pickle.loads(data)[self._rank] for data in self._links.exchange(pickle.dumps(sent))
+            ]
+            whole = bytearray(b"".join(received))
+            empty = torch.empty(0, dtype=output.dtype)
+            return [torch.frombuffer(whole, dtype=output.dtype) if whole else empty]
 
-        return self._submit([tensor], [output], self._together(combine), opts)
+        return self._submit([tensor], [output], combine, opts)
 
     all_to_all_single = alltoall_base
 

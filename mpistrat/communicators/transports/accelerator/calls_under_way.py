@@ -29,10 +29,10 @@ SECONDS_BETWEEN_LOOKS = 0.25
 # A call that lasts so long is recorded; sooner if the limit is short.
 SECONDS_TO_BE_RECORDED = 1.0
 SHARE_OF_THE_LIMIT = 0.25
-MOST = 64  # that are kept without a look at the oldest
 
 
 class _Call(NamedTuple):
+    number: int
     event: Any
     submitted: int
     text: bytes
@@ -66,7 +66,6 @@ class CallsUnderWay:
         self._is_recorded = False
         self._number = 0
         self._words, self._board = watch.record.words, watch.board
-        self._lock = threading.Lock()  # of who takes the oldest away, or records it
         self._lookout = lookout()
         self._lookout.watch(self)
 
@@ -76,9 +75,8 @@ class CallsUnderWay:
         event = library.record(library.current_stream())
         self._number += 1
         self._words[self._board + CALLS] = self._number
-        self._calls.append(_Call(event, time.monotonic_ns(), *self._contract.recorded))
-        if len(self._calls) > MOST:
-            self._forget_done()
+        contract = self._contract
+        self._calls.append(_Call(contract.calls, event, time.monotonic_ns(), *contract.recorded))
         if not self._lookout.is_awake.is_set():
             self._lookout.is_awake.set()
 
@@ -94,13 +92,11 @@ class CallsUnderWay:
         if self._listens:
             self._joint.hear()
         self._forget_done()
-        with self._lock:
-            if self._calls and self._joint.group is not None:
-                self._record_oldest()
-            else:
-                self._calls.clear()
-                self._leave()
-                return False
+        if not self._calls or self._joint.group is None:
+            self._calls.clear()
+            self._leave()
+            return False
+        self._record_oldest()
         try:
             raise_if_stalled(self._watch)
         except StallError as error:
@@ -108,12 +104,11 @@ class CallsUnderWay:
         return True
 
     def _forget_done(self) -> None:
-        with self._lock:
-            calls = self._calls
-            while calls and self._library.is_done(calls[0].event):
-                calls.popleft()
-                self._progress = time.monotonic_ns()
-                self._leave()
+        calls = self._calls
+        while calls and self._library.is_done(calls[0].event):
+            calls.popleft()
+            self._progress = time.monotonic_ns()
+            self._leave()
 
     def _record_oldest(self) -> None:
         """Say that this rank is in the oldest call, if it is so for a while."""
@@ -125,7 +120,7 @@ class CallsUnderWay:
         if self._is_recorded or time.monotonic_ns() - since < patience * 1e9:
             return
         self._is_recorded = True
-        record.enter(self._board, self._number, oldest.text, oldest.call_bytes)
+        record.enter(self._board, oldest.number, oldest.text, oldest.call_bytes)
         record.waited(self._board)  # all ranks have come to it
         self._words[self._board + CALLS] = self._number
         self._words[self._board + SINCE] = since

@@ -94,14 +94,19 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
-        own = why[0] if why else "" if waited else f"it had not started after {limit:g} s"
-        if own:
+        own = why[0] if why else ""
+        if own or not waited:
             self._channel.send(own)
-        everyone = self._host.all_gather_object(own)
-        self._channel.settle(rank for rank, text in enumerate(everyone) if text)
-        failed = [f"on rank {rank}: {text}" for rank, text in enumerate(everyone) if text]
-        if not failed:
+        everyone = self._host.all_gather_object((own, not waited, bool(why)))
+        self._channel.settle(
+            rank for rank, (text, is_late, _) in enumerate(everyone) if text or is_late
+        )
+        failed = [f"on rank {rank}: {text}" for rank, (text, *_) in enumerate(everyone) if text]
+        late = [str(rank) for rank, (_, late, ended) in enumerate(everyone) if late or not ended]
+        if not failed and not late:
             return ""
+        if not failed:
+            failed = [f"in {limit:g} s on ranks {', '.join(late)}"]
         reason = f"{self.name} does not start {'; '.join(failed[:4])}{'; …' * (len(failed) > 4)}"
         self.abort(reason)
         return reason

@@ -1,0 +1,300 @@
+"""Collectives through torch's own group of the simulated accelerator: how they end, start, hang and fail.
+
+Usage: native_groups.py collectives | starts | stall | losses. Rank 0 prints "done NAME" for each case that went well.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.communicators import Communicator, Reduction, reducing
+from mpistrat.communicators.transports.accelerator import gpu_ways
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.rank_errors import errors_of_ranks
+from support.simulated_accelerator import process_group, torch_sim
+
+SIM = torch_sim.load()
+WORLD = MPI.COMM_WORLD
+RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+ON_THE_HOST = ("sum", "int16"), ("max", "int16"), ("prod", "complex64"), ("bor", "int32")
+
+
+def on_sim(values: Any, dtype: str = "float32") -> torch.Tensor:
+    return torch.as_tensor(values).to(getattr(torch, dtype)).to("sim")
+
+
+def of(rank: int, length: int = 6) -> torch.Tensor:
+    return torch.arange(length) % 4 + rank + 1
+
+
+def everyone(length: int = 6) -> torch.Tensor:
+    return torch.stack([of(rank, length) for rank in range(SIZE)])
+
+
+class Expect:
+    """Around collectives: they are in order, and the host waits for none of them."""
+
+    def __init__(self, *, host_waits: bool = False) -> None:
+        self._may_wait = host_waits
+
+    def __enter__(self) -> None:
+        SIM.host_waits()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            waits, violations = SIM.host_waits(), SIM.violations()
+            assert not violations, violations[:3]
+            assert self._may_wait or not waits, waits
+
+
+def equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), expected.to(actual.dtype), rtol=0, atol=0)
+
+
+# Collectives
+
+
+def reductions(communicator: Communicator) -> None:
+    combined: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": lambda ranks: ranks.sum(0),
+        "max": lambda ranks: ranks.amax(0),
+        "min": lambda ranks: ranks.amin(0),
+        "prod": lambda ranks: ranks.prod(0),
+    }
+    cases = [
+        *((op, dtype) for op in combined for dtype in (*FLOATS, "uint8", "int32", "int64")),
+        *(("sum", "complex64"), *ON_THE_HOST),
+    ]
+    for op, dtype in cases:
+        buffer, is_by_host = on_sim(of(RANK), dtype), (op, dtype) in ON_THE_HOST
+        with Expect(host_waits=is_by_host):
+            communicator.all_reduce(buffer, op)
+            doubled = buffer * 2
+        bits = everyone()[0].clone()
+        for row in everyone():
+            bits |= row
+        expected = bits if op == "bor" else combined[op](everyone())
+        equal(buffer, expected)
+        equal(doubled, expected * 2)
+
+
+def rounding_scale_and_out(communicator: Communicator) -> None:
+    once = on_sim([2048 if RANK == 0 else 1], "float16")
+    short = on_sim([2048 if RANK == 0 else 1], "float16")
+    buffer, out, nothing = on_sim(of(RANK)), on_sim([0.0] * 6), on_sim([])
+    with Expect():
+        communicator.all_reduce(once)
+        communicator.all_reduce(short, Reduction(summed_in="float16"))
+        communicator.all_reduce(buffer, reducing(scale=0.5), out=out)
+        communicator.all_reduce(nothing)
+    equal(once, torch.tensor([2048 + SIZE - 1]).half())
+    equal(short, torch.tensor([2048.0]))  # 1 was lost each time
+    equal(out, everyone().sum(0) / 2)
+    equal(buffer, of(RANK))
+
+
+def reduce_and_reduce_scatter(communicator: Communicator) -> None:
+    for dtype in ("float32", "float16", "int16"):
+        buffer = on_sim(of(RANK), dtype)
+        rows, out = on_sim(of(RANK, 4 * SIZE).view(2 * SIZE, 2), dtype), on_sim([[0, 0]] * 2, dtype)
+        with Expect(host_waits=dtype == "int16"):
+            communicator.reduce(buffer, LAST)
+            communicator.reduce_scatter(rows, out)
+        equal(buffer, everyone().sum(0) if RANK == LAST else of(RANK))
+        equal(out, everyone(4 * SIZE).sum(0).view(SIZE, 2, 2)[RANK])
+
+
+def copies(communicator: Communicator) -> None:
+    for dtype in ("float32", "bool", "complex128", "int16"):
+        buffer, part = on_sim(of(RANK) % 3, dtype), on_sim(of(RANK) % 3, dtype)
+        whole = on_sim([[0] * 6] * SIZE, dtype)
+        with Expect():
+            communicator.broadcast(buffer, LAST)
+            parts = communicator.all_gather(part)
+            communicator.all_gather_into(part, whole)
+            scalars = communicator.all_gather(part[1].clone())
+        equal(buffer, of(LAST) % 3)
+        for gathered in (torch.stack([each.cpu() for each in parts]), whole):
+            equal(gathered, everyone() % 3)
+        equal(torch.stack([each.cpu() for each in scalars]), everyone()[:, 1] % 3)
+    uneven, mine = on_sim([[RANK] * 3] * RANK), on_sim([RANK])
+    in_place = on_sim(range(SIZE)) * (RANK + 1)
+    rows = on_sim([[RANK, to] for to in range(SIZE) for _ in range(to)])
+    received = on_sim([[0, 0]] * (SIZE * RANK)).view(-1, 2)
+    with Expect():
+        parts = communicator.all_gather(uneven.view(-1, 3))
+        communicator.all_gather_into(in_place[RANK : RANK + 1], in_place)
+        communicator.all_to_all(rows, received, [*range(SIZE)], [RANK] * SIZE)
+        communicator.broadcast(mine)
+    assert [tuple(part.shape) for part in parts] == [(rank, 3) for rank in range(SIZE)]
+    assert all((part.cpu() == rank).all() for rank, part in enumerate(parts))
+    equal(in_place, torch.tensor([rank * (rank + 1) for rank in range(SIZE)]))
+    equal(received, torch.tensor([[f, RANK] for f in range(SIZE) for _ in range(RANK)]).view(-1, 2))
+
+
+def side_streams(communicator: Communicator) -> None:
+    """A collective is ordered with the stream that is current, whichever that is."""
+    main, side, buffer = SIM.current_stream(), SIM.Stream(), on_sim(of(RANK))
+    with Expect():
+        side.wait_stream(main)
+        with SIM.stream(side):
+            buffer.mul_(2)
+            communicator.all_reduce(buffer)
+            buffer.add_(1)
+        main.wait_stream(side)
+        buffer.record_stream(side)
+        buffer.mul_(3)
+    equal(buffer, (everyone().sum(0) * 2 + 1) * 3)
+
+
+def captures(communicator: Communicator) -> None:
+    buffer = on_sim(of(RANK))
+    with SIM.capture():
+        errors = errors_of_ranks(lambda: communicator.all_reduce(buffer))
+        assert {name for name, _, _ in errors} == {"RuntimeError"}, errors
+        assert "all_reduce was called while the current stream captures a graph" in errors[RANK][1]
+        assert "outside torch.cuda.graph" in errors[RANK][1]
+
+
+def mismatches(communicator: Communicator) -> None:
+    """Found on the host before anything is submitted."""
+    errors = errors_of_ranks(lambda: communicator.all_reduce(on_sim([0.0] * (1 + RANK))))
+    assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}, errors
+
+
+def many_calls(communicator: Communicator) -> None:
+    """The host is ahead of the device, and what has ended is forgotten."""
+    buffer = on_sim(of(RANK))
+    with Expect():
+        for _ in range(200):
+            communicator.all_reduce(buffer, reducing(scale=1 / SIZE))
+    torch.testing.assert_close(buffer.cpu(), everyone().float().mean(0))
+
+
+def failures(communicator: Communicator) -> None:
+    """On one rank, while the others have submitted theirs: their kernels end, and the next call is an error."""
+    buffer, given = on_sim(of(RANK)), process_group.ProcessGroupSim.allreduce
+    if RANK == LAST:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the link is down")
+
+        process_group.ProcessGroupSim.allreduce = fail  # type: ignore[method-assign]
+    errors = errors_of_ranks(lambda: (communicator.all_reduce(buffer), SIM.synchronize()))
+    process_group.ProcessGroupSim.allreduce = given  # type: ignore[method-assign]
+    words = f"rank {LAST}: RuntimeError: the link is down"
+    assert f"aborted on all ranks: {words}" in errors[LAST][1], errors
+    errors = errors_of_ranks(lambda: communicator.all_reduce(buffer))
+    assert all("cannot be used any more" in text for _, text, _ in errors), errors
+    assert all(words in text for _, text, _ in errors), errors
+
+
+def collectives() -> None:
+    communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
+    assert communicator.ordered_by_streams
+    assert "buffers on GPUs: through simccl of torch" in communicator.explain()
+    for case in (
+        *(reductions, rounding_scale_and_out, reduce_and_reduce_scatter, copies, side_streams),
+        *(captures, mismatches, many_calls, failures),
+    ):
+        case(communicator)
+        done(case.__name__)
+
+
+# Starts that fail
+
+
+def starts() -> None:
+    gpu_ways.why_not_proven = lambda *_: "not tried"
+    torch_backend = torch.distributed.Backend
+
+    def without(fault: str, expected: str) -> None:
+        if fault == "missing" and RANK == LAST:
+            known = torch_backend._plugins.pop(process_group.BACKEND.upper())
+        elif fault == "hang" or RANK == LAST:
+            process_group.faults.add(fault)
+        started = time.monotonic()
+        strategy = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup())
+        seconds = time.monotonic() - started
+        process_group.faults.clear()
+        if fault == "missing" and RANK == LAST:
+            torch_backend._plugins[process_group.BACKEND.upper()] = known
+        text = strategy.extended.explain()
+        assert expected in text, text
+        assert "through pinned host memory" in text, text
+        assert len(set(WORLD.allgather(text.splitlines()[0]))) == 1
+        assert seconds < (5 if fault == "hang" else 2), seconds
+        communicator = strategy.extended.communicator
+        assert not communicator.ordered_by_streams
+        buffer = on_sim(of(RANK))
+        communicator.all_reduce(buffer)
+        equal(buffer, everyone().sum(0))
+        done(fault)
+
+    where = f"(torch's group for 'sim' does not start on rank {LAST}: RuntimeError: simulated fault"
+    without("missing", f"(rank {LAST} has none: ImportError: this torch")
+    without("constructor", f"{where}: the constructor")
+    without("connect", f"{where}: this rank fails to connect")
+    without("hang", f"does not start in 2 s on ranks {', '.join(map(str, range(SIZE)))})")
+    after = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup()).extended.communicator
+    assert after.ordered_by_streams
+
+
+# Kernels that never end
+
+
+def stall() -> None:
+    communicator = ms.MultiWorkerMirroredStrategy().extended.communicator
+    process_group.faults.add("hang")
+    buffer = on_sim(of(RANK))
+    communicator.all_reduce(buffer, reducing(label="gradients of the model"))
+    print("returned", flush=True)
+    SIM.synchronize()
+    print("released", flush=True)
+    communicator.all_reduce(buffer)
+
+
+# A rank is killed, and the others go on
+
+
+def losses() -> None:
+    def train(elastic: ms.experimental.Elastic) -> int:
+        strategy = elastic.strategy()
+        communicator = strategy.extended.communicator
+        assert communicator.ordered_by_streams, strategy.extended.explain()
+        elastic.restore(ms.checkpoint.Checkpoint())
+        buffer = on_sim([1.0])
+        if communicator.size == SIZE:
+            elastic.commit()
+            process_group.faults.add("hang")
+            communicator.all_reduce(buffer)
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            SIM.synchronize()  # the kernel waits for that of the killed rank
+            process_group.faults.clear()
+            communicator.all_reduce(buffer)
+            raise AssertionError("a collective with a rank that is lost")
+        communicator.all_reduce(buffer)
+        return int(buffer.item())
+
+    print("went on with", ms.experimental.run_elastic(train), flush=True)
+
+
+def done(name: str) -> None:
+    if RANK == 0:
+        print("done", name, flush=True)
+
+
+if __name__ == "__main__":
+    {"collectives": collectives, "starts": starts, "stall": stall, "losses": losses}[sys.argv[1]]()
