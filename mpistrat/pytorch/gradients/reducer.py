@@ -35,7 +35,7 @@ from mpistrat.pytorch import hooks
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.pytorch.gradients.agreement import agree
 from mpistrat.pytorch.gradients.buckets import Buckets, cut
-from mpistrat.pytorch.gradients.device_buckets import bucket_bytes
+from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, current_stream, release
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
 from mpistrat.pytorch.gradients.values import sum_rows, sums_by_custom_ops
@@ -279,29 +279,27 @@ class GradientReducer:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        accumulated = weakref.WeakMethod(self._accumulated)
+        reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
-            method = accumulated()
-            if method is not None:
-                method(parameter)
+            """Its gradient has grown."""
+            reducer = reference()
+            if reducer is None:
+                return
+            if not reducer._active:
+                raise RuntimeError(
+                    "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
+                    "over replicas; call loss.backward() inside strategy.run(step), or use "
+                    "torch.autograd.grad, which leaves .grad alone"
+                )
+            if reducer._buckets is not None:
+                reducer._buckets.arrived(parameter)
 
         required = parameter.requires_grad
         # Torch takes hooks only then, and the parameter may be unfrozen later.
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(not_compiled(hook))
         parameter.requires_grad_(required)
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A mirrored parameter's gradient has grown."""
-        if not self._active:
-            raise RuntimeError(
-                "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
-                "over replicas; call loss.backward() inside strategy.run(step), or use "
-                "torch.autograd.grad, which leaves .grad alone"
-            )
-        if self._buckets is not None:
-            self._buckets.arrived(parameter)
 
     def _reduce(
         self,
@@ -357,7 +355,9 @@ class GradientReducer:
                 )
                 if len(everyone) == 1 and is_on_gpu(parameters[slots[0]]):
                     # Their memory serves the buckets that come next.
+                    here = current_stream(parameters[slots[0]])
                     for slot in slots:
+                        release(contributions[0][slot], here)
                         contributions[0][slot] = parameters[slot].grad = None
             reduced |= late
             for slot in early.keys() & set(agreed.dense):

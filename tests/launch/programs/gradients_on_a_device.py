@@ -27,12 +27,13 @@ from support.simulated_accelerator import torch_sim  # noqa: E402
 
 SIM = torch_sim.load()
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-DEVICE = torch.device("sim", RANK % SIM.device_count())
 KNOWN = 3  # steps after which gradients leave early
 BATCH = 4  # of each rank
 MOST_FRAMES, MOST_FILES = 7, 5
 MOST_MEMORY = 1.25  # times the gradients
-NATIVELY = SIM.device_count() == 1  # else the ranks share devices, and sums go through the host
+_SOME = ms.MultiWorkerMirroredStrategy(gradients="sum").extended
+DEVICE = torch.device(_SOME.worker_devices[0])
+NATIVELY = _SOME.communicator.ordered_by_streams  # else the ranks share a device
 
 
 def strategy_with(**options: Any) -> ms.Strategy:
@@ -392,7 +393,7 @@ def calls_inside_backward() -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
             return gradient + 0 * ctx.sums(gradient), None
 
-    communicator = ms.MultiWorkerMirroredStrategy(gradients="sum").extended.communicator
+    communicator = _SOME.communicator
     differ = [False]
 
     def sums(x: torch.Tensor) -> torch.Tensor:

@@ -140,13 +140,16 @@ inline void host_access(const Tensor& tensor, bool writes) {
 inline auto& bytes_used = *new std::map<int, size_t>;
 inline auto& bytes_peak = *new std::map<int, size_t>;
 
-// A caching allocator gives freed memory to the next that asks on the block's own stream, which waits for no other.
+// A caching allocator gives freed memory to the next that asks on the block's own stream, which waits for no other, once
+// the recorded streams have come to where they are now.
 inline void check_freed(const Block& block) {
   auto& clock = streams[block.stream].clock;
   for (auto& earlier : block.accesses) {
     bool over = earlier.stream == block.stream || knows(clock, earlier.stream, earlier.number) ||
         knows(host_clock, earlier.stream, earlier.number) || knows(thread_clock, earlier.stream, earlier.number);
-    if (over || block.recorded.count(earlier.stream)) continue;
+    for (auto& recorded : block.recorded)
+      over |= recorded == earlier.stream || knows(streams[recorded].clock, earlier.stream, earlier.number);
+    if (over) continue;
     violation("memory of " + name_of(block.stream) + " is freed while " + name_of(earlier.stream) +
                   " uses it: record_stream is missing", /*may_raise=*/false);
     return;
