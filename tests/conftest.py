@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long(why): why a test takes more than 20 s")
     config.addinivalue_line("markers", "quick: a test under tests/launch for `scripts/test quick`")
     config.addinivalue_line(
-        "markers", "gpu: a test that needs an NVIDIA GPU, for `scripts/test-gpu`"
+        "markers", "gpu: a test that needs a GPU that torch can use, for `scripts/test-gpu`"
     )
     config.addinivalue_line("markers", "alone(why): a launch test that others would disturb")
     config.addinivalue_line("markers", "waits: a launch test that may stand beside others like it")
@@ -82,5 +82,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch
 
-        if not torch.cuda.is_available():
-            pytest.skip("needs an NVIDIA GPU")
+        if not torch.accelerator.is_available():
+            pytest.skip("needs a GPU that torch can use")

@@ -1,4 +1,6 @@
-"""On an NVIDIA GPU, which all ranks share: `scripts/test-gpu` runs these with 1 and 2 ranks."""
+"""On GPUs of any maker that torch knows: `scripts/test-gpu` runs these with one for each rank, and with one too few."""
+
+import importlib.util
 
 import numpy as np
 import pytest
@@ -9,11 +11,8 @@ import mpistrat as ms
 from mpistrat.communicators import reducing
 from mpistrat.communicators.router import Router, Ways
 from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
-from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
-from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
 from mpistrat.communicators.transports.accelerator.staging import CHUNK, StagedTransport
 from mpistrat.communicators.transports.mpi import MpiTransport
-from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import seen_accelerators
 
@@ -22,12 +21,39 @@ pytestmark = pytest.mark.gpu
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LENGTHS = (1, 1000, 3 * CHUNK // 4 + 5)  # of float32; the last in several chunks
-LIBRARIES = ("torch", "cupy")
+LIBRARIES = (
+    "torch",
+    pytest.param(
+        "cupy",
+        marks=pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+    ),
+)
+KIND = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "")
+GPUS = torch.accelerator.device_count() if KIND else 0
+INDEX = RANK % max(1, GPUS)
+GPU = f"{KIND}:{INDEX}"
+each_has_its_own = pytest.mark.skipif(GPUS < SIZE, reason="needs a GPU for each rank")
+
+
+@pytest.fixture(autouse=True)
+def _on_this_gpu():
+    """Ranks that share a GPU are as right as ranks that have one each."""
+    torch.accelerator.set_device_index(INDEX)
+
+
+def keep_busy():
+    """Submit kernels that take some milliseconds."""
+    if KIND == "cuda":
+        torch.cuda._sleep(50_000_000)
+    else:
+        matrix = torch.ones(2048, 2048, device=GPU)
+        for _ in range(10):
+            matrix = matrix @ matrix / 2048
 
 
 def on_gpu(library, array):
     if library == "torch":
-        return torch.as_tensor(array).to("cuda:0")
+        return torch.as_tensor(array).to(GPU)
     import cupy
 
     return cupy.asarray(array)
@@ -39,27 +65,26 @@ def to_numpy(array):
 
 def staged():
     mpi = MpiTransport(WORLD.Dup())
-    return Router(Ways(mpi, [StagedTransport(Router(Ways(mpi)), 0, CommunicatorWatch())]))
+    return Router(Ways(mpi, [StagedTransport(Router(Ways(mpi)), INDEX, CommunicatorWatch())]))
 
 
-def nccl_of_one_rank(library):
-    mpi = MpiTransport(MPI.COMM_SELF.Dup())
-    nccl = NcclTransport(
-        Router(Ways(mpi)), 0, CommunicatorWatch(), "through NCCL", AbortChannel(mpi.comm)
-    )
-    why_not = nccl.start(TorchLibrary("cuda", 0) if library == "torch" else CupyLibrary(0))
-    assert why_not == ""
-    return Router(Ways(mpi, [nccl]))
+def group_of_one_rank(library):
+    """A communicator of this rank alone that uses what would combine the GPUs of several."""
+    router = Router(Ways(MpiTransport(MPI.COMM_SELF.Dup())))
+    gpu_ways.use_gpus(router, [gpu_ways.Gpu(0, GPU)], INDEX)
+    router.all_reduce(on_gpu(library, np.ones(1, np.float32)))
+    assert "pinned" not in router.explain(), router.explain()
+    return router
 
 
 def test_gpus_are_seen_by_name():
-    assert len(set(seen_accelerators())) == torch.cuda.device_count()
+    assert len(set(seen_accelerators())) == GPUS
 
 
 def test_the_strategy_is_on_the_gpu():
     strategy = ms.MultiWorkerMirroredStrategy()
-    assert strategy.extended.worker_devices == (f"cuda:{RANK % torch.cuda.device_count()}",)
-    if torch.cuda.device_count() < SIZE:
+    assert strategy.extended.worker_devices == (GPU,)
+    if GPUS < SIZE:
         assert "share a GPU" in strategy.extended.explain()
 
 
@@ -79,8 +104,8 @@ def test_staging_waits_for_the_kernels_before_it_and_is_waited_for():
     communicator = staged()
     length = LENGTHS[-1]
     for _ in range(3):
-        buffer = torch.zeros(length, device="cuda:0")
-        torch.cuda._sleep(50_000_000)
+        buffer = torch.zeros(length, device=GPU)
+        keep_busy()
         buffer += 1
         communicator.all_reduce(buffer)
         assert float((buffer + 1).sum(dtype=torch.float64)) == length * (SIZE + 1)
@@ -88,9 +113,9 @@ def test_staging_waits_for_the_kernels_before_it_and_is_waited_for():
 
 def test_staging_on_a_stream_of_the_program_s_own():
     communicator = staged()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        buffer = torch.zeros(LENGTHS[-1], device="cuda:0")
-        torch.cuda._sleep(50_000_000)
+    with torch.Stream(device=GPU):
+        buffer = torch.zeros(LENGTHS[-1], device=GPU)
+        keep_busy()
         buffer += 1
         communicator.all_reduce(buffer)
         assert float(buffer.min()) == float(buffer.max()) == SIZE
@@ -98,7 +123,7 @@ def test_staging_on_a_stream_of_the_program_s_own():
 
 def test_bfloat16_is_rounded_once():
     communicator = staged()
-    buffer = torch.tensor([256.0 if RANK == 0 else 1.0], dtype=torch.bfloat16, device="cuda:0")
+    buffer = torch.tensor([256.0 if RANK == 0 else 1.0], dtype=torch.bfloat16, device=GPU)
     communicator.all_reduce(buffer)
     assert float(buffer) == float(torch.tensor(256.0 + SIZE - 1).bfloat16())
 
@@ -115,9 +140,9 @@ def test_broadcast_and_all_gather(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_nccl_of_one_rank(library):
+def test_a_group_of_one_rank(library):
     """What a single GPU can show of NCCL: that we speak its language, and order its stream rightly."""
-    communicator = nccl_of_one_rank(library)
+    communicator = group_of_one_rank(library)
     for dtype in ("float32", "int64", "float16", "int16", "complex64"):
         values = (np.arange(1000) % 7).astype(dtype)
         buffer = on_gpu(library, values)
@@ -130,20 +155,62 @@ def test_nccl_of_one_rank(library):
     assert (to_numpy(total) == 0.5).all()
 
 
-def test_nccl_waits_for_the_kernels_before_it():
-    communicator = nccl_of_one_rank("torch")
-    buffer = torch.zeros(1 << 20, device="cuda:0")
-    torch.cuda._sleep(50_000_000)
+def test_a_group_waits_for_the_kernels_before_it():
+    communicator = group_of_one_rank("torch")
+    buffer = torch.zeros(1 << 20, device=GPU)
+    keep_busy()
     buffer += 1
     (part,) = communicator.all_gather(buffer)
     assert float(part.sum()) == 1 << 20
 
 
+@each_has_its_own
+@pytest.mark.mpi(min_size=2)
+def test_a_group_of_ranks_that_have_a_gpu_each():
+    """Sums are right, in the order of streams, and the host does not wait for them."""
+    strategy = ms.MultiWorkerMirroredStrategy()
+    communicator = strategy.extended.communicator
+    assert "pinned" not in strategy.extended.explain(), strategy.extended.explain()
+    assert communicator.ordered_by_streams
+    ranks = sum(range(SIZE))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.complex64):
+        buffer = torch.full((1 << 20,), RANK, dtype=dtype, device=GPU)
+        keep_busy()
+        buffer += 1
+        communicator.all_reduce(buffer)
+        assert (buffer == ranks + SIZE).all()
+    buffer = torch.full((1000,), float(RANK), device=GPU)
+    communicator.broadcast(buffer, SIZE - 1)
+    assert (buffer == SIZE - 1).all()
+    parts = communicator.all_gather(torch.full((RANK + 1, 2), RANK, device=GPU))
+    assert [part.shape[0] for part in parts] == [rank + 1 for rank in range(SIZE)]
+    out = torch.empty(3, device=GPU)
+    communicator.reduce_scatter(torch.ones(3 * SIZE, device=GPU), out)
+    assert out.tolist() == [SIZE] * 3
+
+
+def test_batch_norm_over_all_replicas():
+    """Its buffers are averaged, and those of SyncBatchNorm are of all examples."""
+    examples = torch.randn(4 * SIZE, 3, generator=torch.Generator().manual_seed(0))
+    mine = examples[4 * RANK : 4 * RANK + 4].to(GPU)
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="sum")
+    with strategy.scope():
+        model = torch.nn.BatchNorm1d(3)
+        synced = ms.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))
+    strategy.run(lambda: (model(mine) + synced(mine)).square().sum().backward())
+    alone = torch.nn.BatchNorm1d(3)
+    alone(examples)
+    torch.testing.assert_close(synced.running_var.cpu(), alone.running_var)
+    means = examples.view(SIZE, 4, 3).mean(1).mean(0) * 0.1
+    torch.testing.assert_close(model.running_mean.cpu(), means)
+    assert model.num_batches_tracked == 1
+
+
 def test_whether_mpi_takes_device_memory_can_be_asked():
     """Whatever the answer is, this process lives on."""
     ms.MultiWorkerMirroredStrategy()
-    answers = WORLD.allgather(device_memory_proof.reason_against("torch", 0))
-    assert len(set(answers)) == 1
+    answers = WORLD.allgather(device_memory_proof.reason_against("torch", INDEX))
+    assert len(set(map(bool, answers))) == 1
 
 
 def test_training_gives_what_the_whole_batch_gives_on_the_cpu():
@@ -180,12 +247,12 @@ def test_training_gives_what_the_whole_batch_gives_on_the_cpu():
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nccl_refuses_a_shared_gpu(monkeypatch):
+def test_a_group_refuses_a_shared_gpu(monkeypatch):
     """If it were tried all the same: every rank gets the refusal, and goes another way."""
     monkeypatch.setattr(gpu_ways, "shared_gpu", lambda gpus: "")
     strategy = ms.MultiWorkerMirroredStrategy(comm=WORLD.Dup())
-    if torch.cuda.device_count() < SIZE:
-        assert "NCCL does not start" in strategy.extended.explain()
+    if GPUS < SIZE:
+        assert "does not start" in strategy.extended.explain()
     total = strategy.reduce(
         "sum", torch.ones(3, device=strategy.extended.worker_devices[0]), axis=None
     )

@@ -587,7 +587,7 @@ OPTIONS: dict[str, Case] = {
     "implementation": (
         lambda: ms.CommunicationOptions(implementation="gloo"),
         ValueError,
-        "AUTO, RING, NCCL, MPI; got 'gloo'",
+        "AUTO, RING, NCCL, HIERARCHICAL, MPI; got 'gloo'",
     ),
     "merge": (lambda: ms.CommunicationOptions().merge(5), TypeError, "CommunicationOptions; 5"),
     "replication mode": (

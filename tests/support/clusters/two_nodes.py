@@ -52,9 +52,9 @@ def why_not() -> str:
 class Nodes:
     def __init__(self, folder: Path, name: str, number: int = 2) -> None:
         self._folder, self._numbers = folder, range(1, number + 1)
-        self._agent = folder / "as-ssh"
-        self._agent.write_text(_AS_SSH.format(name=name))
-        self._agent.chmod(0o755)
+        self.agent = folder / "as-ssh"
+        self.agent.write_text(_AS_SSH.format(name=name))
+        self.agent.chmod(0o755)
 
     def run_python(
         self,
@@ -71,7 +71,7 @@ class Nodes:
             first = address(1)
             hosts = self._folder / "hosts"
             hosts.write_text("".join(f"{address(n)}:{ranks_per_node}\n" for n in self._numbers))
-            options = ["-launcher", "ssh", "-launcher-exec", str(self._agent), "-f", str(hosts)]
+            options = ["-launcher", "ssh", "-launcher-exec", str(self.agent), "-f", str(hosts)]
             # Else UCX finds shared memory between namespaces.
             settings = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": f"{WIRE},lo"}
         else:
@@ -79,13 +79,13 @@ class Nodes:
             named = ",".join(f"node{n}:{ranks_per_node}" for n in self._numbers)
             options = ["--host", named]
             options += ["--map-by", f"ppr:{ranks_per_node}:node"]
-            options += ["--prtemca", "plm_ssh_agent", str(self._agent)]
+            options += ["--prtemca", "plm_ssh_agent", str(self.agent)]
             options += ["--prtemca", "prte_if_include", WIRE]
             options += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self"]
             options += ["--mca", "btl_tcp_if_include", WIRE]
             settings = {}
         mpiexec, *rest = launcher.command(ranks, program)
-        command = [str(self._agent), first, "exec", mpiexec, *options, *rest]
+        command = [str(self.agent), first, "exec", mpiexec, *options, *rest]
         environment = launcher.environment({**settings, **env})
         return run_job(command, environment, seconds)
 

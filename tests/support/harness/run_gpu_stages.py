@@ -3,34 +3,62 @@
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from support.documentation import program_of
 from support.harness.mpi_launcher import Launcher, run_job
 from support.harness.report import show
 from support.harness.stage import TOP, Stage
 
-RANKS = (1, 2)  # alone, and two that share the GPU
-SECONDS_PER_BENCHMARK = 240.0
+SECONDS_PER_PROGRAM = 240.0
 TARGET = 1.02  # a training step on one GPU, over plain PyTorch's
+# In a process of its own: this one must not have a context on a GPU that the ranks use.
+_SEEN = """
+import json, torch
+device = torch.accelerator.current_accelerator(check_available=True)
+names = []
+if device is not None:
+    name_of = getattr(torch.get_device_module(device), "get_device_name", lambda i: "")
+    names = [f"{device.type}:{i} {name_of(i)}".strip() for i in range(torch.accelerator.device_count())]
+print(json.dumps(names))
+"""
 
 
-def gpus() -> list[str]:
-    """What nvidia-smi says of them; none where there is none."""
+def accelerators() -> list[str]:
+    """Those that torch can use here, of any maker."""
+    process = subprocess.run([sys.executable, "-c", _SEEN], capture_output=True, text=True)
+    if process.returncode:
+        print(f"torch cannot say what accelerators there are:\n{process.stderr}", flush=True)
+        return []
+    names: list[str] = json.loads(process.stdout.splitlines()[-1])
+    return names
+
+
+def drivers() -> str:
+    """What nvidia-smi says of them; "" where there is none."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         process = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return process.stdout.splitlines() if process.returncode == 0 else []
+        return ""
+    return "; ".join(process.stdout.splitlines()) if process.returncode == 0 else ""
 
 
-def machine(launcher: Launcher) -> dict[str, Any]:
+def numbers_of_ranks(gpus: int) -> list[int]:
+    """One; two; one for each GPU; and one more, so that two share a GPU."""
+    return sorted({1, 2, max(1, gpus), max(1, gpus) + 1})
+
+
+def machine(launcher: Launcher, gpus: Sequence[str]) -> dict[str, Any]:
     def version(*names: str) -> str:
         for name in names:
             try:
@@ -40,7 +68,8 @@ def machine(launcher: Launcher) -> dict[str, Any]:
         return "none"
 
     return {
-        "gpus": gpus(),
+        "gpus": ", ".join(gpus),
+        "drivers": drivers(),
         "cores": len(os.sched_getaffinity(0)),
         "mpi": launcher.name,
         "python": platform.python_version(),
@@ -51,12 +80,12 @@ def machine(launcher: Launcher) -> dict[str, Any]:
     }
 
 
-def stages(mpi: str) -> list[Stage]:
+def stages(mpi: str, ranks: Sequence[int]) -> list[Stage]:
     """The GPU tests; without a GPU each says that it needs one."""
     unit = ["tests/unit/input/test_device_copies.py", "-m", "gpu"]
     return [Stage("unit", pytest=unit)] + [
-        Stage("mpi", pytest=["tests/mpi/test_on_gpu.py", "-m", "gpu"], mpi=mpi, ranks=ranks)
-        for ranks in RANKS
+        Stage("mpi", pytest=["tests/mpi/test_on_gpu.py", "-m", "gpu"], mpi=mpi, ranks=number)
+        for number in ranks
     ]
 
 
@@ -65,64 +94,138 @@ def skips(stage: Stage) -> list[str]:
     return [line for line in stage.output.splitlines() if line.startswith("SKIPPED")]
 
 
-def benchmark(name: str, ranks: int, launcher: Launcher, folder: Path) -> dict[str, Any]:
-    """Its rows, and what it printed."""
-    prefix = folder / f"{ranks}-ranks-"
-    program = [sys.executable, f"benchmarks/{name}.py", "--json", str(prefix)]
-    try:
-        command = launcher.command(ranks, program)
-        job = run_job(command, launcher.environment(), SECONDS_PER_BENCHMARK, TOP)
-        code, output = job.returncode, job.output
-    except subprocess.TimeoutExpired as late:
-        output = "".join(map(str, (late.stdout, late.stderr)))
-        code, output = 1, f"{output}\nkilled after {SECONDS_PER_BENCHMARK:g} s\n"
-    written = Path(f"{prefix}{name}.json")
-    rows = json.loads(written.read_text())["rows"] if written.exists() else []
-    print(f"{'FAILED' if code else 'ok':6}  {name} {ranks}", flush=True)
-    return {"benchmark": name, "ranks": ranks, "code": code, "rows": rows, "output": output}
+@dataclass
+class Program:
+    """One program on some ranks, and what came of it.
+
+    Attributes:
+        needs: packages without which it is skipped.
+        file: where it writes its rows, in the folder of the report; "" for one that measures nothing.
+        code: 0: it did what it is to do.
+    """
+
+    name: str
+    ranks: int
+    words: Sequence[str]
+    needs: tuple[str, ...] = ()
+    file: str = ""
+    code: int = 0
+    output: str = ""
+    skipped: str = ""
+
+    def run(self, launcher: Launcher, folder: Path) -> None:
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            self.skipped = f"needs {', '.join(missing)}"
+            return
+        command = launcher.command(self.ranks, [sys.executable, *self.words])
+        env = launcher.environment({"PYTHONPATH": f"{TOP}{os.pathsep}{os.environ['PYTHONPATH']}"})
+        try:
+            job = run_job(command, env, SECONDS_PER_PROGRAM, folder)
+            self.code, self.output = job.returncode, job.output
+        except subprocess.TimeoutExpired as late:
+            output = "".join(map(str, (late.stdout, late.stderr)))
+            self.code = 1
+            self.output = f"{output}\nkilled after {SECONDS_PER_PROGRAM:g} s\n"
+        print(f"{'FAILED' if self.code else 'ok':6}  {self.name} {self.ranks}", flush=True)
+
+    def rows(self, folder: Path) -> list[dict[str, Any]]:
+        written = folder / self.file
+        return json.loads(written.read_text())["rows"] if self.file and written.exists() else []
 
 
-def target_is_met(benchmarks: list[dict[str, Any]]) -> bool | None:
+def programs(ranks: Sequence[int], folder: Path) -> list[Program]:
+    """README's loop and the training scripts, which are to end well."""
+    (folder / "readme.py").write_text(program_of("README.md"))
+    found = []
+    for number in ranks:
+        digits = [str(TOP / "scripts/train_digits.py")]
+        text = [str(TOP / "scripts/train_text.py"), "--steps", "30", "--batch-size", "60"]
+        found += [
+            Program("README's loop", number, ["readme.py"]),
+            Program("train_digits", number, digits, needs=("sklearn", "tqdm")),
+            Program(
+                "train_text", number, [*text, "--checkpoint", f"text-{number}"], needs=("tqdm",)
+            ),
+        ]
+        if number > 1:
+            servers = [str(TOP / "scripts/train_recommender.py"), "--epochs", "1", "--num-ps", "1"]
+            found.append(Program("train_recommender", number, servers, needs=("pandas", "tqdm")))
+    return found
+
+
+def benchmarks(ranks: Sequence[int]) -> list[Program]:
+    """What is measured: with one rank beside plain PyTorch; with several, how they get along."""
+    bench = ["-m", "mpistrat.tools.bench"]
+    found = []
+    for number in ranks:
+        words = [str(TOP / "benchmarks/gpu_training.py"), "--json", f"{number}-ranks-"]
+        file = f"{number}-ranks-gpu_training.json"
+        found.append(Program("gpu_training", number, words, file=file))
+        if number == 1:
+            continue
+        words = [str(TOP / "benchmarks/gpu_collectives.py"), "--json", f"{number}-ranks-"]
+        file = f"{number}-ranks-gpu_collectives.json"
+        found.append(Program("gpu_collectives", number, words, file=file))
+        for command in (["all_reduce", "-e", "256M"], ["train"], ["compare", "all_reduce"]):
+            name = "-".join(word for word in command if word[0].islower())
+            file = f"{number}-ranks-{name}.json"
+            found.append(Program(name, number, [*bench, *command, "--json", file], file=file))
+    return found
+
+
+def target_is_met(measured: Sequence[Program], folder: Path) -> bool | None:
     """Whether one rank's steps take at most TARGET of plain PyTorch's; None where they were not measured."""
     ratios = [
         row["mpistrat / this"]
-        for benchmark in benchmarks
-        if benchmark["benchmark"] == "gpu_training" and benchmark["ranks"] == 1
-        for row in benchmark["rows"]
+        for program in measured
+        if program.name == "gpu_training" and program.ranks == 1
+        for row in program.rows(folder)
         if row["training step"].startswith("plain")
     ]
     return max(ratios) <= TARGET if ratios else None
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     def cell(value: object) -> str:
         return f"{value:.3f}" if isinstance(value, float) else str(value)
 
     if not rows:
         return ["nothing measured"]
-    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
-    lines += [" | ".join(map(cell, row.values())) for row in rows]
+    columns = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    lines += [" | ".join(cell(row.get(name, "-")) for name in columns) for row in rows]
     return [f"| {line} |" for line in lines]
 
 
 def markdown(facts: dict[str, Any]) -> str:
     lines = ["# GPU report", "", *table([facts["machine"]])]
     if not facts["machine"]["gpus"]:
-        lines += ["", "No NVIDIA GPU: the tests were skipped, and nothing was measured."]
-    lines += ["", "## Tests", "", *table(facts["tests"]), "", *facts["skips"]]
-    for benchmark in facts["benchmarks"]:
         lines += [
             "",
-            f"## {benchmark['benchmark']}, {benchmark['ranks']} ranks",
-            "",
-            *table(benchmark["rows"]),
+            "No GPU that torch can use: the tests were skipped, and nothing was measured.",
         ]
+    lines += ["", "## Tests", "", *table(facts["tests"]), "", *facts["skips"]]
+    if facts["programs"]:
+        shown = [
+            {
+                "program": program["name"],
+                "ranks": program["ranks"],
+                "result": program["skipped"] or ("FAILED" if program["code"] else "ok"),
+            }
+            for program in facts["programs"]
+        ]
+        lines += ["", "## Programs", "", *table(shown)]
+    for benchmark in facts["benchmarks"]:
+        title = f"## {benchmark['name']}, {benchmark['ranks']} ranks"
+        lines += ["", title, "", *table(benchmark["rows"])]
     if facts["benchmarks"]:
         words = {True: "met", False: "missed", None: "not measured"}[facts["target_is_met"]]
         lines += ["", f"Target: one rank's step within {TARGET} of plain PyTorch's: {words}."]
-    failed = [benchmark for benchmark in facts["benchmarks"] if benchmark["code"]]
     failures = facts["failures"] | {
-        benchmark["benchmark"]: benchmark["output"] for benchmark in failed
+        f"{program['name']} {program['ranks']}": program["output"]
+        for program in (*facts["programs"], *facts["benchmarks"])
+        if program["code"]
     }
     for title, output in failures.items():
         lines += ["", f"## Failed: {title}", "", "```", output[-8000:].strip(), "```"]
@@ -135,19 +238,22 @@ def main() -> int:
     folder: Path = parser.parse_args().folder
     mpi = "Open MPI" if "MPISTRAT_TEST_OPENMPI" in os.environ else "MPICH"
     launcher = Launcher.named(mpi)
-    done = stages(mpi)
+    gpus = accelerators()
+    ranks = numbers_of_ranks(len(gpus))
+    done = stages(mpi, ranks)
     for stage in done:
         stage.run()
         show(stage)
         print("\n".join(skips(stage)))
-    benchmarks = []
-    if gpus():
-        plan = [("gpu_training", 1), ("gpu_training", 2), ("gpu_collectives", 2)]
-        benchmarks = [benchmark(name, ranks, launcher, folder) for name, ranks in plan]
+    ran, measured = programs(ranks, folder), benchmarks(ranks)
+    if gpus:
+        for program in (*ran, *measured):
+            program.run(launcher, folder)
     else:
-        print("no NVIDIA GPU: the tests were skipped, and nothing was measured")
+        ran, measured = [], []
+        print("no GPU that torch can use: the tests were skipped, and nothing was measured")
     facts = {
-        "machine": machine(launcher),
+        "machine": machine(launcher, gpus),
         "tests": [
             {
                 "stage": stage.name,
@@ -161,14 +267,15 @@ def main() -> int:
         ],
         "skips": [line for stage in done for line in skips(stage)],
         "failures": {f"{s.name} {s.ranks or ''}": s.output for s in done if s.failed},
-        "benchmarks": benchmarks,
-        "target_is_met": target_is_met(benchmarks),
+        "programs": [asdict(program) for program in ran],
+        "benchmarks": [{**asdict(program), "rows": program.rows(folder)} for program in measured],
+        "target_is_met": target_is_met(measured, folder),
     }
     (folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "report.md").write_text(markdown(facts))
     print(f"written: {folder / 'report.md'}")
-    failed = any(stage.failed for stage in done) or any(result["code"] for result in benchmarks)
-    return int(failed)
+    failed = any(stage.failed for stage in done)
+    return int(failed or any(program.code for program in (*ran, *measured)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ inline int64_t next_collective = 0;
 // All bytes of a tensor in the order of memory. Its strides must leave none out.
 inline Tensor flat_over(const Tensor& tensor) {
   TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
-  auto flat = tensor_over(host_storage_over(tensor.storage()), tensor, c10::DispatchKey::CPU);
+  auto flat = tensor_over(host_storage_over(tensor.storage()), tensor, ON_HOST);
   flat.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef{tensor.numel()}, c10::IntArrayRef{1},
                                                    tensor.storage_offset());
   return flat;

@@ -60,7 +60,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[next.device_index()] = next.id();
     return old;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
+  void* getStreamNativeHandle(const c10::Stream stream) const {  // overrides, but in torch 2.9
     return reinterpret_cast<void*>(stream.id() + 1);
   }
   bool queryStream(const c10::Stream& stream) const override {

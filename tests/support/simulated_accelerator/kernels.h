@@ -1,13 +1,15 @@
 // Kernels are those of the CPU, on the device's memory.
 //
 // One boxed fallback serves every operator: it makes CPU tensors over the same bytes, runs the CPU's kernel, and maps
-// what comes back to the device: the same tensor (in place), a view (the same storage), or new memory.
+// what comes back to the device: the same tensor (in place), a view (the same storage), or new memory. A sparse tensor
+// is its indices and its values.
 #pragma once
 #include "device.h"
 
 #include <optional>
 #include <unordered_map>
 
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/strides.h>
@@ -23,11 +25,15 @@ struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
 };
 
-inline Tensor tensor_over(const c10::Storage& storage, const Tensor& like, c10::DispatchKey key) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+inline Tensor tensor_over(const c10::Storage& storage, const Tensor& like, c10::DispatchKeySet keys) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage), keys, like.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) tensor._set_conj(true);
+  if (like.is_neg()) tensor._set_neg(true);
   return tensor;
 }
+
+constexpr c10::DispatchKeySet ON_HOST(c10::DispatchKey::CPU), ON_DEVICE(c10::DispatchKey::PrivateUse1);
 
 inline c10::Storage host_storage_over(const c10::Storage& storage) {
   void* address = storage.data() ? flipped(storage.data()) : nullptr;
@@ -46,13 +52,8 @@ class Aliases {
  public:
   // A CPU tensor over the bytes of `tensor`; tensors that share storage share it here, too.
   Tensor to_host(const Tensor& tensor) {
-    auto storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-    auto [found, is_new] = host_of_.try_emplace(storage.unsafeGetStorageImpl());
-    if (is_new) {
-      found->second = host_storage_over(storage);
-      device_of_.emplace(found->second.unsafeGetStorageImpl(), storage);
-    }
-    auto host = tensor_over(found->second, tensor, c10::DispatchKey::CPU);
+    auto host = tensor.is_sparse() ? sparse_over(tensor, to_host(tensor._indices()), to_host(tensor._values()))
+                                   : dense_to_host(tensor);
     tensor_of_.emplace(host.unsafeGetTensorImpl(), tensor);
     return host;
   }
@@ -61,15 +62,29 @@ class Aliases {
   Tensor to_device(const Tensor& host, c10::Device device) {
     if (!host.defined() || on_device(host)) return host;
     if (auto same = tensor_of_.find(host.unsafeGetTensorImpl()); same != tensor_of_.end()) return same->second;
+    if (host.is_sparse())
+      return sparse_over(host, to_device(host._indices(), device), to_device(host._values(), device));
     TORCH_CHECK(host.layout() == c10::kStrided, "simulated device: ", host.layout(), " tensors are not supported");
     auto storage = host.storage();
     auto [found, is_new] = device_of_.try_emplace(storage.unsafeGetStorageImpl());
-    if (is_new) found->second = device_storage_with(storage, device);
-    return tensor_over(found->second, host, c10::DispatchKey::PrivateUse1);
+    auto& [memory, keys] = found->second;
+    if (is_new) {
+      auto like = at::detail::make_tensor<c10::TensorImpl>(device_storage_with(storage, device), ON_DEVICE, host.dtype());
+      found->second = {like.storage(), like.key_set()};
+    }
+    return tensor_over(memory, host, keys);
   }
 
   // A kernel may have resized what it writes: `tensor` becomes what `host` is now.
-  static void follow(const Tensor& host, const Tensor& tensor) {
+  void follow(const Tensor& host, const Tensor& tensor) {
+    if (tensor.is_sparse()) {
+      auto* impl = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+      auto indices = to_device(host._indices(), tensor.device()), values = to_device(host._values(), tensor.device());
+      impl->raw_resize_(host.sparse_dim(), host.dense_dim(), host.sizes());
+      impl->set_indices_and_values_unsafe(indices, values);
+      impl->set_coalesced(host.is_coalesced());
+      return;
+    }
     auto from = host.storage(), to = tensor.storage();
     if (from.data() != (to.data() ? flipped(to.data()) : nullptr)) {
       to.set_data_ptr_noswap(new_memory(tensor.device(), from.data(), from.nbytes(), from.nbytes()));
@@ -81,7 +96,25 @@ class Aliases {
   }
 
  private:
-  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of_, device_of_;
+  static Tensor sparse_over(const Tensor& like, const Tensor& indices, const Tensor& values) {
+    return at::_sparse_coo_tensor_with_dims_and_tensors(like.sparse_dim(), like.dense_dim(), like.sizes(), indices,
+                                                        values, values.options().layout(c10::kSparse),
+                                                        like.is_coalesced());
+  }
+
+  Tensor dense_to_host(const Tensor& tensor) {
+    auto storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+    auto [found, is_new] = host_of_.try_emplace(storage.unsafeGetStorageImpl());
+    if (is_new) {
+      found->second = host_storage_over(storage);
+      auto keys = tensor.key_set() & (ON_DEVICE | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+      device_of_.emplace(found->second.unsafeGetStorageImpl(), std::pair(storage, keys));
+    }
+    return tensor_over(found->second, tensor, ON_HOST);
+  }
+
+  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of_;
+  std::unordered_map<c10::StorageImpl*, std::pair<c10::Storage, c10::DispatchKeySet>> device_of_;  // keys of its views
   std::unordered_map<c10::TensorImpl*, Tensor> tensor_of_;
 };
 
@@ -101,6 +134,14 @@ IValue map_tensors(const IValue& value, Replace replace) {
     return tensors;
   }
   return value;
+}
+
+// `visit` the tensors with memory that `tensor` is made of.
+template <class Visit>
+void for_each_dense(const Tensor& tensor, Visit visit) {
+  if (!tensor.is_sparse()) return visit(tensor);
+  visit(tensor._indices());
+  visit(tensor._values());
 }
 
 // ---- the fallback, in steps -----------------------------------------------------------------------------------------
@@ -169,6 +210,7 @@ class Call {
       } else {
         value = map_tensors(value, [&](const Tensor& tensor) {
           if (!on_device(tensor)) return tensor;
+          any_sparse_ |= tensor.is_sparse();
           auto host = aliases_.to_host(tensor);
           if (writes(i)) written_.emplace_back(host, tensor);
           else read_.push_back(tensor);
@@ -200,8 +242,11 @@ class Call {
     auto stream = current_stream(device_);
     drain(lock, stream);
     number_ = launch(stream);
-    for (auto& tensor : read_) access(tensor, stream, number_, false);
-    for (auto& [host, tensor] : written_) access(tensor, stream, number_, true);
+    auto note = [&](const Tensor& tensor, bool writes) {
+      for_each_dense(tensor, [&](const Tensor& part) { access(part, stream, number_, writes); });
+    };
+    for (auto& tensor : read_) note(tensor, false);
+    for (auto& [host, tensor] : written_) note(tensor, true);
   }
 
   void run_on_cpu() {
@@ -211,20 +256,21 @@ class Call {
       played.emplace(generator_ ? *generator_ : default_generator(device_));
     static auto convolution = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
     auto& op = schema_.name() == "aten::convolution_overrideable" ? convolution : op_;
-    if (op.hasKernelForDispatchKey(c10::DispatchKey::CPU))
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    auto key = any_sparse_ ? c10::DispatchKey::SparseCPU : c10::DispatchKey::CPU;
+    if (op.hasKernelForDispatchKey(key))
+      op.redispatchBoxed(c10::DispatchKeySet(key), stack_);
     else
       op.callBoxed(stack_);
   }
 
   void results_to_device() {
-    for (auto& [host, tensor] : written_) Aliases::follow(host, tensor);
+    for (auto& [host, tensor] : written_) aliases_.follow(host, tensor);
     for (size_t i = stack_->size() - schema_.returns().size(); i < stack_->size(); i++)
       (*stack_)[i] = map_tensors((*stack_)[i], [&](const Tensor& host) {
         auto tensor = aliases_.to_device(host, c10::Device(KIND, device_));
         if (!is_view() && on_device(tensor)) {
           Lock lock;
-          access(tensor, current_stream(device_), number_, true);
+          for_each_dense(tensor, [&](const Tensor& part) { access(part, current_stream(device_), number_, true); });
         }
         return tensor;
       });
@@ -237,7 +283,7 @@ class Call {
   size_t first_;
   int device_ = -1;
   uint64_t number_ = 0;
-  bool reads_on_host_ = false;
+  bool reads_on_host_ = false, any_sparse_ = false;
   Aliases aliases_;
   std::vector<Tensor> read_;
   std::vector<std::pair<Tensor, Tensor>> written_;  // on the host, on the device

@@ -1,6 +1,7 @@
 // The simulated accelerator: what is registered with torch when this library is loaded. torch_sim.py makes `torch.sim`.
 #include "collectives.h"
 
+#include <ATen/NativeFunctions.h>
 #include <ATen/autocast_mode.h>
 
 namespace simulated {
@@ -30,6 +31,29 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
+// What reads or makes the parts of a sparse tensor; everything else goes by the fallback.
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
+  library.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
+  library.impl("_indices", at::native::_indices_sparse);
+  library.impl("_values", at::native::_values_sparse);
+  library.impl("indices", at::native::indices_sparse);
+  library.impl("values", at::native::values_sparse);
+  library.impl("_nnz", at::native::_nnz_sparse);
+  library.impl("sparse_dim", at::native::sparse_dim_sparse);
+  library.impl("dense_dim", at::native::dense_dim_sparse);
+  library.impl("is_coalesced", at::native::is_coalesced_sparse);
+  library.impl("_coalesced_", at::native::_coalesced_sparse_);
+  library.impl("empty.memory_format", at::native::empty_sparse_symint);
+  library.impl("empty_like", at::native::empty_like_sparse_coo);
+  library.impl("clone", at::native::clone_sparse);
+  library.impl("copy_", at::native::copy_sparse_wrapper_);
+  library.impl("copy_sparse_to_sparse_", at::native::copy_sparse_);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
   library.impl("_thnn_fused_lstm_cell", lstm_cell);
   library.impl("_thnn_fused_gru_cell", gru_cell);
@@ -45,6 +69,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32(IN_FLOAT32)
   AT_FORALL_FP32_SET_OPT_DTYPE(WITH_FLOAT32_RESULT)
 }
+
+// Copies resolve what is conjugated or negated only when it is read, as everywhere.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 // ---- for torch_sim.py and process_group.py --------------------------------------------------------------------------
 

@@ -80,10 +80,28 @@ struct StreamState {
 inline std::mutex everything;
 inline std::condition_variable changed;  // a gate has opened
 
+// Who has the mutex may need Python's lock (to drop a tensor that Python knows, say), so nobody waits for the mutex with
+// Python's lock in hand.
 class Lock : public std::unique_lock<std::mutex> {
  public:
-  // Who has this lock may need Python's (a copy of an at::Tensor does): who has Python's does not wait for this one.
-  Lock() : std::unique_lock<std::mutex>(everything, std::defer_lock) {
+  Lock() : std::unique_lock<std::mutex>(everything, std::defer_lock) { take(); }
+  ~Lock() {
+    if (owns_lock()) unlock();
+    finished.clear();
+  }
+  // Let others have the mutex until a gate has opened.
+  void wait_for_change() {
+    struct _ts* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    changed.wait(*this);
+    if (!python) return;
+    unlock();
+    PyEval_RestoreThread(python);
+    take();
+  }
+  std::vector<Task> finished;
+
+ private:
+  void take() {
     while (!try_lock()) {
       struct _ts* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
       lock();
@@ -92,20 +110,6 @@ class Lock : public std::unique_lock<std::mutex> {
       PyEval_RestoreThread(python);
     }
   }
-  ~Lock() {
-    if (owns_lock()) unlock();
-    finished.clear();
-  }
-  // Wait for a gate to open. Python's lock is released meanwhile, and taken again without ours.
-  void wait_for_change() {
-    struct _ts* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-    changed.wait(*this);
-    if (!python) return;
-    unlock();
-    PyEval_RestoreThread(python);
-    lock();
-  }
-  std::vector<Task> finished;
 };
 
 inline auto& streams = *new std::map<StreamKey, StreamState>;

@@ -8,6 +8,9 @@ import mpistrat as ms
 from mpistrat.input import distributed_iterator
 from mpistrat.input.device_copies import DeviceCopies
 
+KIND = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "")
+GPU = f"{KIND}:0"
+
 
 class Logged:
     """In the place of DeviceCopies: notes when copies begin and when they are asked for."""
@@ -112,7 +115,7 @@ def test_a_copy_that_fails_loses_no_step(log, monkeypatch):
 
 
 def test_arrays_are_copied_from_a_source_that_uses_its_memory_again():
-    copies = DeviceCopies(("cuda:0",))
+    copies = DeviceCopies((GPU,))
     buffer = np.zeros(3)
     sent = copies.start([buffer])
     buffer[:] = 1
@@ -126,20 +129,20 @@ def test_the_host_copies_nothing():
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu():
     """Through a stream of their own: each is right, although the next is copied while it is used."""
-    copies = DeviceCopies(("cuda:0",))
+    copies = DeviceCopies((GPU,))
     assert copies.needed
     ways = [copies.start([{"x": torch.full((1 << 20,), float(i))}]) for i in range(8)]
     for i, way in enumerate(ways):
         (batch,) = copies.arrived(way)
-        assert batch["x"].device == torch.device("cuda:0")
+        assert batch["x"].device == torch.device(GPU)
         assert float(batch["x"].sum()) == i * float(1 << 20)
 
 
 @pytest.mark.gpu
 def test_the_copy_runs_beside_the_computation():
     """Both in less time than one after the other."""
-    strategy = ms.OneDeviceStrategy("cuda:0")
-    x = torch.rand(4096, 4096, device="cuda:0")
+    strategy = ms.OneDeviceStrategy(GPU)
+    x = torch.rand(4096, 4096, device=GPU)
     batch = torch.rand(64 << 20).pin_memory()
 
     class Source:
@@ -150,14 +153,14 @@ def test_the_copy_runs_beside_the_computation():
         options = ms.InputOptions(
             experimental_per_replica_buffer_size=depth, experimental_fetch_to_device=fetch
         )
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.Event(KIND, enable_timing=True) for _ in range(2))
         begin.record()
         for step in strategy.experimental_distribute_dataset(Source(), options):
-            step = step if fetch else step.to("cuda:0")
+            step = step if fetch else step.to(GPU)
             for _ in range(4):
                 torch.mm(x, x)
         end.record()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         return begin.elapsed_time(end)
 
     seconds(1)

@@ -20,7 +20,9 @@ def test_one_rank() -> None:
     except NoCompiler as why:
         pytest.skip(str(why))
     command = [sys.executable, "-m", "support.simulated_accelerator", str(PROGRAM)]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    job = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=PROGRAM.parents[1]
+    )
     assert job.returncode == 0, job.stderr
     checks = PROGRAM.read_text().count("def check_")
     assert job.stdout.count("0: check_") == checks > 10

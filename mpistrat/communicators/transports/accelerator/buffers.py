@@ -9,7 +9,7 @@ from mpistrat.arrays import Array, is_on_gpu, is_torch, to_device_of, to_host
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.reduction import Reduction
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary, library_of
-from mpistrat.communicators.transports.transport import Operands, Transport
+from mpistrat.communicators.transports.transport import Mover, Operands, Transport
 from mpistrat.liveness.waiting import wait_until
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation
@@ -59,7 +59,7 @@ class DeviceTransport(Transport):
 
     # The collectives
 
-    def choose(self, call: str, operands: Operands) -> Transport | None:
+    def choose(self, call: str, operands: Operands) -> Mover | None:
         return self if is_on_gpu(operands.buffer) else None
 
     def all_reduce(self, operands: Operands) -> None:

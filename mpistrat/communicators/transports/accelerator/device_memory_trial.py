@@ -7,6 +7,7 @@ processes have met, and when all has gone well.
 
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def main() -> None:
     signal.alarm(int(seconds))  # ends the process also where it waits in MPI
     world = MPI.COMM_WORLD
     if world.size != 2:
-        sys.exit(f"this is an MPI job of {world.size} processes, not of 2")
+        raise RuntimeError(f"this is an MPI job of {world.size} processes, not of 2")
     print(met, flush=True)
     array, pointer, wait = _torch(number) if library == "torch" else _cupy(number)
     for length in LENGTHS:
@@ -57,7 +58,9 @@ def main() -> None:
 def _check(buffer: Any, expected: np.ndarray) -> None:
     found = buffer.get() if hasattr(buffer, "get") else buffer.cpu().numpy()
     if not np.array_equal(found, expected):
-        sys.exit(f"{np.count_nonzero(found != expected)} of {len(found)} elements are wrong")
+        raise RuntimeError(
+            f"{np.count_nonzero(found != expected)} of {len(found)} elements are wrong"
+        )
 
 
 def _torch(number: str) -> _Library:
@@ -65,7 +68,7 @@ def _torch(number: str) -> _Library:
 
     device = torch.accelerator.current_accelerator()
     if device is None:
-        sys.exit("this is a process without an accelerator")
+        raise RuntimeError("this is a process without an accelerator")
     index = _own(number, torch.accelerator.device_count())
     torch.accelerator.set_device_index(index)
 
@@ -89,4 +92,8 @@ def _own(number: str, count: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:  # the other process would wait for this one
+        traceback.print_exc()
+        MPI.COMM_WORLD.Abort(1)

@@ -132,7 +132,7 @@ class HierarchicalDeviceTransport(DeviceTransport):
         plain = reduction.plain
         flat, whole, mine = self._sliced(buffer)
         self.within.reduce_scatter(Operands(whole, plain, mine))
-        self._leave_the_gpu(mine)
+        self.wait_until_idle()  # as MPI is to use the GPU
         self.between.all_reduce(Operands(mine, plain))
         self.within.all_gather_into(Operands(mine, out=whole))
         if whole is not flat:
@@ -146,17 +146,12 @@ class HierarchicalDeviceTransport(DeviceTransport):
         if self._nodes[self.rank] == node:
             self.within.broadcast(Operands(whole, root=self._places[root]))
         peers = [self._nodes[rank] for rank in range(self.size) if self._places[rank] == place]
-        self._leave_the_gpu(mine)
+        self.wait_until_idle()  # as MPI is to use the GPU
         self.between.broadcast(Operands(mine, root=peers.index(node)))
         if self._nodes[self.rank] != node:
             self.within.all_gather_into(Operands(mine, out=whole))
         if whole is not flat:
             flat[...] = whole[: num_elements(flat)]
-
-    def _leave_the_gpu(self, mine: Array) -> None:
-        """Return when the GPUs' own library has done what it was given."""
-        self.wait_until_idle()
-        self.within.wait_for_current_stream(mine)
 
     def _sliced(self, buffer: Array) -> tuple[Array, Array, Array]:
         """The elements of `buffer`; the same or, padded, a copy, of as many for each rank of the node; this rank's."""

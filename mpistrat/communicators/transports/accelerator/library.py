@@ -19,11 +19,13 @@ class DeviceLibrary(Protocol):
 
     Attributes:
         index: the GPU's number in this process.
-        name: of GPUs of its kind: "NVIDIA H100".
     """
 
     index: int
-    name: str
+
+    @property
+    def name(self) -> str:
+        """Of GPUs of its kind: "NVIDIA H100"."""
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which this GPU is the current device."""
@@ -77,7 +79,11 @@ class TorchLibrary:
 
         self._torch, self._module = torch, torch.get_device_module(kind)
         self._device = torch.device(kind, index)
-        self.name = str(getattr(self._module, "get_device_name", lambda index: kind)(index))
+
+    @property
+    def name(self) -> str:
+        name_of = getattr(self._module, "get_device_name", lambda index: self._device.type)
+        return str(name_of(self.index))
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         return self._module.device(self.index)
@@ -130,7 +136,10 @@ class CupyLibrary:
         import cupy
 
         self._cupy = cupy
-        self.name = "CuPy's"
+
+    @property
+    def name(self) -> str:
+        return "CuPy's"
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         return self._cupy.cuda.Device(self.index)

@@ -1,0 +1,193 @@
+"""Four ranks on two nodes, each with a simulated GPU of its own: what is large goes by node.
+
+Arguments: the folder of a stand-in for CuPy on host memory, and what starts processes on another node, as ssh does.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+sys.path.append(str(Path(__file__).parents[2]))
+from support.clusters.two_nodes import WIRE
+from support.simulated_accelerator import torch_sim
+
+sim = torch_sim.load()
+
+import mpistrat as ms  # noqa: E402
+from mpistrat.cluster_resolver import MPIClusterResolver  # noqa: E402
+from mpistrat.communicators import Communicator, reducing  # noqa: E402
+from mpistrat.communicators.construction import communicator_for  # noqa: E402
+from mpistrat.communicators.router import Router, Ways  # noqa: E402
+from mpistrat.communicators.transports.accelerator import gpu_ways  # noqa: E402
+from mpistrat.communicators.transports.accelerator.device_aware import (  # noqa: E402
+    DeviceAwareTransport,
+)
+from mpistrat.communicators.transports.accelerator.device_memory_proof import (  # noqa: E402
+    why_not_proven,
+)
+from mpistrat.communicators.transports.accelerator.library import TorchLibrary  # noqa: E402
+from mpistrat.communicators.transports.mpi import MpiTransport  # noqa: E402
+from mpistrat.communicators.transports.transport import Operands  # noqa: E402
+from mpistrat.liveness.watch import CommunicatorWatch  # noqa: E402
+from mpistrat.machine.addresses import own_addresses  # noqa: E402
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+STAND_IN, AS_SSH = sys.argv[1:]
+NBYTES = 4 << 20
+LENGTHS = (40_000, 100_003)  # the latter is padded
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.int16)
+
+
+def say(text: str) -> None:
+    if RANK == 0:
+        print(text, flush=True)
+
+
+def prove() -> None:
+    """Two processes on each node, and then one on each, send what to MPI is host memory."""
+    os.environ.update(
+        PYTHONPATH=STAND_IN,
+        HYDRA_LAUNCHER="ssh",
+        HYDRA_LAUNCHER_EXEC=AS_SSH,
+        PRTE_MCA_plm_ssh_agent=AS_SSH,
+        PRTE_MCA_prte_if_include=WIRE,
+    )
+    if "Open MPI" not in MPI.Get_library_version():  # there both nodes have the machine's name
+        MPI.Get_processor_name = lambda: own_addresses()[0]
+    node = MPIClusterResolver().topology().node
+    why_not = why_not_proven(communicator_for(WORLD), node, "cupy", 0)
+    assert not why_not, why_not
+    say("proven")
+
+
+def sums_and_broadcasts(communicator: Communicator) -> None:
+    """Equal to those on the CPU, bit for bit: all are of small whole numbers."""
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            everyone = [(torch.arange(length) % 7 + rank).to(dtype) for rank in range(SIZE)]
+            total, mine = sum(everyone[1:], start=everyone[0]), everyone[RANK]
+            buffer = mine.to("sim")
+            communicator.all_reduce(buffer)
+            assert torch.equal(buffer.cpu(), total), (dtype, length)
+            buffer, out = mine.to("sim"), torch.empty(length, dtype=dtype, device="sim")
+            communicator.all_reduce(buffer, "max", out=out)
+            assert torch.equal(out.cpu(), everyone[-1])
+            assert torch.equal(buffer.cpu(), mine)
+            if dtype.is_floating_point:
+                communicator.all_reduce(buffer, reducing(scale=0.5))
+                assert torch.equal(buffer.cpu(), total * 0.5)
+            for root in range(SIZE):
+                buffer = mine.to("sim")
+                communicator.broadcast(buffer, root)
+                assert torch.equal(buffer.cpu(), everyone[root]), (dtype, length, root)
+                buffer = mine.to("sim")
+                communicator.reduce(buffer, root)
+                assert torch.equal(buffer.cpu(), total if root == RANK else mine)
+    # Three numbers of 16 bits are rounded once, not on each node.
+    short = torch.full((40_000,), 1.0 if RANK == 0 else 2.0**-8 * 0.75).bfloat16()
+    exact = 1.0 + (SIZE - 1) * 2.0**-8 * 0.75
+    buffer = short.to("sim")
+    communicator.all_reduce(buffer)
+    assert float(buffer[0]) == float(torch.tensor(exact).bfloat16())
+    assert sim.violations() == []
+
+
+def bytes_sent(name: str, communicator: Communicator) -> None:
+    """Print how often the bytes of a buffer leave this node, by the counters of its wire."""
+    buffer = torch.ones(NBYTES // 4, device="sim")
+    for call in ("all_reduce", "broadcast"):
+        for turn in range(4):
+            buffer.fill_(1)
+            torch.sim.synchronize()
+            WORLD.Barrier()
+            before = _sent()
+            getattr(communicator, call)(buffer)
+            torch.sim.synchronize()
+            WORLD.Barrier()
+            if turn and RANK == 0:
+                print(f"{name} {call} {(_sent() - before) / NBYTES:.4f}", flush=True)
+
+
+def _sent() -> int:
+    with open("/proc/net/dev") as devices:
+        return int(next(line for line in devices if f"{WIRE}:" in line).split()[9])
+
+
+def checked_pointer(library: TorchLibrary, buffer: torch.Tensor) -> int:
+    """For an MPI that takes device memory: no stream may use it meanwhile."""
+    sim.host_access(buffer, True)
+    return sim.host_address(buffer.data_ptr())
+
+
+def phases(communicator: Communicator) -> None:
+    """What the GPUs' own library does has ended before MPI uses the GPU."""
+    buffer = torch.ones(40_000, device="sim")
+    by_node = communicator.ways.choose("all_reduce", Operands(buffer))
+    order: list[str] = []
+
+    def spy(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (order.append(name), call(*args))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in (("within", "wait_until_idle"), ("flat", "wait_until_idle")):
+            transport = getattr(by_node, name)
+            patch.setattr(transport, call, spy(name, getattr(transport, call)))
+        patch.setattr(by_node.between, "all_reduce", spy("MPI", by_node.between.all_reduce))
+        patch.setattr(by_node.between, "broadcast", spy("MPI", by_node.between.broadcast))
+        communicator.all_reduce(buffer)
+        communicator.broadcast(buffer)
+    assert order == ["flat", "within", "MPI"] * 2, order
+
+
+def flat_by_mpi() -> Router:
+    """A communicator that hands all device memory to MPI."""
+    mpi = MpiTransport(WORLD.Dup())
+    host = Router(Ways(mpi))
+    aware = DeviceAwareTransport(host, 0, CommunicatorWatch(), "by MPI", mpi.comm)
+    return Router(Ways(mpi, [aware]))
+
+
+def asked_for(name: str, comm: MPI.Intracomm) -> Communicator:
+    """A strategy's communicator, which moves what is large by node."""
+    strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
+    say(f"{name}: {strategy.extended.explain()}")
+    return strategy.extended.communicator.by(ms.CommunicationImplementation.HIERARCHICAL)
+
+
+def train(policy: ms.CrossDeviceOps, comm: MPI.Intracomm) -> str:
+    """Sum gradients by a policy of the program's own. Returns: the class of what moved them between ranks."""
+    strategy = ms.MirroredStrategy(comm=comm, cross_device_ops=policy, gradients="sum")
+    with strategy.scope():
+        model = torch.nn.Linear(200, 100).to("sim")
+    examples = torch.full((1, 200), RANK + 1.0, device="sim")
+    strategy.run(lambda: model(examples).sum().backward())
+    assert (model.weight.grad.cpu() == sum(range(SIZE + 1))).all()
+    ways = strategy.extended.communicator.ways
+    return type(ways.choose("all_reduce", Operands(model.weight.grad))).__name__
+
+
+prove()
+gpu_ways.why_not_proven = lambda *args: "not tried"
+staged = asked_for("staged", WORLD.Dup())
+sums_and_broadcasts(staged)
+bytes_sent("staged", staged)
+
+gpu_ways.why_not_proven = lambda *args: ""
+TorchLibrary.pointer = checked_pointer
+comm = WORLD.Dup()
+aware = asked_for("device-aware", comm)
+sums_and_broadcasts(aware)
+bytes_sent("device-aware", aware)
+phases(aware)
+sums_and_broadcasts(flat_by_mpi())
+
+assert train(ms.NcclAllReduce(), comm) == "NativeTransport"
+assert train(ms.HierarchicalCopyAllReduce(), comm) == "HierarchicalDeviceTransport"
+assert sim.violations() == []
+say("all is well")

@@ -1,0 +1,98 @@
+"""Whether MPI takes device memory: two processes try, and none of their ends is an end of ours."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.harness.mpi_launcher import Launcher
+from support.simulated_accelerator.build import NoCompiler, library
+
+TESTS = Path(__file__).parents[1]
+
+# Device memory is the host's, which every MPI takes.
+CUPY = """
+import types
+import numpy as np
+
+copies = []
+
+class ndarray(np.ndarray):
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=POINTER)
+    def get(self):
+        return np.array(self)
+
+class Device:
+    def __init__(self, index):
+        assert index in (0, 1)
+    def use(self):
+        SECONDS
+    def synchronize(self):
+        pass
+
+def asarray(array):
+    return np.array(array).view(ndarray)
+
+cuda = types.SimpleNamespace(Device=Device, runtime=types.SimpleNamespace(getDeviceCount=lambda: 2))
+"""
+SIMULATED = f"""
+import sys
+sys.path.append({str(TESTS)!r})
+from support.simulated_accelerator import torch_sim
+torch_sim.load()
+"""
+PROGRAM = """
+import os, sys
+from mpistrat.cluster_resolver.mpi import start_mpi
+start_mpi()
+from mpistrat.communicators.transports.accelerator import device_memory_proof as proof
+
+for name, library in (("taken", "cupy"), ("read", "cupy"), ("simulated", "torch"), ("hangs", "cupy")):
+    os.environ["PYTHONPATH"] = f"{sys.argv[1]}/{name}"
+    if name == "hangs":
+        proof.SECONDS_TO_TRY = 2
+    proof.reason_against.cache_clear()
+    print(name, repr(proof.reason_against(library, 0)), flush=True)
+
+proof.run = None
+print("kept", repr(proof.reason_against("cupy", 0)))
+os.environ["PATH"], proof.library_path = "", lambda: ""
+print("alone", repr(proof.reason_against("cupy", 1)))
+"""
+
+
+def stand_in(pointer: str = "self.ctypes.data", seconds: str = "pass") -> str:
+    return CUPY.replace("POINTER", pointer).replace("SECONDS", seconds)
+
+
+def test_what_mpi_takes(launcher: Launcher, tmp_path: Path) -> None:
+    """A simulated device has memory that the host cannot read: MPI ends by a signal, as with that of a real one."""
+    try:
+        library()
+    except NoCompiler as why:
+        pytest.skip(str(why))
+    modules = {
+        "taken/cupy.py": stand_in(),
+        "read/cupy.py": stand_in("copies.append(self.copy()) or copies[-1].ctypes.data"),
+        "simulated/sitecustomize.py": SIMULATED,
+        "hangs/cupy.py": stand_in(seconds="__import__('time').sleep(60)"),
+        "program.py": PROGRAM,
+    }
+    for name, text in modules.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    job = launcher.run_python(1, tmp_path / "program.py", tmp_path, seconds=30)
+    assert job.returncode == 0, job.output
+    found = dict(re.findall(r"(?m)^(\w+) ['\"](.*)['\"]$", job.stdout))
+    assert found["taken"] == ""
+    sent = "two processes on its node that sent device memory: "
+    assert found["read"].startswith(sent), found
+    assert "elements are wrong" in found["read"]
+    assert found["simulated"].startswith(sent), found
+    assert re.search(r"exit code (11|139)\b", found["simulated"]), found
+    assert found["hangs"].startswith(sent), found
+    assert found["kept"] == found["hangs"]
+    assert found["alone"].startswith("no two processes on its node could be started"), found
+    assert job.left_behind == ()
