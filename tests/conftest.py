@@ -4,7 +4,9 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.run_again:
         failed = Results.read(config.option.run_again).tests("failed", "started")
         leave_out(config, items, {item.nodeid for item in items}.difference(failed))
+    if any("simulated_accelerator" in getattr(item, "fixturenames", ()) for item in items):
+        _simulated_accelerator()  # it may take longer than a test may
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,3 +88,35 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.accelerator.is_available():
             pytest.skip("needs a GPU that torch can use")
+
+
+@pytest.fixture(scope="session")
+def simulated_accelerator() -> None:
+    """For tests whose programs load the simulated accelerator: it is there, or the test is skipped."""
+    if why := _simulated_accelerator():
+        pytest.skip(why)
+
+
+def _simulated_accelerator() -> str:
+    """Compiles it, where no earlier run has. Returns: why it cannot be had, or ""."""
+    from support.simulated_accelerator import build
+
+    try:
+        build.library()
+    except build.NoCompiler as why:
+        return str(why)
+    return ""
+
+
+@pytest.fixture
+def sim(simulated_accelerator: None) -> Iterator[Any]:
+    """`torch.sim`, which this process then has for good: for a pytest of its own.
+
+    The test fails if it has used device memory without order.
+    """
+    from support.simulated_accelerator import load
+
+    accelerator = load()
+    accelerator.violations()
+    yield accelerator
+    assert accelerator.violations() == []

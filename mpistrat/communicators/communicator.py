@@ -162,7 +162,10 @@ class Communicator(abc.ABC):
 
         The other ranks, which wait in that collective, learn of it where calls are checked.
         """
-        self.contract.raise_together(error)
+        try:
+            self.contract.raise_together(error)
+        finally:
+            del error
 
     def raising_together(self) -> contextlib.AbstractContextManager[None]:
         """Around the checks of this rank's operands: their errors go to `raise_together`."""

@@ -33,9 +33,10 @@ class AbortChannel:
         """What another rank has sent first; None while there is nothing."""
         if not self._received:
             status = MPI.Status()
-            message = self._comm.improbe(tag=TAG, status=status)
-            if message is not None:
-                self._received[status.source] = message.recv()
+            with contextlib.suppress(MPI.Exception):  # of a communicator that has lost a rank
+                message = self._comm.improbe(tag=TAG, status=status)
+                if message is not None:
+                    self._received[status.source] = message.recv()
         return next(iter(self._received.values()), None)
 
     def settle(self, senders: Iterable[int]) -> None:

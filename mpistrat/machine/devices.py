@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -64,10 +65,13 @@ def check_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def torch_accelerator() -> str:
-    """What torch calls the accelerators that it can use here: "cuda", "xpu", …; "" for none, or without torch."""
+    """What torch calls the accelerators that it can use here: "cuda", "xpu", …; "" for none, or without torch.
+
+    XLA's are those of a TPUStrategy.
+    """
     torch = sys.modules.get("torch")
     device = None if torch is None else torch.accelerator.current_accelerator(check_available=True)
-    return "" if device is None else str(device.type)
+    return "" if device is None or device.type == "xla" else str(device.type)
 
 
 def accelerator() -> str:
@@ -119,6 +123,14 @@ def current(device: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def let_nccl_outlive_ranks() -> None:
+    """Keep torch's watchdog of NCCL from ending this process when another rank is lost, unless the user wants that.
+
+    Called before torch makes a group.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:

@@ -36,6 +36,9 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
         )
     else:
         pool, used = pools.take(rank, ranks)
+        watch = used.collectives.contract.watch
+        if watch is not None and watch.revocable_group is not None:
+            watch.revocable_group.before_telling(native.abort)
         group = MpistratProcessGroup(
             used.collectives,
             used.messages,

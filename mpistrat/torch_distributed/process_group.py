@@ -149,6 +149,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         """Not collective. Calls on their way are left, and so are the communicator and errors nobody has asked for."""
         self._is_shut_down = True
         atexit.unregister(self._end_job_if_unobserved)
+        self._native.abort()
         self._after_backward.leave()
         if self._thread is not None:
             self._thread.end()

@@ -1,26 +1,20 @@
 """torch's own groups as a transport, on the simulated accelerator: how collectives end, start, hang and fail."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
-from support.simulated_accelerator.build import NoCompiler, library
+
+pytestmark = pytest.mark.usefixtures("simulated_accelerator")
 
 PROGRAM = Path(__file__).parent / "programs" / "native_groups.py"
 COLLECTIVES = (
     *("reductions", "rounding_scale_and_out", "reduce_and_reduce_scatter", "copies"),
-    *("side_streams", "captures", "mismatches", "many_calls", "failures"),
+    *("side_streams", "batch_norm", "captures", "mismatches", "many_calls", "failures"),
 )
 LIMIT = 2.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
 
 
 def run(
@@ -68,4 +62,20 @@ def test_kernels_that_never_end(launcher: Launcher, tmp_path: Path, then: str) -
     assert "in synchronize" in job.output
     assert (job.stdout.count("released") > 0) == (then == "raise"), job.output
     assert ("mpistrat.errors.StallError: ranks have waited" in job.output) == (then == "raise")
+    assert job.left_behind == ()
+
+
+class ElasticLauncher(Launcher):
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        return super().command(ranks, ["--with-ft", "ulfm", *program])
+
+
+@pytest.mark.both_mpis("faults")
+def test_a_rank_is_lost(tmp_path: Path) -> None:
+    """The group is aborted before anybody hears of it: else the others would wait for their devices for ever."""
+    launcher = ElasticLauncher.named("Open MPI")
+    job = run(launcher, tmp_path, 3, "losses", forked=False)
+    assert job.returncode == 0, job.output
+    assert job.stdout.count("went on with 2") == 2, job.output
+    assert "Traceback" not in job.output, job.output
     assert job.left_behind == ()

@@ -44,6 +44,13 @@ class ndarray(np.ndarray):  # noqa: N801 - CuPy's name
     def set(self, arr: np.ndarray, stream: Any = None) -> None:
         stream.give(lambda: np.copyto(self.view(np.ndarray), arr))
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        current_stream().give(lambda: np.ndarray.__setitem__(self, key, value))
+
+    def __getitem__(self, key: Any) -> Any:
+        current_stream().synchronize()
+        return super().__getitem__(key)
+
 
 class Device:
     def __init__(self, index: int) -> None:
@@ -65,6 +72,10 @@ HOME = [0]  # where all arrays are
 
 
 class Stream:
+    """Attributes: is_early: runs what it is given at once, as a stream may that waits for nothing."""
+
+    is_early = False
+
     def __init__(self, non_blocking: bool = False) -> None:
         self.work: list[Callable[[], None]] = []
         self.ptr = id(self)
@@ -72,6 +83,8 @@ class Stream:
 
     def give(self, work: Callable[[], None]) -> None:
         self.work.append(work)
+        while self.is_early and self.work:
+            self.work.pop(0)()
 
     def record(self) -> Event:
         event = Event(self)
@@ -80,6 +93,9 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.give(event.run_until_done)
+
+    def synchronize(self) -> None:
+        self.record().run_until_done()
 
 
 STREAMS: dict[int, Stream] = {}
@@ -93,6 +109,11 @@ class NullStream(Stream):
 
 
 NULL = NullStream()
+STREAM: list[Stream] = [NULL]  # the current one, last
+
+
+def current_stream() -> Stream:
+    return STREAM[-1]
 
 
 class Event:
@@ -197,7 +218,7 @@ def install(monkeypatch: Any, gpus: list[str]) -> Any:
     cupy.array = lambda array: np.array(array).view(ndarray)
     cupy.empty = lambda shape, dtype: np.full(shape, 77).astype(dtype).view(ndarray)
     cuda: Any = types.ModuleType("cupy.cuda")
-    cuda.Device, cuda.Stream, cuda.get_current_stream = Device, Stream, lambda: NULL
+    cuda.Device, cuda.Stream, cuda.get_current_stream = Device, Stream, current_stream
     cuda.runtime = types.SimpleNamespace(getDeviceCount=lambda: len(GPUS))
     nccl: Any = types.ModuleType("cupy.cuda.nccl")
     nccl.available, nccl.get_version = True, lambda: 22705

@@ -97,9 +97,12 @@ class Contract(Unchecked):
         return self._abandoned is not None
 
     def raise_together(self, error: Exception) -> NoReturn:
-        with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
-            mark_raised_by_all(error)
-            raise error
+        try:
+            with self.enter(signature_of(("raise", type(error).__name__)), cause=error):
+                mark_raised_by_all(error)
+                raise error
+        finally:
+            del error  # it refers to this frame, and so to all that the program had in its own
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Contract:
         part = Contract(mpi, name, watch, self.check, self.timeline)

@@ -19,7 +19,10 @@ class RaisingTogether(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not is_raised_by_all(error):
-            self._raise_together(error)
+            try:
+                self._raise_together(error)
+            finally:
+                del error
 
 
 def is_raised_by_all(error: Exception) -> bool:

@@ -65,7 +65,10 @@ class Unchecked:
 
         If all ranks come here with errors of the same class, each raises its own.
         """
-        raise error
+        try:
+            raise error
+        finally:
+            del error
 
     def of_part(self, mpi: MpiTransport, name: str, watch: CommunicatorWatch | None) -> Unchecked:
         """The contract of some of the ranks. Collective over them. `name` differs from that of other contracts."""

@@ -132,6 +132,9 @@ class Transport(Mover, abc.ABC):
             call: the name of the method.
         """
 
+    def wait_until_idle(self) -> None:
+        """Return when the collectives of this rank have ended: those that streams order may have returned before."""
+
     @abc.abstractmethod
     def explain(self, rest: str) -> str:
         """For people: this way, then `rest`, the text of the transports after this one."""

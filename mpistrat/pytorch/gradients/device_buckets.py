@@ -35,15 +35,11 @@ def bucket_bytes(like: Sequence[Any], slots: Sequence[int], asked: int) -> int:
     return asked or min(max(total // _PARTS, _SMALLEST), _LARGEST)
 
 
-def current_stream(tensor: torch.Tensor) -> Any:
-    """The one of the device of `tensor`."""
-    return torch.get_device_module(tensor.device).current_stream(tensor.device)
-
-
-def release(gradient: torch.Tensor | None, stream: Any) -> None:
-    """`stream` has used `gradient`, which goes now. Autograd may have allocated it on another stream."""
+def let_go(gradient: torch.Tensor | None) -> None:
+    """The current stream was the last to read `gradient`, which the backward may have allocated on another."""
     if gradient is not None and not gradient.is_sparse:
-        gradient.record_stream(stream)
+        module = torch.get_device_module(gradient.device)
+        gradient.record_stream(module.current_stream(gradient.device))
 
 
 class SideStream:
@@ -128,7 +124,7 @@ class DeviceBuckets(Buckets):
 
     def _adopt(self, bucket: Bucket, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         here = self._side.module.current_stream(self._side.device)
-        release(gradient, here)
+        let_go(gradient)
         if len(bucket.parameters) > 1 or here != self._program:
             return False
         flat = packing.flat_view(gradient, parameter)

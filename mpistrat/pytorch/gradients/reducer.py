@@ -35,7 +35,7 @@ from mpistrat.pytorch import hooks
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.pytorch.gradients.agreement import agree
 from mpistrat.pytorch.gradients.buckets import Buckets, cut
-from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, current_stream, release
+from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.overlap import Overlap
 from mpistrat.pytorch.gradients.unsynchronized import Unsynchronized
 from mpistrat.pytorch.gradients.values import sum_rows, sums_by_custom_ops
@@ -355,9 +355,8 @@ class GradientReducer:
                 )
                 if len(everyone) == 1 and is_on_gpu(parameters[slots[0]]):
                     # Their memory serves the buckets that come next.
-                    here = current_stream(parameters[slots[0]])
                     for slot in slots:
-                        release(contributions[0][slot], here)
+                        let_go(contributions[0][slot])
                         contributions[0][slot] = parameters[slot].grad = None
             reduced |= late
             for slot in early.keys() & set(agreed.dense):

@@ -160,14 +160,15 @@ def asked_for(name: str, comm: MPI.Intracomm) -> Communicator:
     return strategy.extended.communicator.by(ms.CommunicationImplementation.HIERARCHICAL)
 
 
-def train(policy: ms.CrossDeviceOps, comm: MPI.Intracomm) -> str:
-    """Sum gradients by a policy of the program's own. Returns: the class of what moved them between ranks."""
-    strategy = ms.MirroredStrategy(comm=comm, cross_device_ops=policy, gradients="sum")
+def train(strategy: ms.Strategy) -> str:
+    """Sum gradients. Returns: the class of what moved them between ranks."""
     with strategy.scope():
-        model = torch.nn.Linear(200, 100).to("sim")
+        model = torch.nn.Linear(200, 100)
     examples = torch.full((1, 200), RANK + 1.0, device="sim")
-    strategy.run(lambda: model(examples).sum().backward())
-    assert (model.weight.grad.cpu() == sum(range(SIZE + 1))).all()
+    for _ in range(2):
+        model.zero_grad()
+        strategy.run(lambda: model(examples).sum().backward())
+        assert (model.weight.grad == sum(range(SIZE + 1))).all()
     ways = strategy.extended.communicator.ways
     return type(ways.choose("all_reduce", Operands(model.weight.grad))).__name__
 
@@ -187,7 +188,18 @@ bytes_sent("device-aware", aware)
 phases(aware)
 sums_and_broadcasts(flat_by_mpi())
 
-assert train(ms.NcclAllReduce(), comm) == "NativeTransport"
-assert train(ms.HierarchicalCopyAllReduce(), comm) == "HierarchicalDeviceTransport"
+BY_NODE = "HierarchicalDeviceTransport"
+for policy, expected in (
+    (ms.NcclAllReduce(), "NativeTransport"),
+    (ms.HierarchicalCopyAllReduce(), BY_NODE),
+):
+    by_policy = ms.MirroredStrategy(comm=comm, cross_device_ops=policy, gradients="sum")
+    assert train(by_policy) == expected
+for overlap in (False, True):
+    options = ms.CommunicationOptions(implementation="hierarchical", overlap=overlap)
+    by_option = ms.MultiWorkerMirroredStrategy(
+        comm=comm, communication_options=options, gradients="sum"
+    )
+    assert train(by_option) == BY_NODE
 assert sim.violations() == []
 say("all is well")

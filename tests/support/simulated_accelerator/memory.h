@@ -53,6 +53,8 @@ struct Region {
         itemsize(tensor.itemsize()) {
     for (size_t i = 0; i < sizes.size(); i++) end += (sizes[i] - 1) * strides[i] * itemsize;
   }
+  // All of a block of `size` bytes.
+  explicit Region(size_t size) : begin(0), end(size), dense(true), itemsize(1) {}
 
   bool contains(const Region& other) const { return dense && begin <= other.begin && other.end <= end; }
 
@@ -140,15 +142,15 @@ inline void host_access(const Tensor& tensor, bool writes) {
 inline auto& bytes_used = *new std::map<int, size_t>;
 inline auto& bytes_peak = *new std::map<int, size_t>;
 
-// A caching allocator gives freed memory to the next that asks on the block's own stream, which waits for no other, once
-// the recorded streams have come to where they are now.
+// A caching allocator gives freed memory to the next that asks on the block's own stream, which waits for no other.
 inline void check_freed(const Block& block) {
   auto& clock = streams[block.stream].clock;
   for (auto& earlier : block.accesses) {
     bool over = earlier.stream == block.stream || knows(clock, earlier.stream, earlier.number) ||
         knows(host_clock, earlier.stream, earlier.number) || knows(thread_clock, earlier.stream, earlier.number);
+    // The allocator waits for what a recorded stream holds now, and so for what that has waited for.
     for (auto& recorded : block.recorded)
-      over |= recorded == earlier.stream || knows(streams[recorded].clock, earlier.stream, earlier.number);
+      over = over || recorded == earlier.stream || knows(streams[recorded].clock, earlier.stream, earlier.number);
     if (over) continue;
     violation("memory of " + name_of(block.stream) + " is freed while " + name_of(earlier.stream) +
                   " uses it: record_stream is missing", /*may_raise=*/false);
@@ -178,6 +180,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     Lock lock;
     block->stream = current_stream(current_device);
     void* address = flipped(block->host);
+    // A caching allocator gives out what the stream may not be done with: others have to wait for it before they use it.
+    if (uint64_t last = streams[block->stream].number)
+      block->accesses.push_back({Region(size), block->stream, last, true});
     blocks[reinterpret_cast<uintptr_t>(address)] = block;
     auto& used = bytes_used[current_device];
     auto& peak = bytes_peak[current_device];

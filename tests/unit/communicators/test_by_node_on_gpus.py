@@ -26,6 +26,7 @@ from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.options import CommunicationImplementation as Way
 
 ALONE = LocalCommunicator()
+WAITED: list[Any] = []  # buffers that the host has waited for
 
 
 class Flat(DeviceTransport):
@@ -54,12 +55,22 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "mpistrat.communicators.transports.accelerator.buffers.is_on_gpu", lambda b: True
     )
-    monkeypatch.setattr(DeviceTransport, "wait_for_current_stream", lambda self, buffer: None)
+    monkeypatch.setattr(
+        DeviceTransport, "wait_for_current_stream", lambda self, buffer: WAITED.append(buffer)
+    )
     monkeypatch.setattr(HierarchicalDeviceTransport, "all_reduce", lambda self, operands: None)
 
 
 def by_node(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> HierarchicalDeviceTransport:
-    monkeypatch.setattr(hierarchical, "costs_of", lambda *args, **how: costs)
+    def costs_of(ways: dict[str, Any], *args: Any, **how: Any) -> Costs:
+        for way in ways.values():
+            zeros = how["memory"].zeros(3)
+            assert (zeros.dtype, zeros.tolist()) == ("float32", [0, 0, 0])
+            way(zeros)
+            assert WAITED[-1] is zeros
+        return costs
+
+    monkeypatch.setattr(hierarchical, "costs_of", costs_of)
     args: Any = ALONE, 0, CommunicatorWatch()
     parts = [Flat(*args, f"through {name}") for name in ("a group", "MPI", "a flat group")]
     transport = HierarchicalDeviceTransport(*args, [0, 0, 1, 1], *parts)

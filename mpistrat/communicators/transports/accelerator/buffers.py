@@ -112,9 +112,6 @@ class DeviceTransport(Transport):
     def wait(self, library: DeviceLibrary, event: Any) -> None:
         wait_until(lambda: library.is_done(event), self._watch)
 
-    def wait_until_idle(self) -> None:
-        """Return when the collectives of this rank have ended: those that streams order may have returned before."""
-
     def _on_this_gpu(self, buffer: Array, collective: Callable[[Array], None]) -> None:
         library = self.library(buffer)
         here = library.here(buffer)

@@ -150,8 +150,11 @@ class Lookout:
         while self.is_awake.wait() and not self._stop.wait(SECONDS_BETWEEN_LOOKS):
             self.is_awake.clear()
             for calls in list(self._watched):
-                if calls.look():
-                    self.is_awake.set()
+                try:
+                    if calls.look():
+                        self.is_awake.set()
+                except Exception:  # of the device: the program gets it, too
+                    self._watched.discard(calls)
 
     def _end(self) -> None:
         self._stop.set()

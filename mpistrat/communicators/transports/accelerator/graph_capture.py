@@ -27,7 +27,7 @@ def is_capturing(buffer: Array) -> bool:
 @functools.cache
 def _question_of(kind: str) -> Any:
     """The function by which the module of such devices says whether the current stream captures."""
-    module = sys.modules["torch"].get_device_module(kind)
+    module = getattr(sys.modules["torch"], kind, None)  # XLA's have none
     return getattr(module, "is_current_stream_capturing", bool)
 
 

@@ -23,10 +23,12 @@ from mpistrat.communicators.torch_store import Ranks, opener_of_store
 from mpistrat.communicators.transports.accelerator.buffers import DeviceTransport
 from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
+from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.torch_groups import make_group
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.machine.devices import let_nccl_outlive_ranks
 from mpistrat.settings import start_seconds
 
 OPS: dict[str, Any] = {
@@ -74,7 +76,7 @@ class NativeTransport(DeviceTransport):
     ) -> None:
         super().__init__(host, index, watch, why)
         self._kind = kind
-        self._device = torch.device(kind, index)
+        self._device, self._own = torch.device(kind, index), TorchLibrary(kind, index)
         self._joint: JointGroup[Any] = JointGroup(
             f"torch's group for {kind!r}", host, channel, watch, lambda group: group.abort()
         )
@@ -89,12 +91,14 @@ class NativeTransport(DeviceTransport):
             seconds = start_seconds()
             if seconds:
                 store.set_timeout(datetime.timedelta(seconds=seconds))
+            if self._watch.revocable_group is not None:
+                let_nccl_outlive_ranks()
             name = f"mpistrat {self._under_way.name}"
-            with self.library_of_device().device():
+            with self._own.device():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
         def try_out() -> str:
-            with self.library_of_device().device():
+            with self._own.device():
                 ones = torch.ones(1, device=self._device)
                 group = self._joint.group
                 if group is None:
@@ -235,9 +239,6 @@ class NativeTransport(DeviceTransport):
         self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
     # Parts of these ways
-
-    def library_of_device(self) -> Any:
-        return self.library(torch.empty(0, device=self._device))
 
     def _is_here(self, *buffers: Array) -> bool:
         """Whether they are on the accelerator that this rank uses."""

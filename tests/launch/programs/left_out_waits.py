@@ -1,0 +1,338 @@
+"""Leaves out one wait of the package after the other, on two ranks, and looks whether what goes wrong is seen.
+
+For each wait it runs what comes to it: on the simulated accelerator, and on a stand-in for CuPy whose queues run as
+late as they may. Seen is an access that nothing orders, a wrong number, or an error. Rank 0 prints a line for each.
+"""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpistrat as ms
+from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.router import Router
+from mpistrat.communicators.transports.accelerator import calls_under_way, gpu_ways, staging
+from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
+from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
+from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
+from mpistrat.input.device_copies import DeviceCopies
+from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.watch import CommunicatorWatch
+from mpistrat.tools.bench.device import Device
+from mpistrat.tools.bench.peers import raw_mpi
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support import stand_in_cupy
+from support.left_out import Site, sites, without
+from support.simulated_accelerator import torch_sim
+
+SIM = torch_sim.load(1)
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+LENGTH = 3000
+staging.CHUNK = 1 << 10
+calls_under_way.SECONDS_BETWEEN_LOOKS = 60.0  # `until_idle` looks itself
+
+
+def values() -> np.ndarray:
+    return np.arange(LENGTH, dtype=np.float32) + RANK
+
+
+TOTAL = SIZE * np.arange(LENGTH, dtype=np.float32) + sum(range(SIZE))
+
+
+def expect(found: Any, expected: Any = TOTAL) -> None:
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def new_communicator(move_by: Callable[[Router, Router], Any] | None = None) -> Any:
+    """Args: move_by: makes a transport of the communicator and of one for the host."""
+    communicator: Any = communicator_for(WORLD.Dup())
+    if move_by is not None:
+        communicator.move_by(move_by(communicator, Router(communicator.ways)))
+    return communicator
+
+
+def summed(communicator: Any) -> torch.Tensor:
+    """What the program's stream sees of a sum; the buffer is made on that stream, too."""
+    buffer = torch.as_tensor(values()).to("sim") * 1
+    communicator.all_reduce(buffer)
+    return (buffer * 1).cpu()
+
+
+# torch
+
+
+def staged() -> None:
+    expect(summed(new_communicator(staged_by)))
+
+
+def staged_by(communicator: Any, host: Router) -> staging.StagedTransport:
+    return staging.StagedTransport(host, 0, CommunicatorWatch())
+
+
+class OnTheHost(DeviceAwareTransport):
+    """As an MPI that takes device memory, which the simulated device has on the host, at another address."""
+
+    def _memory(self, buffer: Any, count: int, datatype: MPI.Datatype) -> Any:
+        SIM.host_access(buffer, True)
+        return [at_its_host_address(buffer.data_ptr(), buffer.nbytes), count, datatype]
+
+
+def device_aware() -> None:
+    def move_by(communicator: Any, host: Router) -> OnTheHost:
+        return OnTheHost(host, 0, CommunicatorWatch(), "", communicator.mpi.comm)
+
+    expect(summed(new_communicator(move_by)))
+
+
+def native() -> Any:
+    communicator = new_communicator()
+    gpu_ways.use_gpus(communicator, [gpu_ways.Gpu(0, str(rank)) for rank in range(SIZE)], 0)
+    assert communicator.ordered_by_streams, communicator.explain()
+    return communicator
+
+
+def native_sums() -> None:
+    expect(summed(native()))
+
+
+class NotedCalls(calls_under_way.CallsUnderWay):
+    """Attributes: newest: of all."""
+
+    newest: ClassVar[Any] = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        NotedCalls.newest = self
+
+
+gpu_ways.CallsUnderWay = NotedCalls  # type: ignore[misc]
+
+
+def until_idle() -> None:
+    """The host may use what the last collective of several wrote."""
+    communicator = native()
+    buffer = torch.as_tensor(values()).to("sim")
+    for _ in range(5):
+        communicator.broadcast(buffer)
+    NotedCalls.newest.look()
+    communicator.ways.transports[0].of(torch=True).wait_until_idle()
+    SIM.host_access(buffer, False)
+
+
+def native_through_the_host() -> None:
+    """The host asks whether the device has come so far, and so notices a stall, before it is blocked by a copy."""
+    communicator = native()
+    buffer = torch.ones(3, dtype=torch.int16, device="sim")
+    SIM.host_waits()
+    communicator.all_reduce(buffer)
+    assert "query" in SIM.host_waits()
+    expect(buffer.cpu(), [SIZE] * 3)
+
+
+class OnTwoStreams(torch.nn.Module):
+    """The backward of a layer runs on the stream of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.zeros(LENGTH) for _ in range(6))
+        self.side = SIM.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        current = SIM.current_stream()
+        x.record_stream(self.side)
+        total = x.new_zeros(())
+        for number, part in enumerate(self.parts):
+            if number % 3:
+                total = total + (part * x).sum()
+            else:
+                total.record_stream(self.side)
+                self.side.wait_stream(current)
+                with SIM.stream(self.side):
+                    total = total + (part * x).sum()
+                total.record_stream(current)
+                current.wait_stream(self.side)
+        return total
+
+
+def buckets() -> None:
+    options = ms.CommunicationOptions(overlap=True, bytes_per_pack=2 * 4 * LENGTH)
+    strategy = ms.MultiWorkerMirroredStrategy(
+        comm=WORLD.Dup(), gradients="sum", communication_options=options
+    )
+    with strategy.scope():
+        model = OnTwoStreams().to("sim")
+    x = torch.as_tensor(values()).to("sim")
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).backward()
+        return [(part.grad * 1).cpu() for part in model.parts]
+
+    found = [strategy.run(step) for _ in range(4)]
+
+    def fails(_: Any) -> None:
+        raise KeyError("on all ranks")
+
+    with contextlib.suppress(KeyError), model.parts[0].register_hook(fails):
+        strategy.run(step)
+    for gradient in (gradient for gradients in found for gradient in gradients):
+        expect(gradient)
+
+
+def device_copies() -> None:
+    copies = DeviceCopies(("sim:0",))
+    batch = copies.start([torch.as_tensor(values())])
+    (arrived,) = copies.arrived(batch)
+    result = arrived * 1
+    del batch, arrived
+    gc.collect()
+    expect(result.cpu(), values())
+
+
+def plain_mpi() -> None:
+    """As the benchmark measures it."""
+    buffer = torch.zeros(LENGTH, device="sim")
+    calls = raw_mpi.all_reduces(buffer)
+    buffer.copy_(torch.as_tensor(values()).pin_memory(), non_blocking=True)
+    expect(calls["MPI"]().cpu())
+
+
+def at_its_host_address(address: int, nbytes: int) -> MPI.buffer:
+    return MPI.buffer.fromaddress(SIM.host_address(address), nbytes)
+
+
+raw_mpi.why_not_proven = lambda *_: ""
+raw_mpi.MPI = SimpleNamespace(
+    buffer=SimpleNamespace(fromaddress=at_its_host_address),
+    **{name: getattr(MPI, name) for name in ("COMM_WORLD", "FLOAT", "IN_PLACE")},
+)
+
+
+def timed() -> None:
+    """A timer stops when the device is done."""
+    buffer = Device("sim:0").array(values()) * 1
+    Device("sim:0").wait()
+    SIM.host_access(buffer, True)
+
+
+# CuPy
+
+
+@contextlib.contextmanager
+def cupy(others_are_early: bool) -> Iterator[None]:
+    """The program's stream runs as late as it may; others as early as they may, or as late."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in_cupy.install(patch, [f"0000:0{RANK}:00.0"])
+        stream = stand_in_cupy.Stream()
+        stream.is_early = False
+        patch.setattr(stand_in_cupy, "STREAM", [stream])
+        patch.setattr(stand_in_cupy.Stream, "is_early", others_are_early)
+        yield
+
+
+def cupy_array() -> Any:
+    """It gets its values on the program's stream."""
+    buffer = stand_in_cupy.asarray(np.zeros(LENGTH, np.float32))
+    buffer[...] = values()
+    return buffer
+
+
+def staged_cupy() -> None:
+    with cupy(others_are_early=False):
+        communicator, buffer = new_communicator(staged_by), cupy_array()
+        communicator.all_reduce(buffer)
+        expect(buffer[:].view(np.ndarray))
+
+
+def nccl(others_are_early: bool = False) -> None:
+    """It returns when the host may use the sums."""
+
+    def move_by(communicator: Any, host: Router) -> NcclTransport:
+        channel = AbortChannel(communicator.mpi.comm)
+        transport = NcclTransport(host, 0, CommunicatorWatch(), "", channel)
+        why_not = transport.start(CupyLibrary(0))
+        assert not why_not, why_not
+        return transport
+
+    with cupy(others_are_early):
+        communicator, buffer = new_communicator(move_by), cupy_array()
+        communicator.all_reduce(buffer)
+        expect(buffer.view(np.ndarray).copy())
+
+
+def early_nccl() -> None:
+    nccl(others_are_early=True)
+
+
+def unrecorded(of: Any) -> Any:
+    """An event that has come, as all are that nobody has recorded."""
+    if isinstance(of, TorchLibrary | torch.Stream):
+        return torch.Event("sim")
+    event = stand_in_cupy.Event(stand_in_cupy.NULL)
+    event.reach()
+    return event
+
+
+TORCH = [staged, device_aware, native_sums, native_through_the_host, until_idle]
+NCCL = [nccl, early_nccl]
+ALL = [*TORCH, timed, plain_mpi, buckets, device_copies, staged_cupy, *NCCL]
+ACCELERATOR = "communicators/transports/accelerator"
+# Where waits of a file show; of others, all is tried.
+OF_FILE = {
+    f"{ACCELERATOR}/buffers.py": TORCH,
+    f"{ACCELERATOR}/calls_under_way.py": [until_idle],
+    f"{ACCELERATOR}/native.py": TORCH,
+    f"{ACCELERATOR}/nccl.py": NCCL,
+    f"{ACCELERATOR}/staging.py": [staged],
+    "input/device_copies.py": [device_copies],
+    "pytorch/gradients/device_buckets.py": [buckets],
+    "tools/bench/device.py": [timed],
+    "tools/bench/peers/raw_mpi.py": [plain_mpi],
+}
+
+
+def seen(runs: list[Callable[[], None]], site: Site | None = None) -> str:
+    """What goes wrong on any rank; "" if nothing does. Collective.
+
+    A run looks at numbers after its last collective: they may be wrong on one rank and right on another.
+    """
+    for run in runs:
+        wrong = ""
+        try:
+            with contextlib.nullcontext() if site is None else without(site, unrecorded):
+                run()
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        gc.collect()
+        torch.accelerator.synchronize()
+        for text in WORLD.allgather((SIM.violations() or [wrong])[0]):
+            if text:
+                return f"{run.__name__}: {' '.join(text.split())[:150]}"
+    return ""
+
+
+def main() -> None:
+    SIM.raise_violations(False)
+    gc.freeze()
+    everything = seen(ALL)
+    assert not everything, everything
+    for site in sites():
+        what = seen(OF_FILE.get(site.file, ALL), site)
+        if RANK == 0:
+            print("seen" if what else "NOT SEEN", site, "|", what, flush=True)
+
+
+if __name__ == "__main__":
+    main()

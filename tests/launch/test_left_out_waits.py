@@ -1,0 +1,25 @@
+"""Each wait of the package that orders the work of a device is needed: without it, something is seen to go wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.harness.mpi_launcher import Launcher
+from support.left_out import sites
+from support.simulated_accelerator.build import NoCompiler, library
+
+PROGRAM = Path(__file__).parent / "programs/left_out_waits.py"
+
+
+def test_each_wait_is_missed(launcher: Launcher) -> None:
+    try:
+        library()
+    except NoCompiler as why:
+        pytest.skip(str(why))
+    job = launcher.run_python(2, PROGRAM, seconds=120, forked=True)
+    assert job.returncode == 0, job.output
+    print(job.stdout)
+    lines = re.findall(r"^(seen|NOT SEEN) (.*) \| ", job.stdout, re.M)
+    assert [line for line in lines if line[0] != "seen"] == []
+    assert [place for _, place in lines] == [str(site) for site in sites()]
