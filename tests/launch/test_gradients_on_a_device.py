@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Launcher
-from support.simulated_accelerator.build import NoCompiler, library
 
 PROGRAM = Path(__file__).parent / "programs/gradients_on_a_device.py"
+
+pytestmark = pytest.mark.usefixtures("simulated_accelerator")
 
 
 @pytest.mark.parametrize(
@@ -19,10 +20,6 @@ PROGRAM = Path(__file__).parent / "programs/gradients_on_a_device.py"
     ],
 )
 def test_gradients(launcher: Launcher, ranks: int, shared: bool) -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     env = {"SIMULATED_DEVICES": "1", **({"SIMULATED_UUIDS": "one machine's"} if shared else {})}
     job = launcher.run_python(ranks, PROGRAM, env=env, forked=True)
     assert job.returncode == 0, job.output
