@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Launcher
-from support.simulated_accelerator.build import NoCompiler, library
 
 TESTS = Path(__file__).parents[1]
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
@@ -41,12 +40,9 @@ def test_a_sweep(launcher: Launcher, tmp_path: Path, operation: str) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("simulated_accelerator")
 def test_on_a_device(launcher: Launcher, tmp_path: Path) -> None:
     """Operands, peers and models are in a device's memory, and the report names it."""
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     sweep = ("-b", "4K", "-e", "128K", "-f", "32", "-n", "3")
     commands = [
         *((operation, *sweep, "--json", str(tmp_path / operation)) for operation in OPERATIONS),

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Launcher
-from support.simulated_accelerator.build import NoCompiler, library
 
 TESTS = Path(__file__).parents[1]
 
@@ -67,12 +66,9 @@ def stand_in(pointer: str = "self.ctypes.data", seconds: str = "pass") -> str:
     return CUPY.replace("POINTER", pointer).replace("SECONDS", seconds)
 
 
+@pytest.mark.usefixtures("simulated_accelerator")
 def test_what_mpi_takes(launcher: Launcher, tmp_path: Path) -> None:
     """A simulated device has memory that the host cannot read: MPI ends by a signal, as with that of a real one."""
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     modules = {
         "taken/cupy.py": stand_in(),
         "read/cupy.py": stand_in("copies.append(self.copy()) or copies[-1].ctypes.data"),

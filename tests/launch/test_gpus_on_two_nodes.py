@@ -7,7 +7,6 @@ import pytest
 
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import Launcher
-from support.simulated_accelerator.build import NoCompiler, library
 
 PROGRAM = Path(__file__).with_name("programs") / "gpus_on_two_nodes.py"
 # To MPI its device memory is the host's.
@@ -27,12 +26,9 @@ cuda = types.SimpleNamespace(
 """
 
 
+@pytest.mark.usefixtures("simulated_accelerator")
 def test_what_is_large_goes_by_node(launcher: Launcher, tmp_path: Path) -> None:
     """Each byte crosses the wire as if a node were one rank: of N = 2, 2 (N - 1) / N times, and 5 % for headers."""
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     if reason := two_nodes.why_not():
         pytest.skip(reason)
     (tmp_path / "cupy.py").write_text(CUPY)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Job, Launcher
-from support.simulated_accelerator.build import NoCompiler, library
+
+pytestmark = pytest.mark.usefixtures("simulated_accelerator")
 
 PROGRAM = Path(__file__).parent / "programs" / "native_groups.py"
 COLLECTIVES = (
@@ -14,14 +15,6 @@ COLLECTIVES = (
     *("side_streams", "batch_norm", "captures", "mismatches", "many_calls", "failures"),
 )
 LIMIT = 2.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
 
 
 def run(

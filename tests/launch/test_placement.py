@@ -6,18 +6,13 @@ from pathlib import Path
 import pytest
 
 from support.harness.mpi_launcher import Launcher
-from support.simulated_accelerator import NoCompiler
-from support.simulated_accelerator.build import library
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "support" / "placement.py"
 
 
+@pytest.mark.usefixtures("simulated_accelerator")
 def test_two_ranks() -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     program = ["-m", "support.simulated_accelerator", str(PROGRAM)]
     job = Launcher.named("MPICH").run_python(2, *program, env={"PYTHONPATH": path})

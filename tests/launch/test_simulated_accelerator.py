@@ -6,19 +6,12 @@ import pytest
 
 from support.clusters import two_nodes
 from support.harness.mpi_launcher import Job, Launcher
-from support.simulated_accelerator.build import NoCompiler, library
+
+pytestmark = pytest.mark.usefixtures("simulated_accelerator")
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "launch/programs/simulated_accelerator.py"
 SAME = ["digits", "batch norm", "mixed precision", "deterministic", "checkpoint", "preemption"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
 
 
 def check(job: Job) -> None:

@@ -69,7 +69,7 @@ class Training:
         self.strategy = ms.MultiWorkerMirroredStrategy(devices=devices, gradients="sum", **options)
         torch.manual_seed(1)
         with self.strategy.scope():
-            self.model = model().to(self.strategy.extended.worker_devices[0])
+            self.model = model()
             self.optimizer = optimizer(self.model.parameters())
         torch.manual_seed(100 + MPI.COMM_WORLD.rank)  # for what each drops out
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.01, total_steps=100)

@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from support.simulated_accelerator import NoCompiler
-from support.simulated_accelerator.build import library
-
 PROGRAM = Path(__file__).parents[2] / "support" / "placement.py"
 
 
 @pytest.mark.time_limit(120)
+@pytest.mark.usefixtures("simulated_accelerator")
 def test_one_rank() -> None:
     """In a process of its own, for torch has one simulated kind of device for good."""
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     command = [sys.executable, "-m", "support.simulated_accelerator", str(PROGRAM)]
     job = subprocess.run(
         command, capture_output=True, text=True, timeout=100, cwd=PROGRAM.parents[1]

@@ -41,6 +41,8 @@ OPS: dict[str, Any] = {
 }
 # That all groups combine. Complex numbers are added up as pairs of floats.
 DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+# So many elements at a time are copied to be summed in another dtype: the memory is not to count beside the buffer.
+MOST_COPIED = 1 << 22
 # Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
 TIMEOUT = datetime.timedelta(days=30)
 
@@ -117,20 +119,52 @@ class NativeTransport(DeviceTransport):
 
     # In place of the ways through the host
 
+    def all_reduce(self, operands: Operands) -> None:
+        buffer, reduction = operands.buffer, operands.reduction
+        if not self._takes(operands):
+            super().all_reduce(operands)
+            return
+        # What `_combine` and `_submit` do: few frames lie between a gradient and its bytes.
+        options = dist.AllreduceOptions()
+        with self._joint as group:
+            group.allreduce([buffer], options).wait()
+            self._under_way.add()
+        scale(buffer, reduction.scale)
+
+    def _takes(self, operands: Operands) -> bool:
+        """Whether a sum is of numbers that the group adds up as they are, in place."""
+        buffer, reduction = operands.buffer, operands.reduction
+        return (
+            reduction.op == "sum"
+            and (reduction.compressor, operands.tree, operands.out) == (None, None, None)
+            and buffer.device == self._device
+            and dtype_name(buffer) in DTYPES
+            and _summed_as(buffer, reduction) == buffer.dtype
+            and buffer.numel() > 0
+            and not buffer.requires_grad
+        )
+
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if not buffer.numel():
             return
-        summed = buffer.detach().to(_summed_as(buffer, reduction))
-        numbers = _numbers_of(summed, reduction)
+        dtype = _summed_as(buffer, reduction)
+        if dtype != buffer.dtype:
+            for part in buffer.detach().view(-1).split(MOST_COPIED):
+                copied = part.to(dtype)
+                self._combine_numbers(copied, copied, reduction)
+                part.copy_(copied)
+            return
+        numbers = _numbers_of(buffer, reduction)
         if numbers is None:
             self.combine_on_host(buffer, reduction)
-            return
+        else:
+            self._combine_numbers(buffer, numbers, reduction)
+
+    def _combine_numbers(self, buffer: Array, numbers: Array, reduction: Reduction) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[reduction.op]
         self._submit(lambda group: group.allreduce([numbers], options))
-        scale(numbers, reduction.scale)
-        if summed.dtype != buffer.dtype:
-            buffer.copy_(summed)
+        scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         if not buffer.numel():
