@@ -57,11 +57,15 @@ def place(value: Any, destinations: Any) -> Any:
     if count == 1:
         return value
     if isinstance(value, IndexedSlices):
-        return Mirrored([value] * count)
+        copies = [place(part, destinations) for part in (value.values, value.indices)]
+        parts = zip(*(copy.values for copy in copies), strict=True)
+        return Mirrored([IndexedSlices(v, i, value.dense_shape) for v, i in parts])
     if not arrays.is_torch(value):
         return Mirrored([value, *(arrays.copy(value) for _ in range(count - 1))])
     components: list[Any] = []
     for destination in destinations.values:
+        if isinstance(destination, IndexedSlices):
+            destination = destination.values
         there = value.to(getattr(arrays.detach_read(destination), "device", value.device))
         components.append(arrays.copy(there) if there is value and components else there)
     return Mirrored(components)

@@ -37,7 +37,7 @@ def bind(
         shares = share_out(of_ranks)
         share = shares[ranks.index(communicator.rank)]
         devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)
-        if communicator.rank == 0:
+        if topology.rank == 0:
             used = {own[i] for own, i in zip(of_ranks, shares, strict=True) if i is not None}
             _tell_of_unused(len(used), len(set(itertools.chain(*of_ranks))), topology.num_nodes)
     kind, _, number = devices[0].partition(":")

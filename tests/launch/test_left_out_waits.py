@@ -7,16 +7,12 @@ import pytest
 
 from support.harness.mpi_launcher import Launcher
 from support.left_out import sites
-from support.simulated_accelerator.build import NoCompiler, library
 
 PROGRAM = Path(__file__).parent / "programs/left_out_waits.py"
 
 
+@pytest.mark.usefixtures("simulated_accelerator")
 def test_each_wait_is_missed(launcher: Launcher) -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
     job = launcher.run_python(2, PROGRAM, seconds=120, forked=True)
     assert job.returncode == 0, job.output
     print(job.stdout)

@@ -32,6 +32,8 @@ def devices_of(*values) -> set[str]:
         elif isinstance(value, torch.optim.Optimizer):
             states = value.state.values()
             found |= devices_of(*(v for s in states for k, v in s.items() if k != "step"))
+        elif isinstance(value, ms.IndexedSlices):
+            found |= devices_of(value.values, value.indices)
         elif isinstance(value, ms.Variable):
             found |= devices_of(value.read_value())
         else:
@@ -189,6 +191,19 @@ def check_calls_from_the_host() -> None:
     assert reference() is None
 
 
+def check_parameters_in_no_module() -> None:
+    strategy = ms.MultiWorkerMirroredStrategy()
+    scale, shift = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.Adam([scale, shift])
+    (scale * shift).sum().backward()
+    optimizer.step()
+    strategy.mirror([scale, shift])
+    found = devices_of(scale, scale.grad, shift, shift.grad, optimizer)
+    assert found == set(strategy.extended.worker_devices)
+    assert isinstance(scale, nn.Parameter)
+    assert not isinstance(shift, nn.Parameter)
+
+
 def check_packed_sequences_from_the_host() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -297,6 +312,7 @@ def check_arrays_on_two_devices_of_a_rank() -> None:
                 torch.empty(2, device="sim"),  # of a replica's own
             ]
             assert devices_of(*found) == devices_of(x)
+            assert devices_of(*context.all_reduce(ms.ReduceOp.SUM, [rows])) == devices_of(x)
             return found[0], rows
 
         sums, rows = strategy.run(step, args=(values,))

@@ -21,7 +21,12 @@ from mpistrat.pytorch import hooks, optimizers, sync_batch_norm, virtual_replica
 from mpistrat.pytorch.gradients import reducer as gradients
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.data_parallel import check_not_wrapped
-from mpistrat.pytorch.modules.placing import bring_states, compute_there, place
+from mpistrat.pytorch.modules.placing import (
+    bring_states,
+    compute_there,
+    place,
+    place_tensors,
+)
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
@@ -107,7 +112,7 @@ class Mirroring(StrategyModules):
             if not self._is_alone:
                 check_not_wrapped(root, self._communicator.rank)
             self.recorder.record(root)
-        self._place(modules)
+        self._place(modules, tensors)
         new = NewTensors([], [])
         self._collect(modules, new, again=True)
         new.parameters.extend(
@@ -131,8 +136,10 @@ class Mirroring(StrategyModules):
             label = "state_dict() averages buffers written since the last backward(): call it on every rank"
             buffers.average(self.parts, slots, snapshots, np.ones(len(slots), np.int32), label)
 
-    def _place(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Move `modules` to the device that the strategy names, if it names one.
+    def _place(
+        self, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Move `modules`, and `tensors` that are in none, to the device that the strategy names, if it names one.
 
         Raises: NotImplementedError, RuntimeError: on all ranks.
         """
@@ -141,18 +148,22 @@ class Mirroring(StrategyModules):
             return
         device = torch.device("cpu" if name.startswith("cpu") else name)
         with self._communicator.raising_together():
-            self._check_one_device(modules)
-            moved = [parameter for module in modules for parameter in place(module, device)]
+            self._check_one_device(modules, tensors)
+            moved = place_tensors(tensors, device)
+            for module in modules:
+                moved += place(module, device)
         bring_states(moved)
         if not self.parts.replicas.records_steps:
             for module in modules:
                 compute_there(module, device)
 
-    def _check_one_device(self, modules: Sequence[torch.nn.Module]) -> None:
+    def _check_one_device(
+        self, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]
+    ) -> None:
         group = self.parts.group
         devices = group.worker_devices
         several = self.parts.replicas.count > 1 and not all(d.startswith("cpu") for d in devices)
-        if several and any(_has_tensors(module) for module in modules):
+        if several and (tensors or any(map(_has_tensors, modules))):
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
                 f"devices, {list(devices)}: leave out devices=, and start a rank for each, "

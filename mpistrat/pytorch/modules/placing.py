@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,14 +32,8 @@ def place(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
                 child._flat_weight_refs = []  # weak ones; what they lead to is to be another
             for key, parameter in child._parameters.items():
                 if parameter is not None and _is_elsewhere(parameter, device):
-                    try:
-                        _move(parameter, device)
-                    except RuntimeError as error:
-                        raise RuntimeError(
-                            f"parameter {f'{name}.{key}'.lstrip('.')} of {type(module).__name__} cannot be brought to "
-                            f"{device} at the scope's end ({error}): have the module there before anything refers to "
-                            f"it, {type(module).__name__}(…).to({str(device)!r}) in the scope"
-                        ) from error
+                    path = f"{name}.{key}".lstrip(".")
+                    _move(parameter, device, f"{path} of {type(module).__name__}")
                     parameters.append(parameter)
             if isinstance(child, torch.nn.RNNBase):
                 child._init_flat_weights()
@@ -58,23 +52,40 @@ def _is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device != device and not tensor.is_meta and not arrays.is_sharded(tensor)
 
 
-def _move(parameter: torch.Tensor, device: torch.device) -> None:
+def place_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """As `place`, of parameters that are in no module."""
+    elsewhere = [tensor for tensor in tensors if _is_elsewhere(tensor, device)]
+    with torch.no_grad():
+        for tensor in elsewhere:
+            _move(tensor, device, f"of shape {list(tensor.shape)}")
+    return elsewhere
+
+
+def _move(parameter: torch.Tensor, device: torch.device, name: str) -> None:
     """As a module's `to` does, but `parameter` goes on being the same object for devices of all kinds."""
+    kind: Any = type(parameter)
     if is_lazy(parameter):
-        lazy: Any = type(parameter)
-        torch.utils.swap_tensors(parameter, lazy(parameter.requires_grad, device, parameter.dtype))
-        return
-    values, gradient = parameter.to(device), parameter.grad
-    if torch._has_compatible_shallow_copy_type(parameter, values):
-        parameter.data = values
+        there = kind(parameter.requires_grad, device, parameter.dtype)
+    else:
+        there, gradient = parameter.to(device), parameter.grad
+        if torch._has_compatible_shallow_copy_type(parameter, there):
+            parameter.data = there
+            if gradient is not None:
+                gradient.data = gradient.to(device)
+            return
+        if isinstance(parameter, torch.nn.Parameter):
+            there = torch.nn.Parameter(there)
+        there.requires_grad_(parameter.requires_grad)
         if gradient is not None:
-            gradient.data = gradient.to(device)
-        return
+            there.grad = gradient.to(device)
     # The tensors of XLA, and of some other kinds, are of another kind than the host's, so setting .data is refused.
-    there = torch.nn.Parameter(values, parameter.requires_grad)
-    if gradient is not None:
-        there.grad = gradient.to(device)
-    torch.utils.swap_tensors(parameter, there)
+    try:
+        torch.utils.swap_tensors(parameter, there)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"parameter {name} cannot be brought to {device} at the scope's end ({error}): have the module there "
+            f"before anything refers to it, with .to({str(device)!r}) in the scope"
+        ) from error
 
 
 def bring_states(parameters: Collection[torch.Tensor]) -> None:

@@ -19,11 +19,20 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators.construction import communicator_for
+from mpistrat.communicators.reduction_tree import tree_of_ranks
 from mpistrat.communicators.router import Router
-from mpistrat.communicators.transports.accelerator import calls_under_way, gpu_ways, staging
+from mpistrat.communicators.transports.accelerator import (
+    calls_under_way,
+    gpu_ways,
+    hierarchical,
+    staging,
+)
+from mpistrat.communicators.transports.accelerator.by_library import ByLibrary
 from mpistrat.communicators.transports.accelerator.device_aware import DeviceAwareTransport
+from mpistrat.communicators.transports.accelerator.hierarchical import HierarchicalDeviceTransport
 from mpistrat.communicators.transports.accelerator.library import CupyLibrary, TorchLibrary
 from mpistrat.communicators.transports.accelerator.nccl import NcclTransport
+from mpistrat.communicators.transports.transport import Operands
 from mpistrat.input.device_copies import DeviceCopies
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -93,7 +102,9 @@ def device_aware() -> None:
     def move_by(communicator: Any, host: Router) -> OnTheHost:
         return OnTheHost(host, 0, CommunicatorWatch(), "", communicator.mpi.comm)
 
-    expect(summed(new_communicator(move_by)))
+    communicator = new_communicator(move_by)
+    communicator.broadcast(torch.as_tensor(values()).to("sim") * 1)
+    expect(summed(communicator))
 
 
 def native() -> Any:
@@ -131,14 +142,77 @@ def until_idle() -> None:
     SIM.host_access(buffer, False)
 
 
-def native_through_the_host() -> None:
-    """The host asks whether the device has come so far, and so notices a stall, before it is blocked by a copy."""
-    communicator = native()
-    buffer = torch.ones(3, dtype=torch.int16, device="sim")
+def asks_first(call: Callable[[], Any]) -> bool:
+    """Whether the host asks for what the device has done, and so notices a stall, before a copy blocks it."""
     SIM.host_waits()
-    communicator.all_reduce(buffer)
-    assert "query" in SIM.host_waits()
+    call()
+    waits = SIM.host_waits()
+    return "query" in waits[: waits.index("copy")]
+
+
+def native_through_the_host() -> None:
+    communicator, buffer = native(), torch.ones(3, dtype=torch.int16, device="sim")
+    assert asks_first(lambda: communicator.all_reduce(buffer))
     expect(buffer.cpu(), [SIZE] * 3)
+
+
+def through_the_host() -> None:
+    communicator, ones = new_communicator(staged_by), torch.ones(SIZE, device="sim")
+    tree = tree_of_ranks((1,) * SIZE)
+    calls = [
+        lambda: communicator.broadcast(ones),
+        lambda: communicator.all_gather(ones),
+        lambda: communicator.all_to_all(ones, ones * 1, [1] * SIZE, [1] * SIZE),
+        lambda: communicator.all_reduce_by_tree(ones[None], tree),
+    ]
+    asked = [asks_first(call) for call in calls]
+    assert all(asked), asked
+
+
+def native_transport() -> Any:
+    return native().ways.transports[0].of(torch=True)
+
+
+def by_node() -> None:
+    """Before MPI uses the GPU between nodes, no kernel of a native group is under way, on any stream."""
+    within, flat = native_transport(), native_transport()
+    buffer, other = (torch.as_tensor(values()).to("sim") for _ in range(2))
+
+    def expect_idle(operands: Operands) -> None:
+        SIM.host_access(operands.buffer, True)
+        SIM.host_access(other, True)
+
+    def costs_of(ways: Any, *_: Any, memory: Any, **__: Any) -> Any:
+        for way in ways.values():
+            zeros = memory.zeros(1 << 12)
+            way(zeros)
+            SIM.host_access(zeros, True)
+        return SimpleNamespace(cheaper_from=lambda *_: 0.0, explain_from=lambda *_: "")
+
+    between: Any = SimpleNamespace(all_reduce=expect_idle, broadcast=expect_idle, why="")
+    host = within.host
+    transport = HierarchicalDeviceTransport(
+        host, 0, CommunicatorWatch(), [0] * SIZE, within, between, flat
+    )
+    for call in (transport.all_reduce, transport.broadcast):
+        with SIM.stream(SIM.Stream()):
+            SIM.current_stream().wait_stream(SIM.default_stream())
+            flat.all_reduce(Operands(other))
+            other.record_stream(SIM.current_stream())
+        call(Operands(buffer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hierarchical, "costs_of", costs_of)
+        transport.measure(TorchLibrary("sim", 0), "")
+
+
+def two_libraries() -> None:
+    """Kernels of torch's group have ended before CuPy's NCCL is used."""
+    of_torch, buffer = native_transport(), torch.as_tensor(values()).to("sim")
+    of_cupy: Any = SimpleNamespace(choose=lambda *_: SIM.host_access(buffer, True))
+    transport = ByLibrary(lambda: of_torch, lambda: of_cupy)
+    transport.choose("all_reduce", Operands(buffer)).all_reduce(Operands(buffer))
+    with cupy(others_are_early=False):
+        transport.choose("all_reduce", Operands(cupy_array()))
 
 
 class OnTwoStreams(torch.nn.Module):
@@ -214,6 +288,7 @@ def at_its_host_address(address: int, nbytes: int) -> MPI.buffer:
 
 
 raw_mpi.why_not_proven = lambda *_: ""
+gpu_ways.why_not_proven = lambda *_: "nobody tries"
 raw_mpi.MPI = SimpleNamespace(
     buffer=SimpleNamespace(fromaddress=at_its_host_address),
     **{name: getattr(MPI, name) for name in ("COMM_WORLD", "FLOAT", "IN_PLACE")},
@@ -285,14 +360,19 @@ def unrecorded(of: Any) -> Any:
     return event
 
 
-TORCH = [staged, device_aware, native_sums, native_through_the_host, until_idle]
+HOST = [through_the_host, native_through_the_host]
+TORCH = [staged, device_aware, native_sums, *HOST, until_idle]
 NCCL = [nccl, early_nccl]
-ALL = [*TORCH, timed, plain_mpi, buckets, device_copies, staged_cupy, *NCCL]
+OTHERS = [by_node, two_libraries, timed, plain_mpi, buckets, device_copies, staged_cupy]
+ALL = [*TORCH, *OTHERS, *NCCL]
 ACCELERATOR = "communicators/transports/accelerator"
 # Where waits of a file show; of others, all is tried.
 OF_FILE = {
-    f"{ACCELERATOR}/buffers.py": TORCH,
+    f"{ACCELERATOR}/buffers.py": [*HOST, *TORCH],
+    f"{ACCELERATOR}/by_library.py": [two_libraries],
     f"{ACCELERATOR}/calls_under_way.py": [until_idle],
+    f"{ACCELERATOR}/device_aware.py": [device_aware],
+    f"{ACCELERATOR}/hierarchical.py": [by_node],
     f"{ACCELERATOR}/native.py": TORCH,
     f"{ACCELERATOR}/nccl.py": NCCL,
     f"{ACCELERATOR}/staging.py": [staged],

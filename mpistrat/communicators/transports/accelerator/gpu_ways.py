@@ -9,6 +9,7 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
                 CommunicationImplementation.NCCL,
                 CommunicationImplementation.HIERARCHICAL,
             )
+            communicator.use_devices_in = functools.partial(use_gpus, gpus=gpus, index=index)
             communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
 

@@ -5,7 +5,7 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import datetime
 import math
 from collections.abc import Callable
@@ -26,7 +26,9 @@ from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.torch_groups import make_group
 from mpistrat.communicators.transports.transport import Operands
+from mpistrat.errors import OpError
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import let_nccl_outlive_ranks
 from mpistrat.settings import start_seconds
@@ -39,6 +41,8 @@ OPS: dict[str, Any] = {
 }
 # That all groups combine. Complex numbers are added up as pairs of floats.
 DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+# So many elements at a time are copied to be summed in another dtype: the memory is not to count beside the buffer.
+MOST_COPIED = 1 << 22
 # Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
 TIMEOUT = datetime.timedelta(days=30)
 
@@ -82,7 +86,10 @@ class NativeTransport(DeviceTransport):
 
     def start(self, ranks: Ranks) -> str:
         """Join the ranks, and try a first reduction. Collective. Returns: why not, "" if the group can be used."""
-        open_store = opener_of_store(ranks)
+        try:
+            open_store = opener_of_store(ranks)
+        except RuntimeError as error:  # on all ranks: the nodes do not reach each other
+            return str(error)
 
         def make() -> Any:
             store = open_store()
@@ -107,25 +114,57 @@ class NativeTransport(DeviceTransport):
 
         why_not = self._joint.start(make, try_out)
         if not why_not:
-            atexit.register(self._shut_down)
+            job_end().call_last(self._shut_down)
         return why_not
 
     # In place of the ways through the host
 
+    def all_reduce(self, operands: Operands) -> None:
+        buffer, reduction = operands.buffer, operands.reduction
+        if not self._takes(operands):
+            super().all_reduce(operands)
+            return
+        # What `_combine` and `_submit` do: few frames lie between a gradient and its bytes.
+        options = dist.AllreduceOptions()
+        with self._joint as group:
+            group.allreduce([buffer], options).wait()
+            self._under_way.add()
+        scale(buffer, reduction.scale)
+
+    def _takes(self, operands: Operands) -> bool:
+        """Whether a sum is of numbers that the group adds up as they are, in place."""
+        buffer, reduction = operands.buffer, operands.reduction
+        return (
+            reduction.op == "sum"
+            and (reduction.compressor, operands.tree, operands.out) == (None, None, None)
+            and buffer.device == self._device
+            and dtype_name(buffer) in DTYPES
+            and _summed_as(buffer, reduction) == buffer.dtype
+            and buffer.numel() > 0
+            and not buffer.requires_grad
+        )
+
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if not buffer.numel():
             return
-        summed = buffer.detach().to(_summed_as(buffer, reduction))
-        numbers = _numbers_of(summed, reduction)
+        dtype = _summed_as(buffer, reduction)
+        if dtype != buffer.dtype:
+            for part in buffer.detach().view(-1).split(MOST_COPIED):
+                copied = part.to(dtype)
+                self._combine_numbers(copied, copied, reduction)
+                part.copy_(copied)
+            return
+        numbers = _numbers_of(buffer, reduction)
         if numbers is None:
             self.combine_on_host(buffer, reduction)
-            return
+        else:
+            self._combine_numbers(buffer, numbers, reduction)
+
+    def _combine_numbers(self, buffer: Array, numbers: Array, reduction: Reduction) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[reduction.op]
         self._submit(lambda group: group.allreduce([numbers], options))
-        scale(numbers, reduction.scale)
-        if summed.dtype != buffer.dtype:
-            buffer.copy_(summed)
+        scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         if not buffer.numel():
@@ -221,10 +260,11 @@ class NativeTransport(DeviceTransport):
             self._joint.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
-        """At the program's end, before other ranks are waited for."""
-        if self._joint.group is not None:
+        """At the end of all ranks' programs."""
+        with contextlib.suppress(RuntimeError, OpError):  # it was aborted: everybody knows that
             self.wait_until_idle()
-            self._joint.group.shutdown()
+            with self._joint as group:
+                group.shutdown()
 
     def wait_until_idle(self) -> None:
         """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
