@@ -7,6 +7,7 @@ import pytest
 from support.harness.mpi_launcher import Launcher
 
 PROGRAM = Path(__file__).parent / "programs/gradients_on_a_device.py"
+BACKWARD = "        self.loss(self.model, inputs[RANK].to(DEVICE), RANK).backward()"
 
 pytestmark = pytest.mark.usefixtures("simulated_accelerator")
 
@@ -24,3 +25,15 @@ def test_gradients(launcher: Launcher, ranks: int, shared: bool) -> None:
     job = launcher.run_python(ranks, PROGRAM, env=env, forked=True)
     assert job.returncode == 0, job.output
     assert "calls_inside_backward" in job.stdout
+
+
+@pytest.mark.waits
+def test_a_bucket_that_never_ends(launcher: Launcher, tmp_path: Path) -> None:
+    """Its call has returned: it is reported all the same, with the line of backward()."""
+    env = {"SIMULATED_DEVICES": "1", "MPISTRAT_STALL_SECONDS": "2"}
+    job = launcher.run_python(2, PROGRAM, "stall", env=env, cwd=tmp_path)
+    assert job.returncode != 0, job.output
+    assert "ranks 0, 1 wait in collective number" in job.output
+    assert "gradients, bucket 1 of 4" in job.output
+    line = PROGRAM.read_text().splitlines().index(BACKWARD) + 1
+    assert f"      at {PROGRAM}:{line} in backward" in job.output, job.output

@@ -1,6 +1,6 @@
 """Gradients on simulated accelerators: those of a process alone on the CPU, in little memory, and nobody waits.
 
-Usage: gradients_on_a_device.py; each rank prints the name of each check that holds.
+Usage: gradients_on_a_device.py [CHECK…] | stall; rank 0 prints the name of each check that holds.
 """
 
 import contextlib
@@ -449,8 +449,19 @@ CHECKS = [
 ]
 
 
+def stall() -> None:
+    """The kernels of some bucket never end."""
+    pair = Pair(layers, bytes_per_pack=200)
+    pair.train()
+    SIM.faults.add("hang")
+    pair.step()
+    SIM.synchronize()
+
+
 def main() -> None:
     SIM.raise_violations(False)
+    if sys.argv[1:] == ["stall"]:
+        stall()
     for check in CHECKS:
         if len(sys.argv) > 1 and check.__name__ not in sys.argv[1:]:
             continue

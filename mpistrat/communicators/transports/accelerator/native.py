@@ -5,7 +5,7 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import datetime
 import math
 from collections.abc import Callable
@@ -26,7 +26,9 @@ from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.torch_groups import make_group
 from mpistrat.communicators.transports.transport import Operands
+from mpistrat.errors import OpError
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import let_nccl_outlive_ranks
 from mpistrat.settings import start_seconds
@@ -84,7 +86,10 @@ class NativeTransport(DeviceTransport):
 
     def start(self, ranks: Ranks) -> str:
         """Join the ranks, and try a first reduction. Collective. Returns: why not, "" if the group can be used."""
-        open_store = opener_of_store(ranks)
+        try:
+            open_store = opener_of_store(ranks)
+        except RuntimeError as error:  # on all ranks: the nodes do not reach each other
+            return str(error)
 
         def make() -> Any:
             store = open_store()
@@ -109,7 +114,7 @@ class NativeTransport(DeviceTransport):
 
         why_not = self._joint.start(make, try_out)
         if not why_not:
-            atexit.register(self._shut_down)
+            job_end().call_last(self._shut_down)
         return why_not
 
     # In place of the ways through the host
@@ -255,10 +260,11 @@ class NativeTransport(DeviceTransport):
             self._joint.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
-        """At the program's end, before other ranks are waited for."""
-        if self._joint.group is not None:
+        """At the end of all ranks' programs."""
+        with contextlib.suppress(RuntimeError, OpError):  # it was aborted: everybody knows that
             self.wait_until_idle()
-            self._joint.group.shutdown()
+            with self._joint as group:
+                group.shutdown()
 
     def wait_until_idle(self) -> None:
         """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
