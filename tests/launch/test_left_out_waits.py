@@ -9,6 +9,7 @@ from support.harness.mpi_launcher import Launcher
 from support.left_out import sites
 
 PROGRAM = Path(__file__).parent / "programs/left_out_waits.py"
+DOCS = (Path(__file__).parents[2] / "docs/gpus.md").read_text(encoding="utf-8")  # says how many
 
 
 @pytest.mark.usefixtures("simulated_accelerator")
@@ -19,3 +20,6 @@ def test_each_wait_is_missed(launcher: Launcher) -> None:
     lines = re.findall(r"^(seen|NOT SEEN) (.*) \| ", job.stdout, re.M)
     assert [line for line in lines if line[0] != "seen"] == []
     assert [place for _, place in lines] == [str(site) for site in sites()]
+    number = len(lines)
+    assert f"{number} by the syntax tree" in DOCS
+    assert f"{number} of {number} are noticed" in DOCS
