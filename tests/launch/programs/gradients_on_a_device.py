@@ -242,10 +242,12 @@ def clipping_and_scaling() -> None:
 
 
 def several_streams() -> None:
-    """Half of the layers on a stream of its own, in forward and backward."""
-    side = SIM.Stream(DEVICE)
+    """One of two layers on a stream of its own, in forward and backward; its gradient may be one of no_sync() alone."""
+    side, uses_both = SIM.Stream(DEVICE), [True]
 
     def loss(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
+        if not uses_both[0]:
+            return model[0](x).square().mean()
         if x.device.type == "cpu":
             return (model[0](x) + model[1](x)).square().mean()
         side.wait_stream(SIM.current_stream())
@@ -258,7 +260,19 @@ def several_streams() -> None:
         return (mine + other).square().mean()
 
     for bytes_per_pack in (0, 1):
-        Pair(lambda: layers(2), loss, bytes_per_pack=bytes_per_pack).train()
+        pair = Pair(lambda: layers(2), loss, bytes_per_pack=bytes_per_pack)
+        pair.train()
+        one, two = pair.inputs(), pair.inputs()
+
+        def step(pair: Pair = pair, one: torch.Tensor = one, two: torch.Tensor = two) -> None:
+            pair.optimizers[0].zero_grad()
+            with pair.strategy.no_sync():
+                pair.backward(one)
+            uses_both[0] = False
+            pair.backward(two)
+            uses_both[0] = True
+
+        pair.strategy.run(step)
 
 
 def what_failed_leaves_memory_alone() -> None:

@@ -121,7 +121,7 @@ class NativeTransport(DeviceTransport):
 
     def all_reduce(self, operands: Operands) -> None:
         buffer, reduction = operands.buffer, operands.reduction
-        if not self._takes(operands):
+        if not _is_combined_as_it_is(operands, self._device):
             super().all_reduce(operands)
             return
         # What `_combine` and `_submit` do: few frames lie between a gradient and its bytes.
@@ -130,19 +130,6 @@ class NativeTransport(DeviceTransport):
             group.allreduce([buffer], options).wait()
             self._under_way.add()
         scale(buffer, reduction.scale)
-
-    def _takes(self, operands: Operands) -> bool:
-        """Whether a sum is of numbers that the group adds up as they are, in place."""
-        buffer, reduction = operands.buffer, operands.reduction
-        return (
-            reduction.op == "sum"
-            and (reduction.compressor, operands.tree, operands.out) == (None, None, None)
-            and buffer.device == self._device
-            and dtype_name(buffer) in DTYPES
-            and _summed_as(buffer, reduction) == buffer.dtype
-            and buffer.numel() > 0
-            and not buffer.requires_grad
-        )
 
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if not buffer.numel():
@@ -178,7 +165,7 @@ class NativeTransport(DeviceTransport):
         shapes = self.host.all_gather_object(tuple(buffer.shape))
         if all(shape == shapes[0] for shape in shapes):
             rows = buffer.new_empty((self.size, *buffer.shape))
-            self._gather_equal(buffer, rows)
+            self.all_gather_into(Operands(buffer, out=rows))
             return list(rows.unbind())
         parts = [buffer.new_empty(shape) for shape in shapes]
         parts[self.rank].copy_(buffer)
@@ -186,18 +173,11 @@ class NativeTransport(DeviceTransport):
             self._spread(part, root)
         return parts
 
-    def _gather_equal(self, buffer: Array, out: Array) -> None:
-        if not buffer.numel():
-            return
-        options = c10d.AllgatherOptions()
-        whole, part = _bytes_of(out), _bytes_of(buffer)
-        self._submit(lambda group: group._allgather_base(whole, part, options))
-
     def reduce(self, operands: Operands) -> None:
         buffer, root = operands.buffer, operands.root
         summed = buffer.detach().to(_summed_as(buffer, operands.reduction))
         numbers = _numbers_of(summed, operands.reduction)
-        if numbers is None or not self._is_here(buffer):
+        if numbers is None or not _are_on(self._device, buffer):
             super().reduce(operands)
             return
         if not buffer.numel():
@@ -214,7 +194,7 @@ class NativeTransport(DeviceTransport):
         summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
         result = _numbers_of(summed, operands.reduction)
-        if numbers is None or result is None or not self._is_here(buffer, out):
+        if numbers is None or result is None or not _are_on(self._device, buffer, out):
             super().reduce_scatter(operands)
             return
         if not buffer.numel():
@@ -226,14 +206,16 @@ class NativeTransport(DeviceTransport):
             out.copy_(summed)
 
     def all_gather_into(self, operands: Operands) -> None:
-        if self._is_here(operands.buffer, operands.target):
-            with self.library(operands.buffer).device():
-                self._gather_equal(operands.buffer, operands.target)
-        else:
+        buffer, out = operands.buffer, operands.target
+        if not _are_on(self._device, buffer, out):
             super().all_gather_into(operands)
+        elif buffer.numel():
+            options = c10d.AllgatherOptions()
+            whole, part = _bytes_of(out), _bytes_of(buffer)
+            self._submit(lambda group: group._allgather_base(whole, part, options))
 
     def all_to_all(self, operands: Operands) -> None:
-        if not self._is_here(operands.buffer, operands.target):
+        if not _are_on(self._device, operands.buffer, operands.target):
             super().all_to_all(operands)
             return
         if not operands.row_bytes:
@@ -244,10 +226,6 @@ class NativeTransport(DeviceTransport):
         self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
     # Parts of these ways
-
-    def _is_here(self, *buffers: Array) -> bool:
-        """Whether they are on the accelerator that this rank uses."""
-        return all(buffer.device == self._device for buffer in buffers)
 
     def _submit(self, call: Callable[[Any], Any]) -> None:
         """Have the group do something after what the current stream holds, and before what it gets next."""
@@ -270,6 +248,24 @@ class NativeTransport(DeviceTransport):
         """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
         with self._joint:
             self._joint.wait_until(self._under_way.are_done)
+
+
+def _are_on(device: torch.device, *buffers: Array) -> bool:
+    return all(buffer.device == device for buffer in buffers)
+
+
+def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
+    """Whether a sum is of numbers that the group adds up as they are, in place."""
+    buffer, reduction = operands.buffer, operands.reduction
+    return (
+        reduction.op == "sum"
+        and (reduction.compressor, operands.tree, operands.out) == (None, None, None)
+        and buffer.device == device
+        and dtype_name(buffer) in DTYPES
+        and _summed_as(buffer, reduction) == buffer.dtype
+        and buffer.numel() > 0
+        and not buffer.requires_grad
+    )
 
 
 def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
