@@ -262,14 +262,16 @@ def several_streams() -> None:
     for bytes_per_pack in (0, 1):
         pair = Pair(lambda: layers(2), loss, bytes_per_pack=bytes_per_pack)
         pair.train()
-        one, two = pair.inputs(), pair.inputs()
+        first, second = pair.inputs(), pair.inputs()
 
-        def step(pair: Pair = pair, one: torch.Tensor = one, two: torch.Tensor = two) -> None:
+        def step(
+            pair: Pair = pair, first: torch.Tensor = first, second: torch.Tensor = second
+        ) -> None:
             pair.optimizers[0].zero_grad()
             with pair.strategy.no_sync():
-                pair.backward(one)
+                pair.backward(first)
             uses_both[0] = False
-            pair.backward(two)
+            pair.backward(second)
             uses_both[0] = True
 
         pair.strategy.run(step)
