@@ -102,11 +102,12 @@ from mpistrat.cluster_resolver.mpi import start_mpi
 mpi = start_mpi()
 from mpistrat.communicators.transports.accelerator import device_memory_proof as proof
 
+nodes = mpi.COMM_WORLD.allgather(os.environ["SLURMD_NODENAME"])
 if mpi.COMM_WORLD.rank == 0:
     os.environ["PYTHONPATH"] = sys.argv[1]
     if sys.argv[2] == "srun":  # as on a Cray
         os.environ["PATH"], proof.library_path = "/usr/bin:/bin", lambda: ""
-    for hosts in ((), ("n1", "n2")):
+    for hosts in ((), tuple(sorted(set(nodes)))):
         print("found", repr(proof.reason_against("cupy", 0, hosts)), flush=True)
 mpi.COMM_WORLD.Barrier()
 """

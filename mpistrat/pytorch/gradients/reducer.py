@@ -9,7 +9,8 @@ replica's contribution. The ranks agree on which parameters were used anywhere (
 those are packed by dtype (`cross_device_ops.packing`), all-reduced, and added to what was set aside. `.grad` then is a
 view of the pack: nothing is copied out. A `cross_device_ops` of the program's own adds up the contributions of this
 rank's replicas first. With overlap, contributions leave in buckets while the backward runs; the agreement says which
-of them count.
+of them count. On a device packs are as large as buckets, and a gradient's memory goes when it is in one: the gradients,
+and little more, is what memory has to hold.
 """
 
 from __future__ import annotations
