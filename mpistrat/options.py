@@ -41,10 +41,13 @@ class CommunicationOptions:
         timeout_seconds: does nothing, and a warning says so; a collective that can never end is ended without it.
         implementation: a `CommunicationImplementation` or its name in any case; the same on all ranks. Given to a
             strategy it counts for all that the strategy combines, gradients included.
-        overlap: of a strategy, whether gradients leave, in buckets of `bytes_per_pack` (0: 4 MiB), while `backward()`
-            runs. None times both ways over the first steps and keeps the faster one.
+        overlap: of a strategy, whether gradients leave, in buckets of `bytes_per_pack` (0: 4 MiB; on a device a
+            sixteenth of all gradients, from 1 to 25 MiB), while `backward()` runs. None: on a device they do; on the
+            host both ways are timed over the first steps, and the faster one stays.
         wire_dtype: of a strategy, "bfloat16" or "float16" (or torch's, NumPy's): sums of gradients cross the network in
-            it, with error feedback; between ranks that share memory nothing changes.
+            it, with error feedback; between ranks that share memory nothing changes. Where a device's own library
+            (NCCL) sums gradients of 32 bits or fewer, they are rounded to it, added up in it, and cast back, without
+            error feedback; otherwise 16-bit gradients are added up as float32 there, too.
         wire_format: instead, a `mpistrat.wire_formats.WireFormat`, such as `TopK(0.01)`.
 
     `overlap`, `wire_dtype` and `wire_format` do nothing in the options of one collective, and a warning says so.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat.arrays import Array
@@ -36,6 +36,8 @@ class Communicator(abc.ABC):
             alike.
         ordered_by_streams: collectives on tensors of an accelerator return when they are submitted, after what the
             caller's current stream holds, and that stream waits for them; otherwise the host waits.
+        use_devices_in: has another communicator of the same ranks take buffers on accelerators, by ways of its own, as
+            this one does. Collective.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Communicator(abc.ABC):
     thread_multiple = False
     takes_device_buffers = False
     ordered_by_streams = False
+    use_devices_in: Callable[[Communicator], None] | None = None
 
     @abc.abstractmethod
     def all_reduce(

@@ -113,7 +113,14 @@ class JobEnd:
         """Flush `stream` wherever standard output is flushed; call `action` once all ranks have come to their ends,
         before MPI_Finalize."""
         self._rank.streams.append(stream)
-        self._last_actions.append(action)
+        self.call_last(action)
+
+    def call_last(self, action: Callable[[], None]) -> None:
+        """Call `action` once all ranks have come to their ends, before MPI_Finalize; what is registered last first."""
+        if self._watches:
+            self._last_actions.insert(0, action)
+        else:
+            atexit.register(action)
 
     def end_job(self, text: str, code: int) -> NoReturn:
         """Say `text`, and end all processes of the job with exit code `code`."""

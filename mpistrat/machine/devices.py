@@ -36,7 +36,10 @@ def check_device(device: str) -> str:
     if kind in ("cuda", present):
         count = num_accelerators() if kind == present else 0
         if index >= count:
-            raise ValueError(f"device {device!r} does not exist: this process sees {count} GPUs")
+            seen = f"{num_accelerators()} {present} devices" if present else "no GPUs"
+            imported = {"torch", "cupy"} & sys.modules.keys()
+            hint = "" if imported else ". Import torch, or cupy, before the strategy is built"
+            raise ValueError(f"device {device!r} does not exist: this process sees {seen}{hint}")
     return f"{kind}:{index}"
 
 

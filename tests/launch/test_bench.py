@@ -60,7 +60,9 @@ def test_on_a_device(launcher: Launcher, tmp_path: Path) -> None:
         forked=True,
     )
     assert job.returncode == 2, job.output
-    mistake = "--device sim:5: rank 0: device 'sim:5' does not exist: this process sees 2 GPUs"
+    mistake = (
+        "--device sim:5: rank 0: device 'sim:5' does not exist: this process sees 2 sim devices"
+    )
     assert mistake in job.stderr
     assert "# all_reduce over 2 ranks, in the memory of sim:0 (simulated accelerator)" in job.stdout
     assert job.stdout.count("# Out of bounds values: 0 OK") == len(OPERATIONS)

@@ -1,10 +1,12 @@
 """Whether MPI takes device memory: two processes try, and none of their ends is an end of ours."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher
 
 TESTS = Path(__file__).parents[1]
@@ -92,3 +94,33 @@ def test_what_mpi_takes(launcher: Launcher, tmp_path: Path) -> None:
     assert found["kept"] == found["hangs"]
     assert found["alone"].startswith("no two processes on its node could be started"), found
     assert job.left_behind == ()
+
+
+IN_SLURM = """
+import os, sys
+from mpistrat.cluster_resolver.mpi import start_mpi
+mpi = start_mpi()
+from mpistrat.communicators.transports.accelerator import device_memory_proof as proof
+
+nodes = mpi.COMM_WORLD.allgather(os.environ["SLURMD_NODENAME"])
+if mpi.COMM_WORLD.rank == 0:
+    os.environ["PYTHONPATH"] = sys.argv[1]
+    if sys.argv[2] == "srun":  # as on a Cray
+        os.environ["PATH"], proof.library_path = "/usr/bin:/bin", lambda: ""
+    for hosts in ((), tuple(sorted(set(nodes)))):
+        print("found", repr(proof.reason_against("cupy", 0, hosts)), flush=True)
+mpi.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.parametrize("starts", ["mpiexec", "srun"])
+def test_in_a_step_of_slurm(slurm: SlurmCluster, tmp_path: Path, starts: str) -> None:
+    """Two processes on a node, and on two, are started from within a step that has all cores of both."""
+    (tmp_path / "cupy.py").write_text(stand_in())
+    (tmp_path / "program.py").write_text(IN_SLURM)
+    program = sys.executable, tmp_path / "program.py", tmp_path, starts
+    job = slurm.srun(Launcher.named("MPICH"), "-N2", "-n4", "--mpi=pmi2", *program)
+    assert job.returncode == 0, job.output
+    assert re.findall(r"found (.*)", job.stdout) == ["''", "''"], job.output

@@ -28,8 +28,8 @@ class Agreement:
     Attributes:
         dense, sparse: the slots whose gradients are reduced so, in ascending order.
         again: the dense slots that have got something after their buckets had left.
-        interleaves: some replicas have used other parameters than others, and the program has communicated inside
-            backward(): what leaves there would not come in the same order on all ranks.
+        communicates: the program of some rank has communicated inside backward().
+        alike: all replicas have used the same parameters.
         buffers: of shape [buffers], bool: which of them are averaged.
         maxima: for each piggyback the words that it gets.
     """
@@ -37,7 +37,8 @@ class Agreement:
     dense: list[int]
     sparse: list[int]
     again: frozenset[int]
-    interleaves: bool
+    communicates: bool
+    alike: bool
     buffers: np.ndarray
     maxima: list[np.ndarray]
 
@@ -84,7 +85,8 @@ def agree(
         np.flatnonzero(used >= _DENSE).tolist(),
         np.flatnonzero(used == _SPARSE).tolist(),
         frozenset(np.flatnonzero(used == _AGAIN).tolist()),
-        bool(flags[4] and flags[5] != -flags[6]),
+        bool(flags[4]),
+        bool(flags[5] == -flags[6]),
         buffers.to_average(written),
         np.split(flags[end:], np.cumsum([len(own) for own in words]))[:-1],
     )

@@ -54,7 +54,7 @@ class Bucket:
 def cut(slots: Sequence[int], like: Sequence[Any], nbytes: int) -> list[list[int]]:
     """The slots of each bucket, in the order in which buckets are full if gradients come in the order of `slots`.
 
-    A bucket is of one dtype and device, and is closed once it has `nbytes`. A gradient as large has one of its own.
+    A bucket is of one dtype and device, and has at most `nbytes`; a gradient that is larger has one of its own.
     """
     buckets = [part for group in packing.alike(like, slots) for part in _parts(group, like, nbytes)]
     position = {slot: i for i, slot in enumerate(slots)}
@@ -66,7 +66,7 @@ def _parts(group: Sequence[int], like: Sequence[Any], nbytes: int) -> Iterator[l
     filled = 0
     for slot in group:
         size = like[slot].numel() * like[slot].element_size()
-        if part and max(filled, size) >= nbytes:
+        if part and filled + size > nbytes:
             yield part
             part, filled = [], 0
         part.append(slot)
@@ -115,7 +115,7 @@ class Buckets(abc.ABC):
             return
         self._take(bucket, slot, parameter, parameter.grad)
         while self.sent < len(self.buckets) and not self.buckets[self.sent].missing:
-            self._send_next()
+            self._send(*self._next())
 
     def finish(self) -> frozenset[int]:
         """Send the rest, with zeros for what has not come. Returns the slots that got something on this rank.
@@ -133,7 +133,7 @@ class Buckets(abc.ABC):
                 else:
                     self._take(bucket, slot, parameter, parameter.grad)
             if i == self.sent:
-                self._send_next()
+                self._send(*self._next())
         for parameter, gradient, version in self._shown:
             if parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
@@ -174,13 +174,13 @@ class Buckets(abc.ABC):
     def _room(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """Where the gradient of `slot` goes."""
 
-    def _send_next(self) -> None:
+    def _next(self) -> tuple[Bucket, Reduction]:
+        """The bucket that leaves next, and how it is summed up."""
         bucket = self.buckets[self.sent]
         self.sent += 1
         label = f"gradients, bucket {self.sent} of {len(self.buckets)}"
         slots = list(bucket.parameters)
-        reduction = self._wires.reduction(label, self._scale, slots, natively=self._natively)
-        self._send(bucket, reduction)
+        return bucket, self._wires.reduction(label, self._scale, slots, natively=self._natively)
 
     @abc.abstractmethod
     def _send(self, bucket: Bucket, reduction: Reduction) -> None:
@@ -195,7 +195,7 @@ class HostBuckets(Buckets):
         packer: makes the packs that they are parts of.
         parameters: by slot.
         slots: of the parameters that are expected to get dense gradients, the same on all ranks.
-        nbytes: of a bucket, at least; 0 is `DEFAULT_BYTES`.
+        nbytes: of a bucket, at most; 0 is `DEFAULT_BYTES`.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ events; where collectives are ordered by streams, the host waits for none of the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ _SMALLEST, _LARGEST = 1 << 20, 25 << 20
 
 
 def bucket_bytes(like: Sequence[Any], slots: Sequence[int], asked: int) -> int:
-    """At least so many bytes each bucket of the gradients of `slots` gets. Args: asked: by the program; 0: nothing."""
+    """So many bytes a bucket of the gradients of `slots` has at most. Args: asked: by the program; 0: nothing."""
     total = sum(like[slot].numel() * like[slot].element_size() for slot in slots)
     return asked or min(max(total // _PARTS, _SMALLEST), _LARGEST)
 
@@ -56,20 +57,24 @@ class SideStream:
         communicator: Communicator,
         thread: CommunicationThread | None = None,
     ) -> None:
-        self.device, self.thread, self._communicator = device, thread, communicator
+        self.device, self.thread, self.communicator = device, thread, communicator
         self.module = torch.get_device_module(device)
         self.stream = self.module.Stream(device)
 
-    def all_reduce(self, flat: torch.Tensor, ready: Sequence[Any], reduction: Reduction) -> None:
-        """Sum up `flat`, on this stream, when the events `ready` have come. Collective."""
+    def after(self, ready: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """A context in which this stream is the current one. What it gets comes after the events `ready`."""
         for event in ready:
             self.stream.wait_event(event)
-        with self.module.stream(self.stream):
-            if self._communicator.takes_device_buffers:
-                self._communicator.all_reduce(flat, reduction)
+        return self.module.stream(self.stream)
+
+    def all_reduce(self, flat: torch.Tensor, ready: Sequence[Any], reduction: Reduction) -> None:
+        """Sum up `flat` after the events `ready`. Collective, on the thread."""
+        with self.after(ready):
+            if self.communicator.takes_device_buffers:
+                self.communicator.all_reduce(flat, reduction)
                 return
             host = arrays.to_host(flat)
-            self._communicator.all_reduce(host, reduction)
+            self.communicator.all_reduce(host, reduction)
             flat.copy_(host)
 
 
@@ -81,7 +86,7 @@ class DeviceBuckets(Buckets):
         parameters: by slot; None of those that the program has dropped on this rank.
         like: by slot, the parameters on "meta".
         slots: of the parameters that are expected to get dense gradients, the same on all ranks.
-        nbytes: of a bucket, at least; 0: as of `bucket_bytes`.
+        nbytes: of a bucket, at most; 0: as of `bucket_bytes`.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class DeviceBuckets(Buckets):
 
     def _adopt(self, bucket: Bucket, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         here = self._side.module.current_stream(self._side.device)
+        let_go(gradient)
         if len(bucket.parameters) > 1 or here != self._program:
             return False
         flat = packing.flat_view(gradient, parameter)
@@ -147,8 +153,8 @@ class DeviceBuckets(Buckets):
         side = self._side
         if side.thread is None:
             self.calls += 1
-            with standing_for(self._place):
-                side.all_reduce(bucket.flat, ready, reduction)
+            with standing_for(self._place), side.after(ready):
+                side.communicator.all_reduce(bucket.flat, reduction)
         else:
             work = functools.partial(side.all_reduce, bucket.flat, ready, reduction)
             self._done.append(side.thread.submit(work, self._place))

@@ -63,7 +63,8 @@ class Overlap:
         self._asked, self._nbytes = options.overlap, options.bytes_per_pack
         self._carrier: CommunicationThread | SideStream | None = None
         self._devices: frozenset[torch.device] | None = None  # of what is expected
-        self._interleaves = False  # some ranks' buckets would meet other ranks' calls in backward()
+        self._communicates = False  # the program, inside some backward()
+        self._differ = False  # ranks have used different parameters in some backward()
         self._expected: tuple[int, ...] | None = None  # slots, if the last two backwards agreed
         self._last: tuple[int, ...] = ()
         self._like: dict[int, torch.Tensor] = {}  # those slots' parameters, without memory
@@ -116,11 +117,12 @@ class Overlap:
         slots: Sequence[int],
         parameters: _Parameters,
         buckets: Buckets | None,
-        interleaves: bool,
+        communicates: bool,
+        alike: bool,
     ) -> None:
         """A backward has ended, in which `slots` got dense gradients on some rank. Collective.
 
-        Args: interleaves: as of `agreement.Agreement`.
+        Args: communicates, alike: as of `agreement.Agreement`.
         """
         if self._overlaps is False:
             return
@@ -131,14 +133,21 @@ class Overlap:
         last, self._last = self._last, tuple(slots)
         # Where parameters take turns, those of the other turn would be sent for nothing.
         self._expect(last if last == self._last else None, parameters)
-        self._interleaves |= interleaves
-        carrier = self._carrier
-        if self._interleaves and isinstance(carrier, SideStream) and carrier.thread is None:
-            self._carrier = None
-            self._decline(
-                "the program communicates inside backward(), and its ranks use different parameters, so that they "
-                "would not make the same calls in the same order"
-            )
+        self._communicates |= communicates
+        self._differ |= not alike
+        if self._communicates and isinstance(self._carrier, SideStream):
+            why_not = self._why_not_beside(self._carrier.thread)
+            if why_not:
+                self._carrier = None
+                self._decline(f"the program communicates inside backward(), {why_not}")
+
+    def _why_not_beside(self, thread: CommunicationThread | None) -> str:
+        """Why buckets on a device cannot leave beside the program's own calls; empty if they can."""
+        if thread is not None:
+            return "and two threads must not use a device's groups and MPI at a time"
+        if self._differ:
+            return "and its ranks use different parameters, which would interleave them in different orders"
+        return ""
 
     def _expect(self, last: tuple[int, ...] | None, parameters: _Parameters) -> None:
         """Collective."""
@@ -209,9 +218,11 @@ class Overlap:
             return
         thread = self._carrier = CommunicationThread.of_same_ranks(communicator)
         if kind != "cpu":
+            if communicator.use_devices_in is not None:
+                communicator.use_devices_in(thread.communicator)
             device = next(iter(devices), torch.device(kind))
             self._carrier = SideStream(device, thread.communicator, thread)
-            self._why += ", and a thread of each rank takes sums through the host, for which backward() waits"
+            self._why += "; a thread of each rank waits for the sums, and backward() for the thread"
 
     def _decline(self, why: str) -> None:
         """Reduce all gradients when backward() has ended. Called by all ranks, if one does."""

@@ -9,7 +9,8 @@ replica's contribution. The ranks agree on which parameters were used anywhere (
 those are packed by dtype (`cross_device_ops.packing`), all-reduced, and added to what was set aside. `.grad` then is a
 view of the pack: nothing is copied out. A `cross_device_ops` of the program's own adds up the contributions of this
 rank's replicas first. With overlap, contributions leave in buckets while the backward runs; the agreement says which
-of them count.
+of them count. On a device packs are as large as buckets, and a gradient's memory goes when it is in one: the gradients,
+and little more, is what memory has to hold.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
+from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
 from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
@@ -173,6 +175,8 @@ class GradientReducer:
         call = f"backward() over {replicas} replicas"
         if synchronizes and mirrors and parts.rule.decided(call) == "mean":
             scale = 1.0 / replicas
+        if synchronizes:
+            _check_not_captured(parameters)
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
@@ -276,29 +280,27 @@ class GradientReducer:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        accumulated = weakref.WeakMethod(self._accumulated)
+        reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
-            method = accumulated()
-            if method is not None:
-                method(parameter)
+            """Its gradient has grown."""
+            reducer = reference()
+            if reducer is None:
+                return
+            if not reducer._active:
+                raise RuntimeError(
+                    "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
+                    "over replicas; call loss.backward() inside strategy.run(step), or use "
+                    "torch.autograd.grad, which leaves .grad alone"
+                )
+            if reducer._buckets is not None:
+                reducer._buckets.arrived(parameter)
 
         required = parameter.requires_grad
         # Torch takes hooks only then, and the parameter may be unfrozen later.
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(not_compiled(hook))
         parameter.requires_grad_(required)
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A mirrored parameter's gradient has grown."""
-        if not self._active:
-            raise RuntimeError(
-                "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
-                "over replicas; call loss.backward() inside strategy.run(step), or use "
-                "torch.autograd.grad, which leaves .grad alone"
-            )
-        if self._buckets is not None:
-            self._buckets.arrived(parameter)
 
     def _reduce(
         self,
@@ -361,7 +363,9 @@ class GradientReducer:
             for slot in early.keys() & set(agreed.dense):
                 reduced[slot] = early[slot].add_(late[slot]) if slot in late else early[slot]
             if len(everyone) == 1:
-                self.overlap.end(agreed.dense, parameters, buckets, agreed.interleaves)
+                self.overlap.end(
+                    agreed.dense, parameters, buckets, agreed.communicates, agreed.alike
+                )
             for slot in agreed.sparse:
                 rows = [gradients[slot] for gradients in contributions]
                 total = sum_rows(parts.ops.over_ranks, parameters[slot], rows)
@@ -386,6 +390,18 @@ class GradientReducer:
         natively = self._communicator.ordered_by_streams and is_on_gpu(parameters[slots[0]])
         label = f"gradients of {len(slots)} parameters"
         return self.wires.reduction(label, scale, slots, natively=natively)
+
+
+def _check_not_captured(parameters: Sequence[torch.Tensor | None]) -> None:
+    """Raises: RuntimeError while a graph of the parameters' device is captured."""
+    some = next((parameter for parameter in parameters if parameter is not None), None)
+    if some is not None and is_capturing(some):
+        raise RuntimeError(
+            "backward() inside run was called while a graph of the device is captured: the ranks agree on the host on "
+            "what they reduce, which a replay would leave out. Capture the model alone, by "
+            'torch.cuda.make_graphed_callables or torch.compile(mode="reduce-overhead"), and call backward() outside; '
+            "or capture backward() inside strategy.no_sync(), and give the gradients to all_reduce after each replay"
+        )
 
 
 def install() -> None:

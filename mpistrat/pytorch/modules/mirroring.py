@@ -166,8 +166,8 @@ class Mirroring(StrategyModules):
         if several and (tensors or any(map(_has_tensors, modules))):
             raise NotImplementedError(
                 f"torch modules take one rank per device, and rank {self._communicator.rank} has {len(devices)} "
-                f"devices, {list(devices)}: leave out devices=, and start a rank for each, "
-                f"mpirun -n {group.num_replicas_in_sync} python train.py (or srun, with --ntasks-per-node). Arrays and "
+                f"devices, {list(devices)}: start a rank for each, mpirun -n {group.num_replicas_in_sync} python "
+                "train.py (or srun, with --ntasks-per-node), and give the strategy no devices, or one. Arrays and "
                 "mpistrat.Variables may have several devices in one rank"
             )
 

@@ -171,6 +171,27 @@ def through_a_preemption(kind: str) -> Tensors:
     return training.results()
 
 
+def host_waits(hidden: int) -> tuple[bool, list[str]]:
+    """Whether collectives are ordered by streams; and how the host has waited between backward() and the optimizer."""
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, waits = torch.randn(8, 64, device=torch_sim.KIND), []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        SIM.host_waits()
+        loss.backward()
+        waits.extend(kind for kind in SIM.host_waits() if kind != "query")  # which returns at once
+        optimizer.step()
+
+    for _ in range(6):
+        strategy.run(step)
+    return strategy.extended.communicator.ordered_by_streams, waits
+
+
 def expect_same(name: str, ours: Tensors, expected: Tensors) -> None:
     """To the bit, where sums have one order only. Raises: AssertionError, on every rank that sees a difference."""
     exactly = MPI.COMM_WORLD.size == 2 or name == "deterministic"
@@ -203,6 +224,11 @@ def main() -> None:
         assert not violations, (name, violations[:3])
         if rank == 0:
             print("same", name, flush=True)
+    for hidden in (4, 400, 10_000):
+        by_streams, waits = host_waits(hidden)
+        assert not (by_streams and waits), waits
+        if rank == 0 and by_streams:
+            print(f"no wait of the host, with {hidden} hidden", flush=True)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def test_float_buffers_are_averaged_and_integers_are_replica_0s(
 class Numbers(torch.nn.Module):
     """Integers at the ends of their ranges, which travel as bytes."""
 
-    def __init__(self, floats: torch.dtype | None) -> None:
+    def __init__(self, floats: torch.dtype | None, length: int) -> None:
         super().__init__()
         self.floats = floats
         kinds = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -180,7 +180,7 @@ class Numbers(torch.nn.Module):
         for kind, ends in zip(kinds, self.ends, strict=True):
             self.register_buffer(ends.dtype, torch.zeros(3, 2, dtype=kind).t())
         self.register_buffer("flags", torch.zeros(5, dtype=torch.bool))
-        self.register_buffer("large", torch.zeros(70_000, dtype=torch.uint8))
+        self.register_buffer("bytes", torch.zeros(length, dtype=torch.uint8))
         if floats is not None:
             self.register_buffer("sums", torch.zeros(2, dtype=floats))
 
@@ -192,15 +192,19 @@ class Numbers(torch.nn.Module):
         self.flags |= torch.tensor([True, False, True, True, False]) ^ bool(replica)
         if self.floats is not None:
             self.sums += replica
-        self.large[-1] = replica + 7
+        self.bytes[-1] = replica + 7
 
 
-@pytest.mark.parametrize("floats", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("floats", "length"),
+    [(None, 3), (torch.bfloat16, 3), (torch.float32, 3), (torch.float32, 70_000)],
+)
 def test_integers_of_every_width_are_exact(
-    strategy: ms.Strategy, floats: torch.dtype | None
+    strategy: ms.Strategy, floats: torch.dtype | None, length: int
 ) -> None:
+    """Few are among the floats' numbers, and many go by themselves."""
     with strategy.scope():
-        model = Numbers(floats)
+        model = Numbers(floats, length)
 
     def step() -> None:
         context = ms.get_replica_context()
@@ -212,7 +216,7 @@ def test_integers_of_every_width_are_exact(
     for ends in model.ends:
         assert state[ends.dtype].tolist() == [[ends.min] * 3, [ends.max] * 3]
     assert state["flags"].tolist() == [True, False, True, True, False]
-    assert state["large"][-2:].tolist() == [0, 7]
+    assert state["bytes"][-2:].tolist() == [0, 7]
     if floats is not None:
         assert state["sums"].tolist() == [(strategy.num_replicas_in_sync - 1) / 2] * 2
 

@@ -149,7 +149,7 @@ def programs(ranks: Sequence[int], folder: Path) -> list[Program]:
             ),
         ]
         if number > 1:
-            servers = [str(TOP / "scripts/train_recommender.py"), "--epochs", "1", "--num-ps", "1"]
+            servers = [str(TOP / "scripts/train_recommender.py"), "--epochs", "6", "--num-ps", "1"]
             found.append(Program("train_recommender", number, servers, needs=("pandas", "tqdm")))
     return found
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn import functional
 
 UNORDERED = "without having waited for it"
@@ -233,7 +233,7 @@ def both(work: Callable[[int], Any]) -> list[Any]:
 
 
 def groups(sim: Any) -> list[Any]:
-    store = dist.HashStore()
+    store = HashStore()
     made = [sim.ProcessGroupSim(store, rank, 2) for rank in (0, 1)]
     both(lambda rank: made[rank].eager_connect_single_device(torch.device("sim", rank)))
     return made
@@ -276,7 +276,7 @@ def test_a_group_that_hangs_ends_by_an_abort(sim: Any) -> None:
 
 
 def test_a_group_refuses_two_ranks_on_one_device(sim: Any) -> None:
-    store = dist.HashStore()
+    store = HashStore()
     device = torch.device(DEVICE)
     results = both(
         lambda rank: sim.ProcessGroupSim(store, rank, 2).eager_connect_single_device(device)
@@ -288,5 +288,5 @@ def test_a_group_fails_where_it_is_told_to(sim: Any) -> None:
     for fault in ("constructor", "connect"):
         sim.faults.add(fault)
         with pytest.raises(RuntimeError, match="simulated fault"):
-            sim.ProcessGroupSim(dist.HashStore(), 0, 1).eager_connect_single_device(DEVICE)
+            sim.ProcessGroupSim(HashStore(), 0, 1).eager_connect_single_device(DEVICE)
         sim.faults.clear()

@@ -107,7 +107,8 @@ class Aliases {
     auto [found, is_new] = host_of_.try_emplace(storage.unsafeGetStorageImpl());
     if (is_new) {
       found->second = host_storage_over(storage);
-      auto keys = tensor.key_set() & (ON_DEVICE | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+      auto keys = tensor.key_set() & (ON_DEVICE | c10::DispatchKeySet(c10::DispatchKey::AutocastPrivateUse1) |
+                                      c10::autograd_dispatch_keyset_with_ADInplaceOrView);
       device_of_.emplace(found->second.unsafeGetStorageImpl(), std::pair(storage, keys));
     }
     return tensor_over(found->second, tensor, ON_HOST);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 
 class Links:
@@ -15,7 +15,7 @@ class Links:
     Raises: ConnectionError from every call, when another rank is gone or `close()` was called.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int) -> None:
         self._rank = rank
         self._sockets: dict[int, socket.socket] = {}
         address = _own_address(store)
@@ -68,9 +68,9 @@ def _exactly(link: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _own_address(store: dist.Store) -> str:
+def _own_address(store: c10d.Store) -> str:
     """By which the host of `store` is reached."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     host = getattr(store, "host", None) or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

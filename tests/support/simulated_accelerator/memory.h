@@ -56,7 +56,10 @@ struct Region {
   // All of a block of `size` bytes.
   explicit Region(size_t size) : begin(0), end(size), dense(true), itemsize(1) {}
 
-  bool contains(const Region& other) const { return dense && begin <= other.begin && other.end <= end; }
+  bool contains(const Region& other) const {
+    if (begin == other.begin && sizes == other.sizes && strides == other.strides && end == other.end) return true;
+    return dense && begin <= other.begin && other.end <= end;
+  }
 
   bool overlaps(const Region& other) const {
     if (begin >= other.end || other.begin >= end) return false;

@@ -119,9 +119,7 @@ class ProcessGroupSim(dist.ProcessGroup):
 
     Options = Options
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, options: Options | None = None
-    ) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int, options: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         if "constructor" in faults:
             raise RuntimeError(
@@ -129,7 +127,7 @@ class ProcessGroupSim(dist.ProcessGroup):
             )
         self._store, self._rank, self._size = store, rank, size
         self.options = options or Options()
-        self._links: Links | None = None
+        self._connected: Links | None = None
         self._streams: dict[int, torch.Stream] = {}
         self._jobs: queue.SimpleQueue[tuple[int, Callable[[Tensors], Tensors]] | None] = (
             queue.SimpleQueue()
@@ -159,6 +157,11 @@ class ProcessGroupSim(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.options.group_name
 
+    @property
+    def _links(self) -> Links:
+        assert self._connected is not None, "no thread runs before the ranks have met"
+        return self._connected
+
     # The life of a group
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -175,7 +178,7 @@ class ProcessGroupSim(dist.ProcessGroup):
                 raise RuntimeError(
                     f"Duplicate GPU detected : rank {self._rank} and rank {rank} both on device {uuid}"
                 )
-        self._links = Links(self._store, self._rank, self._size)
+        self._connected = Links(self._store, self._rank, self._size)
         self._thread = threading.Thread(
             target=self._run_jobs, name=f"{BACKEND} {self.group_name}", daemon=True
         )
@@ -187,8 +190,8 @@ class ProcessGroupSim(dist.ProcessGroup):
         for collective in list(self._under_way):
             torch.ops.simulated.end_collective(collective, [])
         self._jobs.put(None)
-        if self._links is not None:
-            self._links.close()
+        if self._connected is not None:
+            self._connected.close()
 
     def shutdown(self) -> None:
         """Collectives under way end first."""

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from support.simulated_accelerator.build import library
 from support.simulated_accelerator.process_group import ProcessGroupSim, faults, register

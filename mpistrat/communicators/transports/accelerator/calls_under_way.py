@@ -6,7 +6,6 @@ says in this rank's record that the rank is in it, where the node's observer see
 
 from __future__ import annotations
 
-import atexit
 import functools
 import threading
 import time
@@ -18,6 +17,7 @@ from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.communicators.transports.accelerator.graph_capture import let_this_thread_query_events
 from mpistrat.communicators.transports.accelerator.library import DeviceLibrary
 from mpistrat.errors import StallError
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.record import CALLS, SINCE
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
@@ -140,7 +140,7 @@ class Lookout:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat device calls", daemon=True)
         self._thread.start()
-        atexit.register(self._end)  # Python must not end while its thread is in a library
+        job_end().call_last(self._end)  # Python must not end while its thread is in a library
 
     def watch(self, calls: CallsUnderWay) -> None:
         self._watched.add(calls)

@@ -108,8 +108,7 @@ def run(command: Sequence[str], environment: dict[str, str], seconds: float) -> 
         stdout, stderr = process.communicate()
     lines = stdout.splitlines()
     if not failure and (process.returncode or lines.count(PROVEN) != 2):
-        telling = [line for line in stderr.splitlines() if _TELLING.search(line)]
-        failure = f"exit code {process.returncode}" + "".join(
-            f", {line:.200}" for line in telling[:1]
-        )
+        said = stderr.splitlines()
+        telling = [line for line in said if _TELLING.search(line)][:1] or said[-1:]
+        failure = ", ".join([f"exit code {process.returncode}", *(line[:200] for line in telling)])
     return lines.count(MET) == 2, failure

@@ -9,6 +9,7 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ def use_gpus(communicator: Communicator, gpus: Sequence[Gpu], index: int) -> Non
                 CommunicationImplementation.NCCL,
                 CommunicationImplementation.HIERARCHICAL,
             )
+            communicator.use_devices_in = functools.partial(use_gpus, gpus=gpus, index=index)
             communicator.move_by(by_library, {way: AskedFor(by_library, way) for way in asked_for})
 
 
@@ -77,6 +79,12 @@ class _Choice:
         self._host = Router(communicator.ways)  # inside calls that are checked
         self._channel = AbortChannel(communicator.mpi.comm)
         self._nodes = [gpu.node for gpu in gpus]
+        self._not_by_node = why_not_by_node(self._nodes)
+        if not self._not_by_node:  # now: a way may be chosen inside a call
+            node, rank = self._nodes[communicator.rank], communicator.rank
+            self._here = communicator.split(node)
+            self._channel_here = AbortChannel(self._here.mpi.comm)
+            self._peers = communicator.split(self._nodes[:rank].count(node))
 
     def of_torch(self) -> DeviceTransport:
         """The best way of tensors. Collective."""
@@ -136,18 +144,16 @@ class _Choice:
             flat = self._by_mpi(ranks, library, f"; not through {group} ({why_not})")
         if len(set(self._nodes)) == 1:
             return flat
-        apart = ungrouped or why_not_by_node(self._nodes)
+        apart = ungrouped or self._not_by_node
         if not apart:
-            node = self._nodes[ranks.rank]
-            here, peers = ranks.split(node), ranks.split(self._nodes[: ranks.rank].count(node))
-            within, why = start(here, AbortChannel(here.mpi.comm), through)
+            within, why = start(self._here, self._channel_here, through)
             apart = next((text for text in self._host.all_gather_object(why) if text), "")
         if apart:
             flat.why += f"; not by node: {apart}"
             return flat
         by_node = HierarchicalDeviceTransport(
             *(self._host, self._index, self._watch, self._nodes),
-            *(within, self._by_mpi(peers, library), flat),
+            *(within, self._by_mpi(self._peers, library), flat),
         )
         by_node.measure(library, ranks.mpi.library)
         return by_node

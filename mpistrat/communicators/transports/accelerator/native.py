@@ -5,7 +5,7 @@ mpi4py is imported below this file, and this file on first use: `import mpistrat
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import datetime
 import math
 from collections.abc import Callable
@@ -26,7 +26,9 @@ from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
 from mpistrat.communicators.transports.accelerator.torch_groups import make_group
 from mpistrat.communicators.transports.transport import Operands
+from mpistrat.errors import OpError
 from mpistrat.liveness.abort_channel import AbortChannel
+from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.machine.devices import let_nccl_outlive_ranks
 from mpistrat.settings import start_seconds
@@ -39,6 +41,8 @@ OPS: dict[str, Any] = {
 }
 # That all groups combine. Complex numbers are added up as pairs of floats.
 DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+# So many elements at a time are copied to be summed in another dtype: the memory is not to count beside the buffer.
+MOST_COPIED = 1 << 22
 # Not torch's watchdog, which ends the process without a word about other ranks, but our observer tells of stalls.
 TIMEOUT = datetime.timedelta(days=30)
 
@@ -82,7 +86,10 @@ class NativeTransport(DeviceTransport):
 
     def start(self, ranks: Ranks) -> str:
         """Join the ranks, and try a first reduction. Collective. Returns: why not, "" if the group can be used."""
-        open_store = opener_of_store(ranks)
+        try:
+            open_store = opener_of_store(ranks)
+        except RuntimeError as error:  # on all ranks: the nodes do not reach each other
+            return str(error)
 
         def make() -> Any:
             store = open_store()
@@ -107,25 +114,44 @@ class NativeTransport(DeviceTransport):
 
         why_not = self._joint.start(make, try_out)
         if not why_not:
-            atexit.register(self._shut_down)
+            job_end().call_last(self._shut_down)
         return why_not
 
     # In place of the ways through the host
 
+    def all_reduce(self, operands: Operands) -> None:
+        buffer, reduction = operands.buffer, operands.reduction
+        if not _is_combined_as_it_is(operands, self._device):
+            super().all_reduce(operands)
+            return
+        # What `_combine` and `_submit` do: few frames lie between a gradient and its bytes.
+        options = dist.AllreduceOptions()
+        with self._joint as group:
+            group.allreduce([buffer], options).wait()
+            self._under_way.add()
+        scale(buffer, reduction.scale)
+
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         if not buffer.numel():
             return
-        summed = buffer.detach().to(_summed_as(buffer, reduction))
-        numbers = _numbers_of(summed, reduction)
+        dtype = _summed_as(buffer, reduction)
+        if dtype != buffer.dtype:
+            for part in buffer.detach().view(-1).split(MOST_COPIED):
+                copied = part.to(dtype)
+                self._combine_numbers(copied, copied, reduction)
+                part.copy_(copied)
+            return
+        numbers = _numbers_of(buffer, reduction)
         if numbers is None:
             self.combine_on_host(buffer, reduction)
-            return
+        else:
+            self._combine_numbers(buffer, numbers, reduction)
+
+    def _combine_numbers(self, buffer: Array, numbers: Array, reduction: Reduction) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[reduction.op]
         self._submit(lambda group: group.allreduce([numbers], options))
-        scale(numbers, reduction.scale)
-        if summed.dtype != buffer.dtype:
-            buffer.copy_(summed)
+        scale(buffer, reduction.scale)
 
     def _spread(self, buffer: Array, root: int) -> None:
         if not buffer.numel():
@@ -139,7 +165,7 @@ class NativeTransport(DeviceTransport):
         shapes = self.host.all_gather_object(tuple(buffer.shape))
         if all(shape == shapes[0] for shape in shapes):
             rows = buffer.new_empty((self.size, *buffer.shape))
-            self._gather_equal(buffer, rows)
+            self.all_gather_into(Operands(buffer, out=rows))
             return list(rows.unbind())
         parts = [buffer.new_empty(shape) for shape in shapes]
         parts[self.rank].copy_(buffer)
@@ -147,18 +173,11 @@ class NativeTransport(DeviceTransport):
             self._spread(part, root)
         return parts
 
-    def _gather_equal(self, buffer: Array, out: Array) -> None:
-        if not buffer.numel():
-            return
-        options = c10d.AllgatherOptions()
-        whole, part = _bytes_of(out), _bytes_of(buffer)
-        self._submit(lambda group: group._allgather_base(whole, part, options))
-
     def reduce(self, operands: Operands) -> None:
         buffer, root = operands.buffer, operands.root
         summed = buffer.detach().to(_summed_as(buffer, operands.reduction))
         numbers = _numbers_of(summed, operands.reduction)
-        if numbers is None or not self._is_here(buffer):
+        if numbers is None or not _are_on(self._device, buffer):
             super().reduce(operands)
             return
         if not buffer.numel():
@@ -175,7 +194,7 @@ class NativeTransport(DeviceTransport):
         summed = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         numbers = _numbers_of(buffer.detach().to(dtype), operands.reduction)
         result = _numbers_of(summed, operands.reduction)
-        if numbers is None or result is None or not self._is_here(buffer, out):
+        if numbers is None or result is None or not _are_on(self._device, buffer, out):
             super().reduce_scatter(operands)
             return
         if not buffer.numel():
@@ -187,14 +206,16 @@ class NativeTransport(DeviceTransport):
             out.copy_(summed)
 
     def all_gather_into(self, operands: Operands) -> None:
-        if self._is_here(operands.buffer, operands.target):
-            with self.library(operands.buffer).device():
-                self._gather_equal(operands.buffer, operands.target)
-        else:
+        buffer, out = operands.buffer, operands.target
+        if not _are_on(self._device, buffer, out):
             super().all_gather_into(operands)
+        elif buffer.numel():
+            options = c10d.AllgatherOptions()
+            whole, part = _bytes_of(out), _bytes_of(buffer)
+            self._submit(lambda group: group._allgather_base(whole, part, options))
 
     def all_to_all(self, operands: Operands) -> None:
-        if not self._is_here(operands.buffer, operands.target):
+        if not _are_on(self._device, operands.buffer, operands.target):
             super().all_to_all(operands)
             return
         if not operands.row_bytes:
@@ -205,10 +226,6 @@ class NativeTransport(DeviceTransport):
         self._submit(lambda group: group.alltoall_base(received, rows, *counts, options))
 
     # Parts of these ways
-
-    def _is_here(self, *buffers: Array) -> bool:
-        """Whether they are on the accelerator that this rank uses."""
-        return all(buffer.device == self._device for buffer in buffers)
 
     def _submit(self, call: Callable[[Any], Any]) -> None:
         """Have the group do something after what the current stream holds, and before what it gets next."""
@@ -221,15 +238,34 @@ class NativeTransport(DeviceTransport):
             self._joint.wait_until(lambda: library.is_done(event))
 
     def _shut_down(self) -> None:
-        """At the program's end, before other ranks are waited for."""
-        if self._joint.group is not None:
+        """At the end of all ranks' programs."""
+        with contextlib.suppress(RuntimeError, OpError):  # it was aborted: everybody knows that
             self.wait_until_idle()
-            self._joint.group.shutdown()
+            with self._joint as group:
+                group.shutdown()
 
     def wait_until_idle(self) -> None:
         """Return when all collectives of this rank have ended, as another library is to use the accelerator."""
         with self._joint:
             self._joint.wait_until(self._under_way.are_done)
+
+
+def _are_on(device: torch.device, *buffers: Array) -> bool:
+    return all(buffer.device == device for buffer in buffers)
+
+
+def _is_combined_as_it_is(operands: Operands, device: torch.device) -> bool:
+    """Whether a sum is of numbers that the group adds up as they are, in place."""
+    buffer, reduction = operands.buffer, operands.reduction
+    return (
+        reduction.op == "sum"
+        and (reduction.compressor, operands.tree, operands.out) == (None, None, None)
+        and buffer.device == device
+        and dtype_name(buffer) in DTYPES
+        and _summed_as(buffer, reduction) == buffer.dtype
+        and buffer.numel() > 0
+        and not buffer.requires_grad
+    )
 
 
 def _summed_as(buffer: Array, reduction: Reduction) -> torch.dtype:
