@@ -3,6 +3,7 @@
 Each rank runs all checks, and prints the name of each that holds.
 """
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -252,6 +253,13 @@ def _check_central(strategy: ms.Strategy, parameters: str, computed: str) -> Non
     losses = train(strategy, model, optimizer, batches(2))
     assert losses[1] < losses[0]
     assert devices_of(model, optimizer) == {parameters}
+
+
+def check_ranks_do_not_share_parameters_on_an_accelerator() -> None:
+    message = "ranks of a node are to share parameters, but those on sim are each rank's own"
+    strategy = ms.CentralStorageStrategy(["sim:0"])
+    with pytest.warns(RuntimeWarning, match=message) if RANK == 0 else contextlib.nullcontext():
+        strategy.mirror(nn.Linear(2, 2))
 
 
 def check_central_storage_takes_all_accelerators() -> None:

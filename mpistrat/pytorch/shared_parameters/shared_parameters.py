@@ -106,7 +106,7 @@ class SharedParameters:
         devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
         if devices and not self._warned_of_devices:
             self._warned_of_devices = True
-            self._warn(f"parameters on {devices[0]} are each rank's own")
+            self._warn(f"those on {devices[0]} are each rank's own")
         return [p for p in parameters if id(p) in alone and _is_plain(p)]
 
     def _make_block(self, parameters: list[torch.Tensor]) -> None:
@@ -148,7 +148,11 @@ class SharedParameters:
 
     def _warn(self, what: str) -> None:
         if self.communicator.rank == 0:
-            warnings.warn(f"shared_parameters=True, but {what}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"the ranks of a node are to share parameters, but {what}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def blocks(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
         """Those that `parameters` lie in."""

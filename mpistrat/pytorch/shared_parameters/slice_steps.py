@@ -48,8 +48,8 @@ class SliceSteps:
                 self._whole.add(optimizer)
                 if self.shared.communicator.rank == 0:
                     warnings.warn(
-                        f"shared_parameters=True, but {why}: every rank computes whole steps of this "
-                        f"{type(optimizer).__name__}, and keeps all of its state",
+                        f"the ranks of a node are to share parameters, but {why}: every rank computes whole "
+                        f"steps of this {type(optimizer).__name__}, and keeps all of its state",
                         RuntimeWarning,
                         stacklevel=2,
                     )
