@@ -17,6 +17,10 @@ BUFFERS = 3
 class StagedTransport(DeviceTransport):
     """While chunk i is combined on the host, chunk i + 1 comes from the GPU and chunk i - 1 goes back."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stages: dict[bool, _Stages] = {}
+
     def _combine(self, buffer: Array, reduction: Reduction) -> None:
         library = self.library(buffer)
         stages = self._stages_of(buffer, library)
@@ -39,10 +43,6 @@ class StagedTransport(DeviceTransport):
         if stages is None:
             stages = self._stages[is_torch(buffer)] = _Stages(library)
         return stages
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._stages: dict[bool, _Stages] = {}
 
 
 class _Stages:
