@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat import arrays
 from mpistrat.arrays import Array
-from mpistrat.context import AnyStrategy, get_strategy, has_strategy
+from mpistrat.context import AnyStrategy, current_local_replica, get_strategy, has_strategy
 from mpistrat.indexed_slices import IndexedSlices
 from mpistrat.parameter_server.client import Address, Change, Client
 from mpistrat.reduce_op import VariableAggregation, VariableSynchronization
@@ -59,7 +59,7 @@ class RemoteVariable(Variable):
 
     def read_value(self) -> Array:
         self._check_strategy()
-        return self._client.pull(self.address)
+        return self._brought(self._client.pull(self.address))
 
     def state(self) -> Array:
         return self._client.pull(self.address)
@@ -84,7 +84,14 @@ class RemoteVariable(Variable):
             raise IndexError(
                 f"row {wrong} of variable {self.name!r} is out of bounds: it has rows 0 to {self.shape[0] - 1}"
             )
-        return self._client.rows(self.address, rows)
+        return self._brought(self._client.rows(self.address, rows))
+
+    def _brought(self, value: Array) -> Array:
+        """Inside `run`, to the replica's device."""
+        replica = current_local_replica()
+        if replica is None:
+            return value
+        return arrays.to_device(value, self.strategy.extended.worker_devices[replica])
 
     def change(self, method: str, operand: Any) -> Change:
         """The update, checked here: the server gets no operand that does not fit."""

@@ -38,8 +38,8 @@ def bind(
         share = shares[ranks.index(communicator.rank)]
         devices = ("cpu:0",) if share is None else (f"{accelerator()}:{share}",)
         if topology.rank == 0:
-            used = {own[i] for own, i in zip(of_ranks, shares, strict=True) if i is not None}
-            _tell_of_unused(len(used), len(set(itertools.chain(*of_ranks))), topology.num_nodes)
+            taken = {own[i] for own, i in zip(of_ranks, shares, strict=True) if i is not None}
+            _tell_of_unused(len(taken), len(set(itertools.chain(*of_ranks))), topology.num_nodes)
     kind, _, number = devices[0].partition(":")
     used = None
     if kind == accelerator():

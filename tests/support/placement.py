@@ -6,6 +6,7 @@ Each rank runs all checks, and prints the name of each that holds.
 import copy
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ SUM = ms.VariableAggregation.SUM
 EACH = [["sim:0", "sim:1"], ["sim:1", "sim:0"]]
 
 
-def devices_of(*values) -> set[str]:
+def devices_of(*values: Any) -> set[str]:
     """Of modules, optimizers' states, variables and tensors."""
     found = set()
     for value in values:
@@ -41,7 +42,7 @@ def devices_of(*values) -> set[str]:
     return found
 
 
-def make_model() -> nn.Sequential:
+def make_model() -> Any:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
 
@@ -50,10 +51,15 @@ def batches(count: int) -> list[torch.Tensor]:
     return list(torch.randn(count, 8, 3, generator=torch.Generator().manual_seed(1)))
 
 
-def train(strategy, model, optimizer, data) -> list[float]:
+def train(
+    strategy: ms.Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[torch.Tensor],
+) -> list[float]:
     """README's loop."""
 
-    def step(batch):
+    def step(batch: Any) -> Any:
         (x,) = batch
         loss = ms.compute_average_loss(model(x).square().sum(1), global_batch_size=8)
         optimizer.zero_grad()
@@ -63,6 +69,7 @@ def train(strategy, model, optimizer, data) -> list[float]:
 
     losses = []
     dataset = ms.input.BatchedDataset((torch.cat(data),), 8)
+    batch: Any
     for batch in strategy.experimental_distribute_dataset(dataset):
         per_replica = strategy.run(step, args=(batch,))
         losses.append(strategy.reduce(ms.ReduceOp.SUM, per_replica, axis=None).item())
@@ -197,7 +204,8 @@ def check_parameters_in_no_module() -> None:
     optimizer = torch.optim.Adam([scale, shift])
     (scale * shift).sum().backward()
     optimizer.step()
-    strategy.mirror([scale, shift])
+    both: Any = [scale, shift]
+    strategy.mirror(both)
     found = devices_of(scale, scale.grad, shift, shift.grad, optimizer)
     assert found == set(strategy.extended.worker_devices)
     assert isinstance(scale, nn.Parameter)
@@ -210,7 +218,7 @@ def check_packed_sequences_from_the_host() -> None:
             super().__init__()
             self.factor = nn.Parameter(torch.full((), 2.0))
 
-        def forward(self, packed):
+        def forward(self, packed: Any) -> Any:
             assert packed.batch_sizes.device == HOST
             return packed._replace(data=packed.data * self.factor)
 
@@ -243,7 +251,7 @@ def _check_central(strategy: ms.Strategy, parameters: str, computed: str) -> Non
     optimizer = torch.optim.Adam(model.parameters())
     assert devices_of(variable, model) == {parameters}
 
-    def step():
+    def step() -> Any:
         return variable.assign_add(torch.ones(2)), variable.read_value() * 1
 
     for value in strategy.run(step):
@@ -263,7 +271,7 @@ def check_central_storage_takes_all_accelerators() -> None:
     with strategy.scope():
         variable = ms.Variable(torch.ones(2), aggregation=SUM)
 
-    def step():
+    def step() -> Any:
         variable.assign_add(torch.ones(2))
         return variable.read_value() + torch.ones(2, device="sim")
 
@@ -287,7 +295,7 @@ def check_arrays_on_two_devices_of_a_rank() -> None:
         total = float(sum(range(1, 2 * SIZE + 1)))
         devices = strategy.extended.worker_devices
 
-        def first(context):
+        def first(context: Any) -> Any:
             number = context.replica_id_in_sync_group
             return torch.full((2,), number + 1.0, device=devices[number - 2 * RANK])  # noqa: B023
 
@@ -300,8 +308,8 @@ def check_arrays_on_two_devices_of_a_rank() -> None:
             devices[0]
         }
 
-        def step(x):
-            context = ms.get_replica_context()
+        def step(x: Any) -> Any:
+            context: Any = ms.get_replica_context()
             rows = ms.IndexedSlices(
                 x[None], torch.zeros(1, dtype=torch.int64, device=x.device), (3, 2)
             )
@@ -327,7 +335,7 @@ def check_arrays_on_two_devices_of_a_rank() -> None:
         with strategy.scope():
             variable = ms.Variable(torch.zeros(2), aggregation=SUM)
 
-        def update(x):
+        def update(x: Any) -> None:
             variable.assign_add(x)  # noqa: B023
             assert devices_of(variable) == devices_of(x)  # noqa: B023
 

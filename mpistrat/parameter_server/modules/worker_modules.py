@@ -26,6 +26,7 @@ from mpistrat.parameter_server.modules.tensor_references import (
     TensorReferences,
 )
 from mpistrat.pytorch.gradients.reducer import GradientReducer
+from mpistrat.pytorch.modules.placing import compute_there
 from mpistrat.pytorch.modules.registry import Registry, version
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 from mpistrat.replicas.torch_modules import ModuleParts
@@ -73,6 +74,7 @@ class WorkerModules(StrategyModules):
         shape, dtype = parts[0].shape, parts[0].dtype
         if len(parts) > 1:
             shape = (sum(len(part) for part in parts), *shape[1:])
+        device = self.parts.replicas.device_of_modules or device  # the chief has one of its own
         memory = torch.zeros((), dtype=dtype, device=device).expand(shape)
         if kind != ROWS:
             memory = torch.empty(shape, dtype=dtype, device=device)
@@ -99,6 +101,11 @@ class WorkerModules(StrategyModules):
 
     def begin(self) -> None:
         """The function is unpickled, and is called next."""
+        device = self.parts.replicas.device_of_modules
+        inside = {id(child) for module in self._modules for child in module.children()}
+        for module in self._modules:
+            if device is not None and id(module) not in inside:
+                compute_there(module, torch.device(device))  # its arguments come from the host
         for module in self._modules:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer in self._tensors:

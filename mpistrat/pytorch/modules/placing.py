@@ -100,8 +100,8 @@ def bring_states(parameters: Collection[torch.Tensor]) -> None:
         for group in optimizer.param_groups:
             counts_on_host = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter) if id(parameter) in moved else None
-                for key, value in (state or {}).items():
+                state = optimizer.state.get(parameter, {}) if id(parameter) in moved else {}
+                for key, value in state.items():
                     if not (key == "step" and counts_on_host):
                         state[key] = _on(parameter.device, value)
 

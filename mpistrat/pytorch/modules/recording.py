@@ -6,6 +6,7 @@ All three registration hooks are needed: the parameter hook alone misses what is
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,24 @@ from torch.nn.modules import module as hooks
 
 from mpistrat.context import AnyStrategy, per_thread
 from mpistrat.pytorch.modules.data_parallel import refuse_wrapping, wrapper_of
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Have the recorders see what any module gets.
+
+    Torch goes through its hooks as they are, so none may leave when Python collects a strategy meanwhile.
+    """
+    hooks.register_module_parameter_registration_hook(_see)
+    hooks.register_module_buffer_registration_hook(_see)
+    hooks.register_module_module_registration_hook(_see)
+
+
+def _see(module: torch.nn.Module, name: str, value: Any) -> None:
+    for recorder in tuple(_recorders):
+        recorder.see(module, value)
 
 
 class Recorder:
@@ -33,21 +52,10 @@ class Recorder:
         self._strategy, self._is_mirrored = strategy, is_mirrored
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id
         self.changed = False
-        see = weakref.WeakMethod(self._see)
+        _recorders.add(self)
+        _watch_registrations()
 
-        def hook(module: torch.nn.Module, name: str, value: Any) -> None:
-            target = see()
-            if target is not None:
-                target(module, value)
-
-        for register in (
-            hooks.register_module_parameter_registration_hook,
-            hooks.register_module_buffer_registration_hook,
-            hooks.register_module_module_registration_hook,
-        ):
-            weakref.finalize(self, register(hook).remove)
-
-    def _see(self, module: torch.nn.Module, value: Any) -> None:
+    def see(self, module: torch.nn.Module, value: Any) -> None:
         """`module` gets `value`. In the scope any module counts; elsewhere, also in run, the recorded ones."""
         mode = per_thread.modes[-1] if per_thread.modes else None
         in_scope = (
