@@ -478,7 +478,7 @@ def main() -> None:
     SIM.raise_violations(False)
     if sys.argv[1:] == ["stall"]:
         stall()
-    # Not among those of every run: in one of ten, values and indices of a sum differ in number, and it is not known why.
+    # Not among those of every run: in one of ten the values and indices of a sum differ in number, as yet unexplained.
     for check in [*CHECKS, sparse_gradients]:
         asked_for = sys.argv[1:] or [check.__name__ for check in CHECKS]
         if check.__name__ not in asked_for:
