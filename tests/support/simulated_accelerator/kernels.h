@@ -54,14 +54,14 @@ class Aliases {
   Tensor to_host(const Tensor& tensor) {
     auto host = tensor.is_sparse() ? sparse_over(tensor, to_host(tensor._indices()), to_host(tensor._values()))
                                    : dense_to_host(tensor);
-    tensor_of_.emplace(host.unsafeGetTensorImpl(), tensor);
+    tensor_of_.emplace(host.unsafeGetTensorImpl(), std::pair(host, tensor));
     return host;
   }
 
   // The device tensor of what a CPU kernel has returned.
   Tensor to_device(const Tensor& host, c10::Device device) {
     if (!host.defined() || on_device(host)) return host;
-    if (auto same = tensor_of_.find(host.unsafeGetTensorImpl()); same != tensor_of_.end()) return same->second;
+    if (auto same = tensor_of_.find(host.unsafeGetTensorImpl()); same != tensor_of_.end()) return same->second.second;
     if (host.is_sparse())
       return sparse_over(host, to_device(host._indices(), device), to_device(host._values(), device));
     TORCH_CHECK(host.layout() == c10::kStrided, "simulated device: ", host.layout(), " tensors are not supported");
@@ -116,7 +116,8 @@ class Aliases {
 
   std::unordered_map<c10::StorageImpl*, c10::Storage> host_of_;
   std::unordered_map<c10::StorageImpl*, std::pair<c10::Storage, c10::DispatchKeySet>> device_of_;  // keys of its views
-  std::unordered_map<c10::TensorImpl*, Tensor> tensor_of_;
+  // The tensors on the host are kept, so that no result of the kernel takes their address.
+  std::unordered_map<c10::TensorImpl*, std::pair<Tensor, Tensor>> tensor_of_;
 };
 
 // `value` with each of its tensors replaced by `replace(tensor)`.
