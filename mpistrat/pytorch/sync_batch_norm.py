@@ -45,7 +45,6 @@ def _forward(self: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
     return _normalize(self, context, input)
 
 
-@not_compiled
 def _normalize(self: SyncBatchNorm, context: Any, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         mean, variance, count = _statistics(context, input)
@@ -57,10 +56,7 @@ def _normalize(self: SyncBatchNorm, context: Any, input: torch.Tensor) -> torch.
             )
         _update_statistics(self, mean, variance * (count / (count - 1)))
         rate = torch.rsqrt(variance + self.eps)
-    output: torch.Tensor = _Normalized.apply(
-        context, input, self.weight, self.bias, mean, rate, count
-    )
-    return output
+    return _normalized(context, input, self.weight, self.bias, mean, rate, count)
 
 
 def _statistics(
@@ -146,6 +142,12 @@ class _Normalized(torch.autograd.Function):
         _, _, weight_too, bias_too, *rest = ctx.needs_input_grad
         of_bias, of_weight = own[0] if bias_too else None, own[1] if weight_too else None
         return None, of_input, of_weight, of_bias, *[None] * len(rest)
+
+
+@not_compiled  # its backward communicates
+def _normalized(*operands: Any) -> torch.Tensor:
+    output: torch.Tensor = _Normalized.apply(*operands)
+    return output
 
 
 def _axes(x: torch.Tensor) -> list[int]:
