@@ -8,36 +8,10 @@ import pytest
 
 from support.clusters.slurm_cluster import SlurmCluster
 from support.harness.mpi_launcher import Launcher
+from support.memory_for_mpi import cupy_with
 
 TESTS = Path(__file__).parents[1]
 
-# Device memory is the host's, which every MPI takes.
-CUPY = """
-import types
-import numpy as np
-
-copies = []
-
-class ndarray(np.ndarray):
-    @property
-    def data(self):
-        return types.SimpleNamespace(ptr=POINTER)
-    def get(self):
-        return np.array(self)
-
-class Device:
-    def __init__(self, index):
-        assert index in (0, 1)
-    def use(self):
-        SECONDS
-    def synchronize(self):
-        pass
-
-def asarray(array):
-    return np.array(array).view(ndarray)
-
-cuda = types.SimpleNamespace(Device=Device, runtime=types.SimpleNamespace(getDeviceCount=lambda: 2))
-"""
 SIMULATED = f"""
 import sys
 sys.path.append({str(TESTS)!r})
@@ -64,18 +38,14 @@ print("alone", repr(proof.reason_against("cupy", 1)))
 """
 
 
-def stand_in(pointer: str = "self.ctypes.data", seconds: str = "pass") -> str:
-    return CUPY.replace("POINTER", pointer).replace("SECONDS", seconds)
-
-
 @pytest.mark.usefixtures("simulated_accelerator")
 def test_what_mpi_takes(launcher: Launcher, tmp_path: Path) -> None:
     """A simulated device has memory that the host cannot read: MPI ends by a signal, as with that of a real one."""
     modules = {
-        "taken/cupy.py": stand_in(),
-        "read/cupy.py": stand_in("copies.append(self.copy()) or copies[-1].ctypes.data"),
+        "taken/cupy.py": cupy_with(),
+        "read/cupy.py": cupy_with("copies.append(self.copy()) or copies[-1].ctypes.data"),
         "simulated/sitecustomize.py": SIMULATED,
-        "hangs/cupy.py": stand_in(seconds="__import__('time').sleep(60)"),
+        "hangs/cupy.py": cupy_with(seconds="__import__('time').sleep(60)"),
         "program.py": PROGRAM,
     }
     for name, text in modules.items():
@@ -118,7 +88,7 @@ mpi.COMM_WORLD.Barrier()
 @pytest.mark.parametrize("starts", ["mpiexec", "srun"])
 def test_in_a_step_of_slurm(slurm: SlurmCluster, tmp_path: Path, starts: str) -> None:
     """Two processes on a node, and on two, are started from within a step that has all cores of both."""
-    (tmp_path / "cupy.py").write_text(stand_in())
+    (tmp_path / "cupy.py").write_text(cupy_with())
     (tmp_path / "program.py").write_text(IN_SLURM)
     program = sys.executable, tmp_path / "program.py", tmp_path, starts
     job = slurm.srun(Launcher.named("MPICH"), "-N2", "-n4", "--mpi=pmi2", *program)

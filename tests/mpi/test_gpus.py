@@ -1,6 +1,9 @@
 """Buffers on GPUs: each way against NumPy, on a stand-in for CuPy that keeps device memory on the host."""
 
 import itertools
+import os
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -8,16 +11,17 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.communicators import Reduction, reducing
-from mpistrat.communicators.transports.accelerator import gpu_ways
+from mpistrat.communicators.transports.accelerator import device_memory_proof, gpu_ways
 from mpistrat.communicators.transports.accelerator import staging as device_staging
 from support import stand_in_cupy
+from support.memory_for_mpi import cupy_with
 from support.rank_errors import errors_of_ranks
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE, LAST = WORLD.rank, WORLD.size, WORLD.size - 1
 
 needs_ranks = pytest.mark.mpi(min_size=2)
-WAYS = ("NCCL", "device-aware MPI", "staging")
+WAYS = ("NCCL", "CUDA-aware MPI", "staging")
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def strategy(request, monkeypatch, comm):
     name = f"0000:0{RANK}:00.0" if request.param == "NCCL" else "0000:01:00.0"
     stand_in_cupy.install(monkeypatch, [name])
     # To MPI a pointer of the stand-in is one to host memory, which any MPI takes.
-    untried = "" if request.param == "device-aware MPI" else "not tried"
+    untried = "" if request.param == "CUDA-aware MPI" else "not tried"
     monkeypatch.setattr(gpu_ways, "why_not_proven", lambda *_: untried)
     monkeypatch.setattr(device_staging, "CHUNK", 64)
     strategy = ms.MultiWorkerMirroredStrategy(comm=comm, gradients="sum")
@@ -335,3 +339,59 @@ def test_versions_of_nccl_that_differ(own_gpus, comm, monkeypatch):
         monkeypatch.setattr(own_gpus.cuda.nccl, "get_version", lambda: 22907)
     explained = ms.MultiWorkerMirroredStrategy(comm=comm).extended.explain()
     assert f"rank 0 has NCCL 22705, rank {LAST} NCCL 22907" in explained
+
+
+# Whether MPI takes device memory: two processes try, and none of their ends is an end of ours.
+
+
+def reason_against(cupy, tmp_path, monkeypatch):
+    """What rank 0 finds where the text `cupy` is that module; the others sleep meanwhile. Called by: every rank."""
+    reason = None
+    if RANK == 0:
+        (tmp_path / "cupy.py").write_text(cupy)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        reason = device_memory_proof.reason_against.__wrapped__("cupy", 0)
+    found = WORLD.Ibarrier()
+    while not found.Test():
+        time.sleep(0.01)
+    return WORLD.bcast(reason)
+
+
+def test_memory_that_mpi_takes(tmp_path, monkeypatch):
+    assert reason_against(cupy_with(), tmp_path, monkeypatch) == ""
+
+
+def test_memory_that_mpi_reads_and_does_not_write(tmp_path, monkeypatch):
+    copied = cupy_with("copies.append(self.copy()) or copies[-1].ctypes.data")
+    assert "elements are wrong" in reason_against(copied, tmp_path, monkeypatch)
+
+
+def test_memory_that_mpi_crashes_on(tmp_path, monkeypatch):
+    assert "exit code" in reason_against(cupy_with("4096"), tmp_path, monkeypatch)
+
+
+def test_this_mpi_is_not_taken_for_cuda_aware(tmp_path, monkeypatch):
+    """Tried for real: without CuPy, or without a GPU, the two processes fail."""
+    missing = "raise ModuleNotFoundError('there is no CUDA')"
+    assert "there is no CUDA" in reason_against(missing, tmp_path, monkeypatch)
+
+
+def test_a_trial_that_does_not_end():
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert device_memory_proof.run(sleeping, dict(os.environ), 0.5) == (
+        False,
+        f"no end within {device_memory_proof.SECONDS_TO_TRY} s",
+    )
+
+
+def test_what_is_proven_is_kept(monkeypatch):
+    tries = []
+    monkeypatch.setattr(device_memory_proof, "commands", lambda *_: [(["mpiexec"], {})])
+    monkeypatch.setattr(device_memory_proof, "run", lambda *_: (tries.append(1) or True, ""))
+    device_memory_proof.reason_against.cache_clear()
+    try:
+        assert device_memory_proof.reason_against("torch", 0) == ""
+        assert device_memory_proof.reason_against("torch", 0) == ""
+    finally:
+        device_memory_proof.reason_against.cache_clear()
+    assert tries == [1]
