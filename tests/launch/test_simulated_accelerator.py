@@ -11,7 +11,10 @@ pytestmark = pytest.mark.usefixtures("simulated_accelerator")
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "launch/programs/simulated_accelerator.py"
-SAME = ["digits", "batch norm", "mixed precision", "deterministic", "checkpoint", "preemption"]
+SAME = [
+    *("digits", "batch norm", "mixed precision", "deterministic", "input prefetch"),
+    *("checkpoint", "preemption"),
+]
 
 
 def check(job: Job) -> None:

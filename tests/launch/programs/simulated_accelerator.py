@@ -53,7 +53,10 @@ def cnn(dropped: float = 0.1) -> nn.Module:
 
 
 class Training:
-    """Of a model on digits, on "cpu" or on "sim"."""
+    """Of a model on digits, on "cpu" or on "sim".
+
+    Args: batches_ahead: so many are on their way to the device while a step is computed.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Training:
         optimizer: Callable[..., torch.optim.Optimizer],
         *,
         mixed: bool = False,
+        batches_ahead: int = 1,
         **options: Any,
     ) -> None:
         self.kind, self.mixed = kind, mixed
@@ -75,7 +79,8 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.01, total_steps=100)
         self.scaler = torch.amp.GradScaler(kind, init_scale=1024.0, enabled=mixed)
         self.data = self.strategy.experimental_distribute_dataset(
-            train_digits.load_data(EXAMPLES, 0)[0]
+            train_digits.load_data(EXAMPLES, 0)[0],
+            ms.InputOptions(experimental_per_replica_buffer_size=batches_ahead),
         )
         self.checkpoint = ms.checkpoint.Checkpoint(
             model=self.model,
@@ -208,6 +213,7 @@ CASES = {
     # With bfloat16, devices round once less behind a dropout than the CPU does.
     "mixed precision": trained(lambda: cnn(dropped=0.0), sgd, mixed=True),
     "deterministic": trained(cnn, torch.optim.Adam, deterministic=True),
+    "input prefetch": trained(cnn, torch.optim.Adam, batches_ahead=3),
     "checkpoint": through_a_checkpoint,
     "preemption": through_a_preemption,
 }
