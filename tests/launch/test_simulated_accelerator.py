@@ -33,7 +33,9 @@ def test_on_one_node(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
     assert job.stdout.count("no wait of the host") == 3, job.stdout
 
 
-@pytest.mark.long("Four ranks share the cores, and train seven times by each of two kinds of device.")
+@pytest.mark.long(
+    "Four ranks share the cores, and train seven times by each of two kinds of device."
+)
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_two_nodes(launcher: Launcher, tmp_path: Path, ranks: int) -> None:
     if reason := two_nodes.why_not():
