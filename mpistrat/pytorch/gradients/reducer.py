@@ -182,6 +182,7 @@ class GradientReducer:
         self._spent = []
         if synchronizes and alone:
             buckets = self.overlap.begin(parameters, scale)
+        communicated = True  # perhaps, as long as backward() has not ended
         try:
             self._active.add(replica)
             self._buckets = buckets
@@ -212,8 +213,8 @@ class GradientReducer:
             unsynchronized.undo(parameters, aside)
             if buckets is not None:
                 buckets.leave()
-                if buckets.calls and isinstance(error, CollectiveMismatchError):
-                    raise CollectiveMismatchError(f"{error}. {_MAY_INTERLEAVE}") from error
+                if buckets.calls and communicated and isinstance(error, CollectiveMismatchError):
+                    error.args = (f"{error}. {_MAY_INTERLEAVE}",)
             raise
         self._spent = [g for g in gradients if g is not None and g.device.type == "cpu"]
         unsynchronized.clear()

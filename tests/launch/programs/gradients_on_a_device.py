@@ -457,12 +457,23 @@ def captured_graphs() -> None:
     pair.train()
 
 
+def skipped_backward() -> None:
+    """The error speaks of steps, and of nothing that buckets could have to do with it."""
+    pair = Pair(layers, bytes_per_pack=1)
+    pair.train()
+    if RANK == 0:
+        pair.strategy.run(lambda: None)
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="same step") as raised:
+        pair.strategy.run(lambda: pair.backward(pair.inputs()))
+    assert "overlap" not in str(raised.value)
+
+
 CHECKS = [
     *(several_models, unused_parameters, checkpoints_inside, accumulation, mixed_dtypes),
     sparse_gradients,
     *(clipping_and_scaling, several_streams, what_failed_leaves_memory_alone),
     *(short_sums, little_memory, the_host_does_not_wait, few_frames, captured_graphs),
-    calls_inside_backward,
+    *(calls_inside_backward, skipped_backward),
 ]
 
 
