@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,13 @@ class DistributedDataset(Iterable[Any]):
         for step in self:
             state = reduce_func(state, step)
         return state
+
+    def call_after_steps(self, method: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Call `method` on every rank, inside `Strategy.replica()`, when the program has done with a step.
+
+        That is when it asks the iterator for what comes after; the state of the dataset is then that after the step.
+        """
+        self._source.after_steps.append(method)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.context import require_iteration
+from mpistrat.context import in_replica_block, require_iteration
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
 from mpistrat.input.batches import without_examples
@@ -51,6 +52,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _begin(self, epoch: int, start: int) -> None:
         self.progress.begin(epoch, start)
+        self._under_way = False
         self._steps: AgreedSteps | None = None
         self._steps_read = start
         self._ahead: collections.deque[tuple[list[Any], Any]] = collections.deque()
@@ -72,18 +74,38 @@ class DistributedIterator(Iterator[Any]):
         ValueError inside `run`; RuntimeError in another strategy's scope.
         """
         with spans.current.range("next(iterator)"):
-            require_iteration(self._extended.strategy)
+            strategy = self._extended.strategy
+            require_iteration(strategy)
+            in_block = in_replica_block(strategy)
+            if in_block:  # all ranks are here, between two steps
+                self._end_step()
+                self._extended.modules.before_run()
             self._read_ahead(self._source.read_ahead(self._copies))
             if not self._ahead:
                 if self._failure is not None:
                     raise self._failure
                 self.progress.ended = True
+                if in_block:
+                    self._extended.modules.after_loader()
                 raise StopIteration
             batches, self.progress.position = self._ahead.popleft()
             self.progress.steps += 1
+            if in_block:
+                self._under_way = True
+                strategy.runs += 1
             self.progress.unread = None
             batches = self._copies.arrived(batches)
             return batches[0] if len(batches) == 1 else regroup(batches)
+
+    def _end_step(self) -> None:
+        """The program has done with the step that it has got last, if any."""
+        if self._under_way:
+            self._under_way = False
+            self._source.step_has_ended()
+
+    def call_after_steps(self, method: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """As of the dataset."""
+        self._source.after_steps.append(method)
 
     def peek(self) -> None:
         """Read the first step, if none was read, for what it tells of all."""

@@ -66,6 +66,8 @@ class ParameterServerStrategy(Strategy):
 
     _extended: ServersExtended
 
+    why_no_replica_block = "servers have the variables, and workers call functions: give them to ClusterCoordinator.schedule"
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

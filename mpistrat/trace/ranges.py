@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.context import current_mode
 from mpistrat.trace import profiler, spans
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Ranges(spans.NoSpans):
             lambda function: timeline.kind("strategy.run", "range", function=function)
         )
         self._watches_optimizers = False
+        self._steps = threading.local()  # .began: when the step of this thread's replica began
+
+    def begin_steps(self) -> None:
+        self._steps.began = self._timeline.now()
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
         return _Range(self._timeline, self._kind(name), name)
@@ -53,7 +58,11 @@ class Ranges(spans.NoSpans):
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             kind = self._kind(f"{type(optimizer).__name__}.step")
-            self._timeline.add(kind, begun.at, self._timeline.now())
+            now = self._timeline.now()
+            self._timeline.add(kind, begun.at, now)
+            if current_mode().in_block:
+                self._timeline.add(self._kind("step"), self._steps.began, now)
+                self._steps.began = now
 
         watch_steps(begin, end)
 
