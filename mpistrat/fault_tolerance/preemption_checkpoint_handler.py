@@ -43,8 +43,8 @@ class PreemptionCheckpointHandler:
     know: they write the checkpoint. Steps in which nothing is reduced cost a MAX of 8 bytes. The program leaves before
     the next step, by `exit_fn`. So all that belongs to a step must be in the function that `run` is given, or before
     `save_checkpoint_if_preempted`. Inside `Strategy.replica()` a program needs to call neither: a step ends, and the
-    program may leave, where it asks a distributed dataset of the checkpoint for the next batch. With an optimizer in the
-    checkpoint, some optimizer must have stepped since the last: batches that are accumulated are one step.
+    program may leave, where it asks a distributed dataset of the checkpoint for the next batch. If the checkpoint has
+    an optimizer, some optimizer must have stepped since the last: batches that are accumulated are one step.
 
     Made by: every rank, on the main thread, when the objects of the checkpoint are there: the newest checkpoint is
     restored here, if there is one.
@@ -97,7 +97,7 @@ class PreemptionCheckpointHandler:
         self._last_count = 0
         for value in self._manager.checkpoint.objects.values():
             if isinstance(value, (DistributedDataset, DistributedIterator)):
-                value.call_after_steps(weakref.WeakMethod(self._after_batch))
+                value.after_steps.append(weakref.WeakMethod(self._after_batch))
 
     @property
     def total_run_calls(self) -> int:

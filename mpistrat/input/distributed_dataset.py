@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,15 @@ class DistributedDataset(Iterable[Any]):
     that replica's batch; with several it is a structure of `PerReplica` batches.
 
     Attributes:
+        after_steps: methods that are called inside `Strategy.replica()`, on every rank, when the program has done with
+            a step: it asks for what comes after. The state of the dataset is then that after the step.
         partial: a step is made as long as any replica of any rank has data, the others get batches of no examples.
             Otherwise a step that cannot fill every replica of this rank ends the epoch.
     """
 
     def __init__(self, source: StepSource) -> None:
         self._source = source
+        self.after_steps = source.after_steps
 
     @property
     def strategy(self) -> Any:
@@ -81,13 +83,6 @@ class DistributedDataset(Iterable[Any]):
         for step in self:
             state = reduce_func(state, step)
         return state
-
-    def call_after_steps(self, method: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """Call `method` on every rank, inside `Strategy.replica()`, when the program has done with a step.
-
-        That is when it asks the iterator for what comes after; the state of the dataset is then that after the step.
-        """
-        self._source.after_steps.append(method)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands; see `DistributedIterator.state_dict`."""

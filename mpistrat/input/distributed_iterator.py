@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mpistrat import nest
@@ -36,10 +35,14 @@ class Optional:
 
 
 class DistributedIterator(Iterator[Any]):
-    """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it."""
+    """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it.
+
+    Attributes: after_steps: as of the dataset.
+    """
 
     def __init__(self, source: StepSource) -> None:
         self._source, self._extended = source, source.extended
+        self.after_steps = source.after_steps
         fetches = source.options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self.progress = Progress(source.epoch, source.start)
@@ -78,7 +81,9 @@ class DistributedIterator(Iterator[Any]):
             require_iteration(strategy)
             in_block = in_replica_block(strategy)
             if in_block:  # all ranks are here, between two steps
-                self._end_step()
+                if self._under_way:
+                    self._under_way = False
+                    self._source.step_has_ended()
                 self._extended.modules.before_run()
             self._read_ahead(self._source.read_ahead(self._copies))
             if not self._ahead:
@@ -96,16 +101,6 @@ class DistributedIterator(Iterator[Any]):
             self.progress.unread = None
             batches = self._copies.arrived(batches)
             return batches[0] if len(batches) == 1 else regroup(batches)
-
-    def _end_step(self) -> None:
-        """The program has done with the step that it has got last, if any."""
-        if self._under_way:
-            self._under_way = False
-            self._source.step_has_ended()
-
-    def call_after_steps(self, method: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """As of the dataset."""
-        self._source.after_steps.append(method)
 
     def peek(self) -> None:
         """Read the first step, if none was read, for what it tells of all."""

@@ -53,7 +53,7 @@ class StepSource:
         spec: the structure of a step; None until a step was read.
         last, progress: the iterator that was begun last, and how far it has come.
         peeked: the next iterator, where its first step was read for its spec.
-        after_steps: as of `DistributedDataset.call_after_steps`.
+        after_steps: as of `DistributedDataset`.
     """
 
     def __init__(

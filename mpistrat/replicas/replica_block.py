@@ -53,7 +53,8 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         self._context, self._entered = context, entered(strategy, context, in_block=True)
 
     def __enter__(self) -> ReplicaContext:
-        if not in_replica_block(self._extended.strategy):
+        self._is_nested = in_replica_block(self._extended.strategy)
+        if not self._is_nested:
             self._extended.modules.before_run()
             spans.current.begin_steps()
         self._entered.__enter__()
@@ -61,3 +62,5 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
 
     def __exit__(self, *exc: object) -> None:
         self._entered.__exit__(*exc)
+        if not self._is_nested:
+            spans.current.end_steps()

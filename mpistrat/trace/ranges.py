@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.context import current_mode
 from mpistrat.trace import profiler, spans
 
 if TYPE_CHECKING:
@@ -34,10 +33,13 @@ class Ranges(spans.NoSpans):
             lambda function: timeline.kind("strategy.run", "range", function=function)
         )
         self._watches_optimizers = False
-        self._steps = threading.local()  # .began: when the step of this thread's replica began
+        self._steps = threading.local()  # .began: when the step under way has, inside replica()
 
     def begin_steps(self) -> None:
         self._steps.began = self._timeline.now()
+
+    def end_steps(self) -> None:
+        del self._steps.began
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
         return _Range(self._timeline, self._kind(name), name)
@@ -60,8 +62,9 @@ class Ranges(spans.NoSpans):
             kind = self._kind(f"{type(optimizer).__name__}.step")
             now = self._timeline.now()
             self._timeline.add(kind, begun.at, now)
-            if current_mode().in_block:
-                self._timeline.add(self._kind("step"), self._steps.began, now)
+            step_began = getattr(self._steps, "began", None)
+            if step_began is not None:
+                self._timeline.add(self._kind("step"), step_began, now)
                 self._steps.began = now
 
         watch_steps(begin, end)
