@@ -79,6 +79,15 @@ class Strategy:
         return self._extended.num_replicas_in_sync
 
     @property
+    def step_examples(self) -> tuple[int, int] | None:
+        """How many examples this replica, and all replicas, have in the step that a distributed dataset gave last.
+
+        None where that is not known: before the first step and after the last; where each rank reads what it likes (a
+        dataset function, files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
+        """
+        return self._extended.examples_of_replica()
+
+    @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """Who takes part; None for strategies of one process."""
         return self._cluster_resolver

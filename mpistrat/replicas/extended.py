@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat.context import (
     AnyStrategy,
     check_call,
+    current_local_replica,
     entered,
     get_replica_context,
     has_strategy,
@@ -26,7 +27,7 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.input_plan import InputPlan
+from mpistrat.replicas.input_plan import InputPlan, StepExamples
 from mpistrat.replicas.multi_step import MultiStepContext
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
@@ -63,6 +64,8 @@ class StrategyExtended(abc.ABC):
         checkpoints: what this rank does for checkpoints.
         input: what this rank reads.
         modules: what is done about torch modules.
+        step_examples: how many examples the step has that a distributed dataset has handed out last on this rank; None
+            where that is not known.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -80,6 +83,7 @@ class StrategyExtended(abc.ABC):
         self.variables, self.checkpoints = parts.variables, parts.checkpoints
         self.input, self.modules = parts.input, parts.modules
         self.communicator = group.communicator
+        self.step_examples: StepExamples | None = None
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas
@@ -118,6 +122,14 @@ class StrategyExtended(abc.ABC):
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices that hold variables."""
         return self.variables.devices
+
+    def examples_of_replica(self) -> tuple[int, int] | None:
+        """The work of `Strategy.step_examples`."""
+        if self.step_examples is None:
+            return None
+        # Where one call is for several replicas, it is that of none of them.
+        by_replica = self.replicas.count == self.num_local_replicas
+        return self.step_examples.of(current_local_replica() if by_replica else None)
 
     def explain(self) -> str:
         """By which ways values are combined over ranks, and what memory that takes. Not collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,19 @@ class Share:
         sizes = [floor + (i < larger) for i in range(self.num_replicas)]
         first = self.worker * self.replicas_per_worker
         return sizes[first:] + sizes[:first]
+
+
+class StepExamples(NamedTuple):
+    """The examples of a step: of each replica of this rank, and of all replicas."""
+
+    local: tuple[int, ...]
+    all: int
+
+    def of(self, replica: int | None) -> tuple[int, int] | None:
+        """Of local replica `replica`, and of all; None for any of this rank, which is not known where they differ."""
+        if replica is None and len(set(self.local)) > 1:
+            return None
+        return self.local[replica or 0], self.all
 
 
 @dataclass(frozen=True)

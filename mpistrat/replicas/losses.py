@@ -37,7 +37,9 @@ def compute_average_loss(
     Args:
         per_example_loss: array of shape [this replica's examples, ...]; an empty one gives 0.
         sample_weight: multiplied to it, broadcast from the left: [examples] or its shape.
-        global_batch_size: examples over all replicas; None is this replica's times the replicas.
+        global_batch_size: examples over all replicas. None is that of the step which a distributed dataset gave last,
+            where it is known and this replica's part has as many examples as the loss; otherwise this replica's
+            examples times the replicas, as in TensorFlow.
     Returns:
         a scalar.
     Raises:
@@ -58,7 +60,11 @@ def compute_average_loss(
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
     if global_batch_size is None:
-        global_batch_size = loss.shape[0] * replicas
+        examples = get_strategy().extended.examples_of_replica()
+        if examples is not None and examples[0] == loss.shape[0]:
+            global_batch_size = examples[1]
+        else:
+            global_batch_size = loss.shape[0] * replicas
         if global_batch_size == 0:
             raise ValueError(
                 "this replica's batch is empty, and does not say how large the global batch is: pass global_batch_size"

@@ -29,7 +29,7 @@ import torch
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
-from mpistrat.context import AnyReplicaContext, AnyStrategy, current_mode, in_replica_block
+from mpistrat.context import AnyReplicaContext, current_mode, in_replica_block
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks
@@ -203,7 +203,7 @@ class GradientReducer:
             self._buckets = buckets
             calls = self._communicator.contract.calls
             try:
-                engine(self._weight(context.strategy) if in_block else 1.0)
+                engine(self._weight() if in_block else 1.0)
             finally:
                 self._buckets = None
                 self._active.discard(replica)
@@ -235,12 +235,12 @@ class GradientReducer:
         unsynchronized.clear()
         _install(parameters, reduced, aside)
 
-    def _weight(self, strategy: AnyStrategy) -> float:
+    def _weight(self) -> float:
         """What this replica's loss counts in the mean of all: as much as it has of the examples of its loader's step.
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        examples = getattr(strategy, "step_examples", None)
+        examples = self._parts.strategy.extended.examples_of_replica()
         if examples is None or not self._parts.rule.is_mean:
             return 1.0
         own, of_all = examples
