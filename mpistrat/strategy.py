@@ -11,6 +11,7 @@ from mpistrat.context import (
     at_top_level,
     check_call,
     cross_replica,
+    current_local_replica,
     entered,
     in_replica_block,
     per_thread,
@@ -85,7 +86,14 @@ class Strategy:
         None where that is not known: before the first step and after the last; where each rank reads what it likes (a
         dataset function, files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
         """
-        return self._extended.examples_of_replica()
+        if self._extended.step_examples is None:
+            return None
+        *local, total = self._extended.step_examples.tolist()
+        # Where one call is for several replicas, it is that of none of them.
+        replica = current_local_replica() if self._replicas.count == len(local) else None
+        if replica is None and len(set(local)) > 1:
+            return None
+        return local[replica or 0], total
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
