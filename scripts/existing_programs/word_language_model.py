@@ -39,7 +39,7 @@ class Corpus:
         parts = [[f"{part}{i}" for i in range(8)] for part in ("who", "does", "what")]
         self.dictionary = [word for part in parts for word in part] + ["<eos>"]
         self.dictionary += [f"unused{i}" for i in range(args.words - len(self.dictionary))]
-                self.train = self.tokenize(parts, sentences=1500)
+        self.train = self.tokenize(parts, sentences=1500)
         self.valid = self.tokenize(parts, sentences=150)
         self.test = self.tokenize(parts, sentences=140)
 
