@@ -48,6 +48,28 @@ PROGRAMS = {
         ("--epochs=2", "--dropout=0"), "model.pt", r"(?:valid|test) loss.*"
     ),
     "nanogpt": Program(("--max_iters=20",), "out/ckpt.pt", r"step \d+: .*"),
+    "dcgan": Program(
+        ("--examples=22", "--batch-size=8", "--niter=2", "--nz=8", "--ngf=2", "--ndf=2"),
+        "dcgan.pt",
+        r"fixed noise.*",
+    ),
+    "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
+    "gpt2": Program(
+        (
+            *("--examples=22", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
+        ),
+        "gpt2.pt",
+        r"epoch \d.*",
+    ),
+    "timm_model": Program(
+        (
+            *("--examples=22", "--batch-size=8", "--epochs=2"),
+            *("--model=test_vit", "--img-size=32"),
+        ),
+        "timm_model.pt",
+        r"epoch \d.*",
+    ),
 }
 STRATEGIES = ("", "shared_parameters=True", "deterministic=True")
 
@@ -152,6 +174,14 @@ def test_few_lines_are_changed(name: str) -> None:
     assert 0 < unified_diff.changed_lines(diff(name)) <= MOST_CHANGED_LINES
     assert "mpistrat" not in original(name)
     assert "mpistrat" in patched(name)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_distributed_data_parallel_takes_more(name: str) -> None:
+    """The ports that benchmarks/existing_programs.py measures."""
+    port = (FOLDER / "ddp" / f"{name}.diff").read_text(encoding="utf-8")
+    assert "DistributedDataParallel" in unified_diff.apply(port, original(name))
+    assert unified_diff.changed_lines(port) > unified_diff.changed_lines(diff(name))
 
 
 def test_all_programs_are_tested() -> None:
