@@ -54,7 +54,8 @@ class Failure:
 class Nodes(Protocol):
     """The other nodes of the job."""
 
-    is_first_node: bool
+    @property
+    def is_first_node(self) -> bool: ...
 
     def tell_failure(self, failure: Failure) -> None:
         """Have them note it, too. Does not wait for them."""

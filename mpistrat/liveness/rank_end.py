@@ -119,8 +119,9 @@ class RankEnd:
             self._is_ending()  # before the observer can wonder why ranks die
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
-        observed = observation.observed()
-        log = observed and FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
+        log, observed = None, observation.observed()
+        if observed is not None:
+            log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
         try:
             if log is None:
                 say_it()
