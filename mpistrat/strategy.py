@@ -20,6 +20,7 @@ from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.extended import StrategyExtended
+from mpistrat.replicas.rank_methods import RankMethods
 from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mpistrat.cluster_resolver import ClusterResolver
 
 
-class Strategy:
+class Strategy(RankMethods):
     """Where replicas run, how their variables are kept, and how their values are combined.
 
     Use a subclass: `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for those of a node,
