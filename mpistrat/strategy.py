@@ -135,16 +135,16 @@ class Strategy(RankMethods):
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
-            reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or its name.
+            reduce_op: a `ReduceOp`, or its name in any case.
             value: what `run` returned, or a nest of such values. Where ranks hold one replica each,
                 that is a plain value: each rank's counts once.
             axis: None combines element by element, and shapes must match. An axis, or several, is also
-                summed over on each replica, where sizes may differ; a mean is over all elements.
+                reduced on each replica, where sizes may differ; a mean is over all elements.
         Returns:
             the structure of `value`, on this rank's first device, cut off from autograd. The mean of
             integers is floating.
         Raises:
-            ValueError: `axis` is out of range, or the SUM of a value that is not distributed.
+            ValueError: `axis` is out of range, or the SUM or PRODUCT of a value that is not distributed.
             CollectiveMismatchError: on all ranks, when the ranks' operands differ.
         """
         with spans.current.range("strategy.reduce"):
