@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import context, nest
 from mpistrat.communicators import RaisingOnAll
-from mpistrat.context import check_call, entered, per_thread, require_cross_replica
+from mpistrat.context import (
+    check_call,
+    current_local_replica,
+    entered,
+    per_thread,
+    require_cross_replica,
+)
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
 from mpistrat.input.distributed_dataset import (
@@ -66,6 +72,22 @@ class Strategy(RankMethods):
     def num_replicas_in_sync(self) -> int:
         """Over how many replicas, on all ranks, gradients are combined."""
         return self._extended.num_replicas_in_sync
+
+    @property
+    def step_examples(self) -> tuple[int, int] | None:
+        """How many examples this replica, and all replicas, have in the step that a distributed dataset gave last.
+
+        None where that is not known: before the first step and after the last; where each rank reads what it likes (a
+        dataset function, files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
+        """
+        if self._extended.step_examples is None:
+            return None
+        *local, total = self._extended.step_examples.tolist()
+        # Where one call is for several replicas, it is that of none of them.
+        replica = current_local_replica() if self._replicas.count == len(local) else None
+        if replica is None and len(set(local)) > 1:
+            return None
+        return local[replica or 0], total
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

@@ -11,7 +11,8 @@ import numpy as np
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.input.batches import spec_of
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
+from mpistrat.replicas.input_plan import StepExamples
 
 # In the place of a number of steps: of a rank that has failed, and of one that knows of no failure to come.
 _FAILED = _NEVER = 1 << 30
@@ -24,7 +25,7 @@ class AgreedSteps(Iterator[Step]):
     another, unless all know how many theirs are. Every rank must go through it. Errors are raised on all ranks.
 
     Attributes:
-        position: where the last step has left the reader.
+        position, examples: where the last step has left the reader, and how many examples it has.
         template: a batch of no examples like those of other ranks, when this rank has none.
     """
 
@@ -45,6 +46,7 @@ class AgreedSteps(Iterator[Step]):
         self._sure = 0  # steps that some rank has
         self._has_asked = False
         self.position: Any = None
+        self.examples: StepExamples | None = None
         self.template: Any = None
 
     def __next__(self) -> Step:
@@ -64,7 +66,7 @@ class AgreedSteps(Iterator[Step]):
             return None
         if any(entry is MISSING for entry in step) and not (self._partial and _is_batched(step)):
             return None
-        self.position = getattr(step, "position", None)
+        self.position, self.examples = getattr(step, "position", None), examples_in(step)
         return step
 
     def _agreed(self) -> Step | None:
@@ -90,7 +92,10 @@ class AgreedSteps(Iterator[Step]):
             go_on = self._ask(step, error)
         if not go_on:
             return None
-        return self._missing if step is None else step
+        if step is None:
+            self.examples = None
+            return self._missing
+        return step
 
     def _wrong_length(self, step: Step | None) -> ValueError | None:
         length = self._reader.num_steps()

@@ -42,6 +42,10 @@ class DistributedIterator(Iterator[Any]):
         fetches = source.options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self.progress = Progress(source.epoch, source.start)
+        # Workers that do not wait for each other have steps of their own, of which each is a part of a global batch.
+        strategy = self._extended.strategy
+        combined = strategy.num_replicas_in_sync * strategy.workers_combined
+        self._combines_all = combined == self._extended.input.share.num_replicas
         self._begin(source.epoch, source.start)
 
     @property
@@ -53,7 +57,7 @@ class DistributedIterator(Iterator[Any]):
         self.progress.begin(epoch, start)
         self._steps: AgreedSteps | None = None
         self._steps_read = start
-        self._ahead: collections.deque[tuple[list[Any], Any]] = collections.deque()
+        self._ahead: collections.deque[tuple[list[Any], Any, Any]] = collections.deque()
         self._failure: Exception | None = None
         self._template: Any = None
         self._structure: str | None = None
@@ -78,8 +82,10 @@ class DistributedIterator(Iterator[Any]):
                 if self._failure is not None:
                     raise self._failure
                 self.progress.ended = True
+                self._extended.step_examples = None
                 raise StopIteration
-            batches, self.progress.position = self._ahead.popleft()
+            batches, self.progress.position, examples = self._ahead.popleft()
+            self._extended.step_examples = examples if self._combines_all else None
             self.progress.steps += 1
             self.progress.unread = None
             batches = self._copies.arrived(batches)
@@ -122,7 +128,7 @@ class DistributedIterator(Iterator[Any]):
                 self._source.learn_spec(batches[0])
             batches = self._copies.start(batches)
         self._steps_read += 1
-        self._ahead.append((batches, self._steps.position))
+        self._ahead.append((batches, self._steps.position, self._steps.examples))
 
     def get_next(self) -> Any:
         """`next`, but at the end: OutOfRangeError."""

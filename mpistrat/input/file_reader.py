@@ -11,7 +11,7 @@ from typing import Any
 from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt
+from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
 from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -105,7 +105,7 @@ class FileReader(Reader):
                 MISSING if piece is None else dataset.collate(piece) if piece else EMPTY
                 for piece in step
             )
-            yield StepAt(replace(place), entries)
+            yield StepAt(replace(place), entries, examples_in(step))
 
     def _examples(self, place: _Place) -> Iterator[Any]:
         for i, number in enumerate(place.files):

@@ -18,9 +18,15 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
-from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
+from mpistrat.input.splitting import (
+    Kind,
+    Lists,
+    pieces_of_each,
+    pieces_of_stream,
+    steps_of_stream,
+)
 from mpistrat.options import AutoShardPolicy
-from mpistrat.replicas.input_plan import Share
+from mpistrat.replicas.input_plan import Share, StepExamples
 
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
@@ -37,14 +43,22 @@ class StepAt(Step):
     """A step that knows where it has left its reader, which is what `state` needs.
 
     Attributes:
+        examples: how many it has; None where other ranks read what this one does not know of.
         following: how many steps surely follow it.
         fails: what follows after those is an error.
     """
 
-    def __init__(self, position: Any, entries: Iterable[Any]) -> None:
+    def __init__(
+        self, position: Any, entries: Iterable[Any], examples: StepExamples | None = None
+    ) -> None:
         super().__init__(entries)
-        self.position = position
+        self.position, self.examples = position, examples
         self.following, self.fails = 0, False
+
+
+def examples_in(step: Step) -> StepExamples | None:
+    """How many `step` has, if it knows."""
+    return getattr(step, "examples", None)
 
 
 def knowing_what_follows(steps: Iterator[StepAt]) -> Iterator[StepAt]:
@@ -154,7 +168,7 @@ def _at(steps: Iterator[Step], position: Callable[[], Any]) -> Iterator[StepAt]:
     first = list(itertools.islice(steps, 1))
     at = position()
     for step in itertools.chain(first, steps):
-        yield StepAt(at, step)
+        yield StepAt(at, step, examples_in(step))
 
 
 def set_epoch(batches: Any, epoch: int) -> None:
@@ -220,7 +234,7 @@ class IndexReader(Reader):
                 MISSING if piece is None else self._dataset.load(piece) if piece else EMPTY
                 for piece in step
             )
-            yield StepAt(None, entries)
+            yield StepAt(None, entries, examples_in(step))
 
     def cardinality(self) -> int:
         return len(self._dataset)

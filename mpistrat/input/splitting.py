@@ -17,9 +17,19 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from mpistrat.replicas.input_plan import Share
+import numpy as np
+
+from mpistrat.replicas.input_plan import Share, StepExamples
 
 _END = object()
+
+
+class Pieces(list[Any]):
+    """Pieces of one global batch. Attributes: examples: how many they have; None where that cannot be counted."""
+
+    def __init__(self, pieces: Iterable[Any], examples: StepExamples | None) -> None:
+        super().__init__(pieces)
+        self.examples = examples
 
 
 class Kind(Protocol):
@@ -67,14 +77,24 @@ def slice_bounds(batch_size: int, piece: int, num_pieces: int) -> tuple[int, int
 
 def pieces_of_each(
     batches: Iterable[Any], kind: Kind, wanted: Sequence[int], num_pieces: int
-) -> Iterator[list[Any]]:
+) -> Iterator[Pieces]:
     """For each batch its pieces number `wanted`. One piece is the batch as it is, whatever that is."""
     for batch in batches:
         if num_pieces == 1:
-            yield [batch for _ in wanted]
+            yield Pieces((batch for _ in wanted), _examples_of_whole(batch, kind))
             continue
         size = kind.size(batch)
-        yield [kind.cut(batch, *slice_bounds(size, piece, num_pieces)) for piece in wanted]
+        bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
+        examples = np.array([*(end - first for first, end in bounds), size])
+        yield Pieces((kind.cut(batch, first, end) for first, end in bounds), examples)
+
+
+def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
+    try:
+        size = kind.size(batch)
+    except (TypeError, ValueError):  # it need not be a batch: nothing is cut
+        return None
+    return np.array([size, size])
 
 
 def pieces_of_stream(

@@ -29,6 +29,7 @@ from mpistrat.input.readers import (
     Restartable,
     StepAt,
     check_policy,
+    examples_in,
     reads_all,
     set_epoch,
     steps_of_batches,
@@ -36,7 +37,7 @@ from mpistrat.input.readers import (
 from mpistrat.input.splitting import Lists
 from mpistrat.input.worker_processes import Shielded, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
-from mpistrat.replicas.input_plan import Share
+from mpistrat.replicas.input_plan import Share, StepExamples
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
@@ -170,16 +171,16 @@ class _Pieces:
     """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
 
     In place of a piece without examples it gives `some` example: so every rank's loader asks for as many pieces at the
-    same times. `kinds` says which those are.
+    same times. `read` says, of each step, which those are, and how many examples it has.
     """
 
     def __init__(self) -> None:
-        self.kinds: collections.deque[Any] = collections.deque()
+        self.read: collections.deque[tuple[list[Any], StepExamples | None]] = collections.deque()
         self.some: list[Any] = []
         self.steps: Iterator[list[list[Any] | None]] = iter(())
 
     def begin(self, steps: Iterator[list[list[Any] | None]]) -> None:
-        self.kinds.clear()
+        self.read.clear()
         self.steps = steps
 
     def draw(self) -> None:
@@ -188,8 +189,9 @@ class _Pieces:
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps:
+            kinds = [True if piece else EMPTY if piece is not None else MISSING for piece in step]
+            self.read.append((kinds, examples_in(step)))
             for piece in step:
-                self.kinds.append(True if piece else EMPTY if piece is not None else MISSING)
                 yield piece or self.some
 
 
@@ -287,14 +289,15 @@ class LoaderReader(Reader):
         if not loader.num_workers and not loader.pin_memory:
             # What `batches` does, in less time.
             for step in pieces.steps:
-                yield StepAt(began, map(self._loaded, step))
+                yield StepAt(began, map(self._loaded, step), examples_in(step))
             return
         k = len(self._share.replicas)
         while len(loaded := list(itertools.islice(batches, k))) == k:
             self._template = loaded[0]
-            kinds = [pieces.kinds.popleft() for _ in loaded]
+            kinds, examples = pieces.read.popleft()
             entries = zip(loaded, kinds, strict=True)
-            yield StepAt(began, (batch if kind is True else kind for batch, kind in entries))
+            whole = (batch if kind is True else kind for batch, kind in entries)
+            yield StepAt(began, whole, examples)
 
     def _steps_of(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
         rule = Lists(), self._share, self._policy, self.batch_size, start

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+# How many examples of a step each replica of this rank has, and last how many all replicas have: int64 [replicas + 1].
+# An array is an input of what torch.compile compiles; numbers would be constants.
+StepExamples = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Share:
