@@ -75,8 +75,8 @@ def over_axes(op: ReduceOp, component: Any, axis: int | Sequence[int]) -> Array:
 
     Of no elements it is what changes no other: for MAX the least number, minus infinity of floats.
     """
-    dtype = accumulation.operand(component).dtype
     (value,) = operands(op, [component])
+    dtype = accumulation.operand(component).dtype
     axes = arrays.check_axes(value, axis)
     xp = api.array_namespace(value)
     if op is ReduceOp.PRODUCT:

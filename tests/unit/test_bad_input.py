@@ -397,7 +397,11 @@ REPLICA: dict[str, Case] = {
         RuntimeError,
         "cross-replica context",
     ),
-    "all_reduce: op": (in_run(lambda c: c.all_reduce("most", np.ones(1))), ValueError, "got 'most'"),
+    "all_reduce: op": (
+        in_run(lambda c: c.all_reduce("most", np.ones(1))),
+        ValueError,
+        "got 'most'",
+    ),
     "all_reduce: object": (
         in_run(lambda c: c.all_reduce("sum", UNSUPPORTED)),
         TypeError,
