@@ -57,12 +57,12 @@ def operands(op: ReduceOp, components: Sequence[Any]) -> list[Array]:
 
 def restored(op: ReduceOp, total: Array, like: Any) -> Array:
     """The result in the dtype of `like`, one of the components, from what the ranks' `of_rank` combine to."""
-    given = accumulation.operand(like)
+    component = accumulation.operand(like)
     xp = api.array_namespace(total)
     integer = arrays.dtype_name(total)
-    if op is not ReduceOp.PRODUCT and arrays.is_floating(given) and integer in _FLOATS:
+    if op is not ReduceOp.PRODUCT and arrays.is_floating(component) and integer in _FLOATS:
         total = _reordered(total).view(arrays.dtype_like(_FLOATS[integer], total))
-    return arrays.cast(xp.asarray(total), given.dtype)
+    return arrays.cast(xp.asarray(total), component.dtype)
 
 
 def product(factors: Array) -> Array:

@@ -212,11 +212,11 @@ RUN: dict[str, Case] = {
 
 REDUCE: dict[str, Case] = {
     "op": (lambda: PAIR.reduce("most", VALUE, None), ValueError, "SUM, MEAN, MAX; got 'most'"),
-    "op: number": (lambda: PAIR.reduce(5, VALUE, None), ValueError, "ReduceOp.SUM; got 5"),
+    "op: number": (lambda: PAIR.reduce(5, VALUE, None), ValueError, "ReduceOp; SUM, MEAN; got 5"),
     "op: aggregation": (
         lambda: PAIR.reduce(ms.VariableAggregation.SUM, VALUE, None),
         ValueError,
-        "ReduceOp.SUM; got <VariableAggregation",
+        "ReduceOp; got <VariableAggregation",
     ),
     "aggregation as op": (
         lambda: ms.ReduceOp.from_variable_aggregation(ms.VariableAggregation.NONE),
