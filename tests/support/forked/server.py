@@ -1,4 +1,5 @@
-"""`python server.py CONTROL`: imports torch and mpistrat, and forks a daemon for each job that it is asked for.
+"""`python server.py CONTROL MODULE…`: imports torch, mpistrat and the modules, and forks a daemon for each job that it
+is asked for.
 
 CONTROL is the descriptor of a socket. Each request over it is the address that a job's daemon listens at, and comes
 with a descriptor of that job, which is closed when the job is over. The server ends when CONTROL is closed.
@@ -42,9 +43,9 @@ def main() -> None:
 
     import mpistrat  # noqa: F401
 
-    if importlib.util.find_spec("torch_xla"):
-        for name in _FOR_TORCH_XLA:
-            importlib.import_module(name)
+    for_torch_xla = _FOR_TORCH_XLA if importlib.util.find_spec("torch_xla") else ()
+    for name in (*for_torch_xla, *sys.argv[2:]):
+        importlib.import_module(name)
 
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked safely"
     gc.freeze()  # a fork's garbage collection, such as that at its end, would copy what it looks at
