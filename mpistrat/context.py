@@ -1,15 +1,19 @@
 """Who is in force on this thread: which strategy, and inside which replica.
 
 Every thread has a stack of modes. A mode is a strategy with a replica context (inside `run`) or
-without one (cross-replica: inside `scope()`, and inside the function of a `merge_call`). Below the
+without one (cross-replica: inside `scope()`, and inside the function of a `merge_call`). Inside
+`replica()` it is a replica's, which may call what belongs to the cross-replica context, too. Below the
 stack lies the default strategy in its replica context.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
+
+_NOTHING = contextlib.nullcontext()
 
 
 class AnyStrategy(Protocol):
@@ -27,8 +31,7 @@ class AnyStrategy(Protocol):
     @property
     def workers_combined(self) -> int: ...
 
-    @property
-    def runs(self) -> int: ...
+    runs: int
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any: ...
 
@@ -51,6 +54,7 @@ class AnyReplicaContext(Protocol):
 class Mode(NamedTuple):
     strategy: AnyStrategy
     replica_context: AnyReplicaContext | None  # None: cross-replica context
+    in_block: bool = False  # inside `Strategy.replica()`, and not inside `run`
 
 
 class _PerThread(threading.local):
@@ -98,13 +102,18 @@ def in_cross_replica_context() -> bool:
     return current_mode().replica_context is None
 
 
-class entered:  # noqa: N801 - used like a function: `with entered(mode):`
+class entered(contextlib.AbstractContextManager[None]):  # noqa: N801 - used like a function: `with entered(mode):`
     """Puts one mode onto this thread's stack for the time of a `with` block."""
 
     __slots__ = ("mode",)
 
-    def __init__(self, strategy: AnyStrategy, replica_context: AnyReplicaContext | None) -> None:
-        self.mode = Mode(strategy, replica_context)
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        replica_context: AnyReplicaContext | None,
+        in_block: bool = False,
+    ) -> None:
+        self.mode = Mode(strategy, replica_context, in_block)
 
     def __enter__(self) -> None:
         per_thread.modes.append(self.mode)
@@ -113,8 +122,30 @@ class entered:  # noqa: N801 - used like a function: `with entered(mode):`
         per_thread.modes.pop()
 
 
+def in_replica_block(strategy: AnyStrategy) -> bool:
+    """Whether this thread is inside `strategy.replica()`, and not inside `run` or a scope within it."""
+    modes = per_thread.modes
+    return len(modes) > 0 and modes[-1].in_block and modes[-1].strategy is strategy
+
+
+def at_top_level() -> bool:
+    """Whether this thread is inside no `run` and no scope, but for what is around a `replica()` that it is in."""
+    return not per_thread.modes or per_thread.modes[-1].in_block
+
+
+def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, `strategy` acts as a whole. Raises: as `require_cross_replica`."""
+    require_cross_replica(strategy, call)
+    return merge_call(strategy)
+
+
+def merge_call(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
+    """Inside, this thread is in the cross-replica context, if it is in `strategy.replica()`."""
+    return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
+
+
 def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
-    """Raise RuntimeError unless `strategy` may act as a whole here, at top level or in its scope."""
+    """Raise RuntimeError unless `strategy` may act as a whole here, at top level, in its scope or its `replica()`."""
     if not per_thread.modes:
         return
     mode = per_thread.modes[-1]
@@ -123,7 +154,7 @@ def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
             f"{call} was called on {strategy} while {mode.strategy} is in force; strategies must not "
             "be mixed: leave the other strategy's scope or run first"
         )
-    if mode.replica_context is not None:
+    if mode.replica_context is not None and not mode.in_block:
         raise RuntimeError(
             f"{call} was called inside run ({mode.replica_context}); it acts on all replicas at once. "
             "Call it outside run, or from run through get_replica_context().merge_call(fn)"
@@ -136,7 +167,7 @@ def require_iteration(strategy: AnyStrategy) -> None:
     if not per_thread.modes:
         return
     mode = per_thread.modes[-1]
-    if mode.strategy is strategy and mode.replica_context is not None:
+    if mode.strategy is strategy and mode.replica_context is not None and not mode.in_block:
         raise ValueError(
             "a step of a distributed dataset has a part for each replica: call next() outside run, and give run "
             "what it returns"

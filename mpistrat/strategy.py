@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import context, nest
 from mpistrat.communicators import RaisingOnAll
-from mpistrat.context import check_call, entered, per_thread, require_cross_replica
+from mpistrat.context import (
+    at_top_level,
+    check_call,
+    cross_replica,
+    current_local_replica,
+    entered,
+    in_replica_block,
+    per_thread,
+    require_cross_replica,
+)
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
 from mpistrat.input.distributed_dataset import (
@@ -20,6 +28,7 @@ from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.extended import StrategyExtended
+from mpistrat.replicas.replica_block import ReplicaBlock
 from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
 
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
     import contextlib
 
     import torch
+    from typing_extensions import Self
 
     from mpistrat.cluster_resolver import ClusterResolver
 
@@ -42,6 +52,8 @@ class Strategy:
     is_default = False
     # Of how many workers, each with `num_replicas_in_sync` replicas, a step combines the gradients.
     workers_combined = 1
+    # Why it has no `replica()`, as the end of a sentence; "" if it has.
+    why_no_replica_block = ""
 
     def __init__(
         self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None
@@ -53,7 +65,8 @@ class Strategy:
             )
         self._extended, self._cluster_resolver = extended, cluster_resolver
         self._replicas, self._modules = extended.replicas, extended.modules
-        # Calls of `run` so far: ranks whose counts differ at a backward are not in the same step.
+        # Calls of `run` so far, and inside `replica()` steps of distributed datasets: ranks whose counts differ at a
+        # backward are not in the same step.
         self.runs = 0
 
     @property
@@ -73,7 +86,14 @@ class Strategy:
         None where that is not known: before the first step and after the last; where each rank reads what it likes (a
         dataset function, files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
         """
-        return self._extended.examples_of_replica()
+        if self._extended.step_examples is None:
+            return None
+        *local, total = self._extended.step_examples.tolist()
+        # Where one call is for several replicas, it is that of none of them.
+        replica = current_local_replica() if self._replicas.count == len(local) else None
+        if replica is None and len(set(local)) > 1:
+            return None
+        return local[replica or 0], total
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -89,6 +109,28 @@ class Strategy:
             RuntimeError: inside `run`, or inside another strategy's scope.
         """
         return _Scope(self)
+
+    def replica(self) -> ReplicaBlock:
+        """A context in which the program's own loop is this rank's replica's work, with no function for `run`.
+
+        Legal inside is what is legal in a replica, and what is legal in the cross-replica context (`next(iterator)`,
+        `reduce`, `gather`, `mirror`, `scope`, checkpoints), each a `merge_call`. `run(fn, args)` is `fn(*args)`.
+        `backward()` leaves the mean of the replicas' gradients, as DistributedDataParallel does, unless
+        `compute_average_loss` or the strategy's `gradients` has decided that it is the sum. A step ends at each
+        `optimizer.step()`. Random numbers, and threads that the program starts, are its own.
+
+        Called by: every rank.   Context: cross-replica or top level.
+        Returns: a context manager, which gives the `ReplicaContext`.
+        Raises:
+            RuntimeError: on all ranks, if one has several replicas, or with TPUs or parameter servers; inside `run`, or
+                in another strategy's scope.
+        """
+        return ReplicaBlock(self._extended, self.why_no_replica_block)
+
+    def enter_replica(self) -> Self:
+        """Enter `replica()` for the rest of the program, on this thread; returns the strategy."""
+        self.replica().__enter__()
+        return self
 
     @not_compiled
     def run(
@@ -112,6 +154,9 @@ class Strategy:
             what `fn` raised. RuntimeError: inside `run`, or in another strategy's scope.
         """
         check_call("run", fn, args, kwargs)
+        if in_replica_block(self):
+            self._modules.before_run()
+            return fn(*select_replica(0, tuple(args)), **select_replica(0, dict(kwargs or {})))
         if options is not None:
             _check_run_options(options, self._extended.communicator.rank)
         if per_thread.modes:
@@ -125,8 +170,7 @@ class Strategy:
     def _run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
-        if self._modules.needed and "torch" in sys.modules:
-            (self._modules.made or self._modules.get()).before_run()
+        self._modules.before_run()
         self.runs += 1
         try:
             return self._replicas.call(fn, args, kwargs)
@@ -261,7 +305,8 @@ class Strategy:
         Returns:
             `module`.
         """
-        self._modules.get().mirror(module)
+        with cross_replica(self, "mirror"):
+            self._modules.get().mirror(module)
         return module
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -292,12 +337,12 @@ class _Scope:
                     f"the scope of {strategy} was entered inside that of {mode.strategy}; strategies "
                     "must not be mixed: leave the other scope or run first"
                 )
-            if mode.replica_context is not None:
+            if mode.replica_context is not None and not mode.in_block:
                 raise RuntimeError(
                     "scope() was entered inside run; make variables and modules before run, or use "
                     "get_replica_context().merge_call(fn), which is in the scope"
                 )
-        elif self._modules.are_seen:
+        if at_top_level() and self._modules.are_seen:
             self._modules.get()  # from here on it sees the modules that are built
         self._entered = entered(strategy, None)
         self._entered.__enter__()
@@ -305,7 +350,7 @@ class _Scope:
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
         self._entered.__exit__(exc_type, *exc)
-        if not per_thread.modes and self._modules.made is not None:
+        if at_top_level() and self._modules.made is not None:
             self._modules.made.stop_recording(failed=exc_type is not None)
 
 
@@ -385,7 +430,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         previous.__exit__(None)
     if per_thread.modes:
         raise RuntimeError(
-            "experimental_set_strategy must be called outside every scope() and run; "
+            "experimental_set_strategy must be called outside every scope(), replica() and run; "
             f"{per_thread.modes[-1].strategy} is in force"
         )
     if strategy is not None:

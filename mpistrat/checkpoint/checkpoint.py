@@ -17,7 +17,7 @@ from mpistrat.checkpoint.random_states import RandomStates
 from mpistrat.checkpoint.replica_states import state_of_some_rank
 from mpistrat.checkpoint.residuals import Residuals
 from mpistrat.cluster_resolver.launcher import read_claim
-from mpistrat.context import get_strategy
+from mpistrat.context import get_strategy, merge_call
 from mpistrat.input.distributed_dataset import DistributedDataset
 from mpistrat.input.distributed_iterator import DistributedIterator
 from mpistrat.variables.variable import Variable
@@ -98,9 +98,11 @@ class Checkpoint:
         Returns: {"common": {name: state}, "ranks": {this rank: {name: state}}, "own": {name: state}}; other ranks'
             may be put beside in "ranks".
         """
-        shared, staying = self.rank_states()
+        with merge_call(self.strategy):
+            shared, staying = self.rank_states()
+            common = dict(self.common_states())
         rank = self.strategy.extended.communicator.rank
-        return {"common": dict(self.common_states()), "ranks": {rank: shared}, "own": staying}
+        return {"common": common, "ranks": {rank: shared}, "own": staying}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, on this or on another number of ranks. Called by: every rank.
@@ -109,6 +111,10 @@ class Checkpoint:
         checkpoint that an earlier version of the program has saved.
         Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises.
         """
+        with merge_call(self.strategy):
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         common, ranks, own = state["common"], state["ranks"], state.get("own", {})
         rank = self.strategy.extended.communicator.rank
         objects = self._objects_of(common, {**state_of_some_rank(ranks, rank), **own})

@@ -20,7 +20,7 @@ from mpistrat.checkpoint.schema import COUNT
 from mpistrat.checkpoint.shards import Assembly
 from mpistrat.checkpoint.stored_checkpoint import Snapshots, StoredCheckpoint
 from mpistrat.communicators import Communicator, RaisingOnAll
-from mpistrat.context import require_cross_replica
+from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.machine.notices import tell
 
 SECONDS_TO_BE_SEEN = 5.0
@@ -124,9 +124,12 @@ class CheckpointManager:
         Returns: where it is, or will be. With parameter servers the chief, or the first worker that is alive, saves,
             while the servers change nothing; other workers return at once, with the newest that there is.
         """
+        with cross_replica(self.checkpoint.strategy, "CheckpointManager.save"):
+            return self._save(step, wait)
+
+    def _save(self, step: int | None, wait: bool) -> str:
         began = time.monotonic()
         communicator = self._communicator
-        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.save")
         if not self._role.saves:
             return self.latest_checkpoint or self.directory
         self.wait()
@@ -220,8 +223,8 @@ class CheckpointManager:
         Raises: ValueError for a checkpoint that is damaged, naming the file; KeyError when it has no state of an
             object; what the objects raise.
         """
-        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore")
-        self._restore(lambda: self._restore_from(path))
+        with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
+            self._restore(lambda: self._restore_from(path))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is not damaged; newer ones are skipped with a warning that names the file.
@@ -229,8 +232,8 @@ class CheckpointManager:
         Returns: its path; None when there is no checkpoint: then nothing has changed.
         Raises: ValueError when there are checkpoints, and all of them are damaged; what `restore` raises.
         """
-        require_cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize")
-        return self._restore(self._restore_newest)
+        with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore_or_initialize"):
+            return self._restore(self._restore_newest)
 
     def _restore(self, load: Callable[[], _Restored]) -> str | None:
         """`load` here, or go on from what another rank has restored. Returns: the path."""

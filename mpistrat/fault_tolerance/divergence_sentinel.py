@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrat.communicators import reducing
 from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
-from mpistrat.context import require_cross_replica
+from mpistrat.context import cross_replica, require_cross_replica
 from mpistrat.fault_tolerance.divergence_report import Digested, find_divergence
 from mpistrat.fault_tolerance.mirrored_state import Key, mirrored_state
 
@@ -59,12 +59,12 @@ class DivergenceSentinel:
 
         Raises: `errors.DivergenceError` on all ranks.
         """
-        require_cross_replica(self._strategy, "DivergenceSentinel.check")
         communicator = self._strategy.extended.communicator
-        with communicator.raising_together():
-            words = self._digest_words()
-        communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
-        self._judge(words, f"at a check after {self._calls} calls of backward()")
+        with cross_replica(self._strategy, "DivergenceSentinel.check"):
+            with communicator.raising_together():
+                words = self._digest_words()
+            communicator.all_reduce(words, reducing("max", "digest of what is mirrored"))
+            self._judge(words, f"at a check after {self._calls} calls of backward()")
 
     def words(self) -> np.ndarray:
         """As a `Piggyback`: the digest, if it is time."""

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,11 @@ from mpistrat.fault_tolerance.announced_end import NOTHING, SAVE, AnnouncedEnd, 
 from mpistrat.fault_tolerance.piggybacked_word import PiggybackedWord
 from mpistrat.fault_tolerance.platform_device import detect_platform
 from mpistrat.fault_tolerance.termination_config import TerminationConfig, completed
+from mpistrat.input import DistributedDataset, DistributedIterator
 from mpistrat.machine.notices import tell
+
+if TYPE_CHECKING:
+    from mpistrat.pytorch.optimizer_steps import OptimizerSteps
 
 _COUNTER = "total_run_calls"  # the counter's name among the objects of the checkpoint
 _SECONDS_TO_REQUEUE = 30.0
@@ -38,7 +42,9 @@ class PreemptionCheckpointHandler:
     rank's word travels with the reduction of gradients of its step, and at the end of that step all ranks
     know: they write the checkpoint. Steps in which nothing is reduced cost a MAX of 8 bytes. The program leaves before
     the next step, by `exit_fn`. So all that belongs to a step must be in the function that `run` is given, or before
-    `save_checkpoint_if_preempted`.
+    `save_checkpoint_if_preempted`. Inside `Strategy.replica()` a program needs to call neither: a step ends, and the
+    program may leave, where it asks a distributed dataset of the checkpoint for the next batch. If the checkpoint has
+    an optimizer, some optimizer must have stepped since the last: batches that are accumulated are one step.
 
     Made by: every rank, on the main thread, when the objects of the checkpoint are there: the newest checkpoint is
     restored here, if there is one.
@@ -86,6 +92,12 @@ class PreemptionCheckpointHandler:
         if restored is not None:
             self._tell(f"goes on from {restored}, after {self.total_run_calls} steps")
         self._end.warn_if_near()
+        self._is_called = False  # by the program, which says where steps end
+        self._optimizers = _optimizer_steps_of(self._manager.checkpoint)
+        self._last_count = 0
+        for value in self._manager.checkpoint.objects.values():
+            if isinstance(value, (DistributedDataset, DistributedIterator)):
+                value.after_steps.append(weakref.WeakMethod(self._after_batch))
 
     @property
     def total_run_calls(self) -> int:
@@ -99,6 +111,7 @@ class PreemptionCheckpointHandler:
         before the function is called; without a next call it ends as it would have.
         Returns: what the function returned. Raises: what it raised; then the step does not count.
         """
+        self._is_called = True
         self._leave_if_saved()
         result = distributed_train_function(*args, **kwargs)
         self._finish_step((), {})
@@ -110,6 +123,19 @@ class PreemptionCheckpointHandler:
         Called by: every rank, equally often, outside `strategy.run`.
         Args: what `save_fn`, or else the manager's `save`, is given; none for the latter: it gets the number of steps.
         """
+        self._is_called = True
+        self._finish_and_leave(args, kwargs)
+
+    def _after_batch(self) -> None:
+        """Inside `Strategy.replica()` a loader of the checkpoint is asked for the batch after one that it has given."""
+        has_stepped = True
+        if self._optimizers is not None:
+            has_stepped = self._optimizers.count != self._last_count
+            self._last_count = self._optimizers.count
+        if has_stepped and not self._is_called:
+            self._finish_and_leave((), {})
+
+    def _finish_and_leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._leave_if_saved()
         self._finish_step(args, kwargs)
         self._leave_if_saved()
@@ -216,6 +242,18 @@ class _Counter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.calls = int(state["calls"])
+
+
+def _optimizer_steps_of(checkpoint: Checkpoint) -> OptimizerSteps | None:
+    """What counts the steps of optimizers, if the checkpoint has one: a batch that is accumulated ends none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not any(
+        isinstance(value, torch.optim.Optimizer) for value in checkpoint.objects.values()
+    ):
+        return None
+    from mpistrat.pytorch.optimizer_steps import optimizer_steps
+
+    return optimizer_steps()
 
 
 def _manager_of(

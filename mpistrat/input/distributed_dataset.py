@@ -29,12 +29,15 @@ class DistributedDataset(Iterable[Any]):
     that replica's batch; with several it is a structure of `PerReplica` batches.
 
     Attributes:
+        after_steps: methods that are called inside `Strategy.replica()`, on every rank, when the program has done with
+            a step: it asks for what comes after. The state of the dataset is then that after the step.
         partial: a step is made as long as any replica of any rank has data, the others get batches of no examples.
             Otherwise a step that cannot fill every replica of this rank ends the epoch.
     """
 
     def __init__(self, source: StepSource) -> None:
         self._source = source
+        self.after_steps = source.after_steps
 
     @property
     def strategy(self) -> Any:

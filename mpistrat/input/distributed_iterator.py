@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.context import require_iteration
+from mpistrat.context import in_replica_block, require_iteration
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
 from mpistrat.input.batches import without_examples
@@ -35,10 +35,14 @@ class Optional:
 
 
 class DistributedIterator(Iterator[Any]):
-    """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it."""
+    """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it.
+
+    Attributes: after_steps: as of the dataset.
+    """
 
     def __init__(self, source: StepSource) -> None:
         self._source, self._extended = source, source.extended
+        self.after_steps = source.after_steps
         fetches = source.options.experimental_fetch_to_device is not False
         self._copies = DeviceCopies(self._extended.input.devices if fetches else ())
         self.progress = Progress(source.epoch, source.start)
@@ -55,6 +59,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _begin(self, epoch: int, start: int) -> None:
         self.progress.begin(epoch, start)
+        self._under_way = False
         self._steps: AgreedSteps | None = None
         self._steps_read = start
         self._ahead: collections.deque[tuple[list[Any], Any, Any]] = collections.deque()
@@ -76,17 +81,29 @@ class DistributedIterator(Iterator[Any]):
         ValueError inside `run`; RuntimeError in another strategy's scope.
         """
         with spans.current.range("next(iterator)"):
-            require_iteration(self._extended.strategy)
+            strategy = self._extended.strategy
+            require_iteration(strategy)
+            in_block = in_replica_block(strategy)
+            if in_block:  # all ranks are here, between two steps
+                if self._under_way:
+                    self._under_way = False
+                    self._source.step_has_ended()
+                self._extended.modules.before_run()
             self._read_ahead(self._source.read_ahead(self._copies))
             if not self._ahead:
                 if self._failure is not None:
                     raise self._failure
                 self.progress.ended = True
+                if in_block:
+                    self._extended.modules.after_loader()
                 self._extended.step_examples = None
                 raise StopIteration
             batches, self.progress.position, examples = self._ahead.popleft()
             self._extended.step_examples = examples if self._combines_all else None
             self.progress.steps += 1
+            if in_block:
+                self._under_way = True
+                strategy.runs += 1
             self.progress.unread = None
             batches = self._copies.arrived(batches)
             return batches[0] if len(batches) == 1 else regroup(batches)

@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpistrat.replicas.input_plan import Share, StepExamples
 
 _END = object()
@@ -83,7 +85,7 @@ def pieces_of_each(
             continue
         size = kind.size(batch)
         bounds = [slice_bounds(size, piece, num_pieces) for piece in wanted]
-        examples = StepExamples(tuple(end - first for first, end in bounds), size)
+        examples = np.array([*(end - first for first, end in bounds), size])
         yield Pieces((kind.cut(batch, first, end) for first, end in bounds), examples)
 
 
@@ -92,7 +94,7 @@ def _examples_of_whole(batch: Any, kind: Kind) -> StepExamples | None:
         size = kind.size(batch)
     except (TypeError, ValueError):  # it need not be a batch: nothing is cut
         return None
-    return StepExamples((size,), size)
+    return np.array([size, size])
 
 
 def pieces_of_stream(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class StepSource:
         spec: the structure of a step; None until a step was read.
         last, progress: the iterator that was begun last, and how far it has come.
         peeked: the next iterator, where its first step was read for its spec.
+        after_steps: as of `DistributedDataset`.
     """
 
     def __init__(
@@ -65,12 +66,20 @@ class StepSource:
         self.last: weakref.ref[Any] | None = None
         self.progress: Progress | None = None
         self.peeked: Any = None
+        self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._read_ahead: int | None = None
 
     def has_begun(self, iterator: Any, progress: Progress) -> None:
         """`iterator` is the one that was begun last; the epochs after its follow."""
         self.epoch, self.start = max(self.epoch, progress.epoch) + 1, 0
         self.last, self.progress, self.peeked = weakref.ref(iterator), progress, None
+
+    def step_has_ended(self) -> None:
+        """The program has done with a step. Called by: every rank."""
+        for method in self.after_steps:
+            call = method()
+            if call is not None:
+                call()
 
     def open(self, epoch: int, start: int) -> AgreedSteps:
         """The steps of an epoch, from number `start` on."""

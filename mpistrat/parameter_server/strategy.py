@@ -66,6 +66,10 @@ class ParameterServerStrategy(Strategy):
 
     _extended: ServersExtended
 
+    why_no_replica_block = (
+        "the chief has workers call functions: give them to ClusterCoordinator.schedule"
+    )
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

@@ -77,6 +77,10 @@ class BetweenGraphStrategy(Strategy):
         `task_type` or `task_id`.
     """
 
+    why_no_replica_block = (
+        "servers have the variables, and run gets their values: call strategy.run(step)"
+    )
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

@@ -246,9 +246,10 @@ def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
 
 
 @functools.cache
-def watch_steps(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
+def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | None = None) -> None:
     """Have every optimizer call `before`, and `after`, around each step, as torch's hooks of steps are called."""
-    register_optimizer_step_pre_hook(not_compiled(before))
+    if before is not None:
+        register_optimizer_step_pre_hook(not_compiled(before))
     if after is not None:
         register_optimizer_step_post_hook(not_compiled(after))
 

@@ -92,7 +92,7 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     global _has_warned
     if _has_warned or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # DistributedDataParallel may look after the parameters
-    strategy, context = current_mode()
+    strategy, context, _ = current_mode()
     inside_run = context is not None and not strategy.is_default
     together = [m for m in _modules if m.parts.group.communicator.size > 1]
     if inside_run or not together or any(m.reducer.steps for m in together):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpistrat.context import (
     AnyStrategy,
     check_call,
-    current_local_replica,
     entered,
     get_replica_context,
     has_strategy,
@@ -64,8 +63,7 @@ class StrategyExtended(abc.ABC):
         checkpoints: what this rank does for checkpoints.
         input: what this rank reads.
         modules: what is done about torch modules.
-        step_examples: how many examples the step has that a distributed dataset has handed out last on this rank; None
-            where that is not known.
+        step_examples: of the step that a distributed dataset has handed out last on this rank; None if not known.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -122,14 +120,6 @@ class StrategyExtended(abc.ABC):
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices that hold variables."""
         return self.variables.devices
-
-    def examples_of_replica(self) -> tuple[int, int] | None:
-        """The work of `Strategy.step_examples`."""
-        if self.step_examples is None:
-            return None
-        # Where one call is for several replicas, it is that of none of them.
-        by_replica = self.replicas.count == self.num_local_replicas
-        return self.step_examples.of(current_local_replica() if by_replica else None)
 
     def explain(self) -> str:
         """By which ways values are combined over ranks, and what memory that takes. Not collective."""

@@ -48,6 +48,19 @@ class GradientRule:
                 stacklevel=4,
             )
 
+    def default_to_mean(self, call: str) -> None:
+        """Average, as DistributedDataParallel does, if nothing has decided otherwise when `call` combines gradients."""
+        if self._rule is None:
+            self._rule = "mean"
+            site = call_site(sys._getframe())
+            self._decided_by = (
+                f"{call} inside strategy.replica(), where it is the default, at {site}"
+            )
+
+    @property
+    def is_mean(self) -> bool:
+        return self._rule == "mean"
+
     def decided(self, call: str) -> str:
         """The rule, for `call`, which combines gradients. Raises: RuntimeError while it is undecided."""
         if self._rule is None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+# How many examples of a step each replica of this rank has, and last how many all replicas have: int64 [replicas + 1].
+# An array is an input of what torch.compile compiles; numbers would be constants.
+StepExamples = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,6 @@ class Share:
         sizes = [floor + (i < larger) for i in range(self.num_replicas)]
         first = self.worker * self.replicas_per_worker
         return sizes[first:] + sizes[:first]
-
-
-class StepExamples(NamedTuple):
-    """The examples of a step: of each replica of this rank, and of all replicas."""
-
-    local: tuple[int, ...]
-    all: int
-
-    def of(self, replica: int | None) -> tuple[int, int] | None:
-        """Of local replica `replica`, and of all; None for any of this rank, which is not known where they differ."""
-        if replica is None and len(set(self.local)) > 1:
-            return None
-        return self.local[replica or 0], self.all
 
 
 @dataclass(frozen=True)

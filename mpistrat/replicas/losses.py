@@ -60,22 +60,37 @@ def compute_average_loss(
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
     if global_batch_size is None:
-        examples = get_strategy().extended.examples_of_replica()
-        if examples is not None and examples[0] == loss.shape[0]:
-            global_batch_size = examples[1]
-        else:
-            global_batch_size = loss.shape[0] * replicas
-        if global_batch_size == 0:
-            raise ValueError(
-                "this replica's batch is empty, and does not say how large the global batch is: pass global_batch_size"
-            )
+        global_batch_size = _global_batch_size(loss, replicas)
+        contradicts_mean = replicas > 1
     else:
         _check_positive_integer(global_batch_size)
-    if getattr(loss, "requires_grad", False):  # not that of an evaluation
         # A replica's own mean is right with gradients="mean".
         contradicts_mean = bool(replicas > 1 and global_batch_size != loss.shape[0])
+    if getattr(loss, "requires_grad", False):  # not that of an evaluation
         choose_sum(contradicts_mean, get_strategy().extended.modules.rule.name)
     return loss.sum() / global_batch_size
+
+
+def _global_batch_size(loss: Any, replicas: int) -> Any:
+    """A number; what torch.compile compiles for all sizes has a tensor of no dimensions.
+
+    Raises: ValueError: the loss is of no examples, and it is not known how many others have.
+    """
+    own = loss.shape[0]
+    examples = get_strategy().extended.step_examples if replicas > 1 else None
+    if examples is not None and arrays.is_torch(loss):
+        import torch
+
+        if torch.compiler.is_compiling():
+            known = torch.as_tensor(examples)
+            return torch.where((known[:-1] == own).any(), known[-1], own * replicas)
+    if examples is not None and own in examples[:-1]:
+        return int(examples[-1])
+    if own == 0:
+        raise ValueError(
+            "this replica's batch is empty, and does not say how large the global batch is: pass global_batch_size"
+        )
+    return own * replicas
 
 
 def choose_sum(contradicts_mean: bool, rule: str) -> None:

@@ -70,5 +70,15 @@ class TorchModules:
         """Whether modules that are built now are to be recorded."""
         return self.needed and "torch" in sys.modules
 
+    def before_run(self) -> None:
+        """All ranks are here, before replicas compute: what is pending is mirrored."""
+        if self.needed and "torch" in sys.modules:
+            (self.made or self.get()).before_run()
+
+    def after_loader(self) -> None:
+        """All ranks are here: a loader has ended inside `Strategy.replica()`."""
+        if self.made is not None:
+            self.made.after_loader()
+
     def explain(self) -> str:
         return "" if self.made is None else self.made.explain()

@@ -33,6 +33,13 @@ class Ranges(spans.NoSpans):
             lambda function: timeline.kind("strategy.run", "range", function=function)
         )
         self._watches_optimizers = False
+        self._steps = threading.local()  # .began: when the step under way has, inside replica()
+
+    def begin_steps(self) -> None:
+        self._steps.began = self._timeline.now()
+
+    def end_steps(self) -> None:
+        del self._steps.began
 
     def range(self, name: str) -> contextlib.AbstractContextManager[None]:
         return _Range(self._timeline, self._kind(name), name)
@@ -53,7 +60,12 @@ class Ranges(spans.NoSpans):
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             kind = self._kind(f"{type(optimizer).__name__}.step")
-            self._timeline.add(kind, begun.at, self._timeline.now())
+            now = self._timeline.now()
+            self._timeline.add(kind, begun.at, now)
+            step_began = getattr(self._steps, "began", None)
+            if step_began is not None:
+                self._timeline.add(self._kind("step"), step_began, now)
+                self._steps.began = now
 
         watch_steps(begin, end)
 

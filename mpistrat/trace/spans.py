@@ -24,6 +24,12 @@ class NoSpans:
         """Around a `Strategy.run` of `fn`."""
         return _NOTHING
 
+    def begin_steps(self) -> None:
+        """A `Strategy.replica()` is entered: the first step begins. Each ends with a step of an optimizer."""
+
+    def end_steps(self) -> None:
+        """It is left."""
+
     def watch_optimizers(self, watch_steps: Callable[..., None]) -> None:
         """Show the steps of torch's optimizers from now on. Torch is loaded.
 

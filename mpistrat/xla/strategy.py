@@ -41,6 +41,8 @@ class TPUStrategy(Strategy):
     Raises: as `tpu.initialize_tpu_system`; ValueError for an assignment that the ranks cannot run.
     """
 
+    why_no_replica_block = "XLA compiles what run records: call strategy.run(step)"
+
     def __init__(
         self,
         tpu_cluster_resolver: TPUClusterResolver | None = None,

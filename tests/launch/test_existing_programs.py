@@ -48,6 +48,28 @@ PROGRAMS = {
         ("--epochs=2", "--dropout=0"), "model.pt", r"(?:valid|test) loss.*"
     ),
     "nanogpt": Program(("--max_iters=20",), "out/ckpt.pt", r"step \d+: .*"),
+    "dcgan": Program(
+        ("--examples=22", "--batch-size=8", "--niter=2", "--nz=8", "--ngf=2", "--ndf=2"),
+        "dcgan.pt",
+        r"fixed noise.*",
+    ),
+    "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
+    "gpt2": Program(
+        (
+            *("--examples=22", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
+        ),
+        "gpt2.pt",
+        r"epoch \d.*",
+    ),
+    "timm_model": Program(
+        (
+            *("--examples=22", "--batch-size=8", "--epochs=2"),
+            *("--model=test_vit", "--img-size=32"),
+        ),
+        "timm_model.pt",
+        r"epoch \d.*",
+    ),
 }
 STRATEGIES = ("", "shared_parameters=True", "deterministic=True")
 

@@ -98,7 +98,7 @@ def _who_is_where(communicator: Communicator, counts: tuple[int, int]) -> str:
         f"rank {rank}: run {runs}, {steps} steps" for rank, (runs, steps) in enumerate(everyone)
     )
     return (
-        f"backward() on rank {communicator.rank}: the ranks are not in the same step, counting calls of run and "
-        f"optimizer steps ({described}); a rank has skipped a backward. Every rank must call run and backward() as "
-        "often as the others; a loss of zero contributes nothing"
+        f"backward() on rank {communicator.rank}: the ranks are not in the same step, counting calls of run (inside "
+        f"replica() the batches of distributed datasets) and optimizer steps ({described}); a rank has skipped a "
+        "backward. Every rank must call run and backward() as often as the others; a loss of zero contributes nothing"
     )

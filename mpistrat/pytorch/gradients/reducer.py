@@ -29,7 +29,7 @@ import torch
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
-from mpistrat.context import AnyReplicaContext, current_mode
+from mpistrat.context import AnyReplicaContext, current_mode, in_replica_block
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks
@@ -64,7 +64,7 @@ _MAY_INTERLEAVE = (
 
 def replica_here() -> tuple[AnyReplicaContext, GradientReducer] | None:
     """The replica that runs here, and the reducer of its strategy; None outside run, or if there is one replica."""
-    strategy, context = current_mode()
+    strategy, context, _ = current_mode()
     if context is None or strategy.num_replicas_in_sync == 1:
         return None
     modules = strategy.extended.modules.made
@@ -94,7 +94,17 @@ def reducing_backward(
         )
     context, reducer = here
     with spans.current.range("backward"), hooks.without_compiled_autograd():
-        reducer.backward(context, functools.partial(hooks.original_backward, *arguments))
+        reducer.backward(context, functools.partial(_backward, arguments))
+
+
+def _backward(arguments: tuple[Any, ...], weight: float) -> None:
+    """The autograd engine's backward, of the tensors times `weight`."""
+    tensors, *others = arguments
+    if weight != 1.0:
+        several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        with torch.enable_grad():
+            tensors = [tensor * weight for tensor in several]
+    hooks.original_backward(tensors, *others)
 
 
 class _Contribution(NamedTuple):
@@ -160,19 +170,24 @@ class GradientReducer:
         finally:
             _not_synchronizing.reset(token)
 
-    def backward(self, context: AnyReplicaContext, engine: Callable[[], None]) -> None:
+    def backward(self, context: AnyReplicaContext, engine: Callable[[float], None]) -> None:
         """Call the autograd engine, and reduce what it has added to `.grad`.
 
-        Called by: every replica, equally often. Args: context: of the replica.
+        Called by: every replica, equally often.
+        Args:
+            context: of the replica.
+            engine: is called with what the loss is multiplied by.
         """
         replica, parts = context.local_index, self._parts
         replicas, alone = parts.group.num_replicas_in_sync, parts.replicas.count == 1
         synchronizes = id(self) not in _not_synchronizing.get()
-        scale, buckets = None, None
+        scale, buckets, in_block = None, None, in_replica_block(context.strategy)
         parameters = self.registry.parameters()
         # What torch has sharded leaves nothing to decide.
         mirrors = any(parameter is not None for parameter in parameters)
         call = f"backward() over {replicas} replicas"
+        if in_block:
+            parts.rule.default_to_mean(call)
         if synchronizes and mirrors and parts.rule.decided(call) == "mean":
             scale = 1.0 / replicas
         if synchronizes:
@@ -188,7 +203,7 @@ class GradientReducer:
             self._buckets = buckets
             calls = self._communicator.contract.calls
             try:
-                engine()
+                engine(self._weight() if in_block else 1.0)
             finally:
                 self._buckets = None
                 self._active.discard(replica)
@@ -219,6 +234,17 @@ class GradientReducer:
         self._spent = [g for g in gradients if g is not None and g.device.type == "cpu"]
         unsynchronized.clear()
         _install(parameters, reduced, aside)
+
+    def _weight(self) -> float:
+        """What this replica's loss counts in the mean of all: as much as it has of the examples of its loader's step.
+
+        So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
+        """
+        examples = self._parts.strategy.extended.examples_of_replica()
+        if examples is None or not self._parts.rule.is_mean:
+            return 1.0
+        own, of_all = examples
+        return own * self._parts.group.num_replicas_in_sync / of_all
 
     def check_may_be_sharded(self, name: str) -> None:
         """Warn if the gradient of parameter `name`, a DTensor, may be scaled otherwise than those of mirrored ones.
@@ -291,8 +317,9 @@ class GradientReducer:
             if not reducer._active:
                 raise RuntimeError(
                     "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
-                    "over replicas; call loss.backward() inside strategy.run(step), or use "
-                    "torch.autograd.grad, which leaves .grad alone"
+                    "over replicas; call loss.backward() inside strategy.run(step), or inside "
+                    "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
+                    ".grad alone"
                 )
             if reducer._buckets is not None:
                 reducer._buckets.arrived(parameter)

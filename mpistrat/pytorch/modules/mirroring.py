@@ -136,6 +136,18 @@ class Mirroring(StrategyModules):
             label = "state_dict() averages buffers written since the last backward(): call it on every rank"
             buffers.average(self.parts, slots, snapshots, np.ones(len(slots), np.int32), label)
 
+    def after_loader(self) -> None:
+        """Average the buffers that forwards have written since the last backward: `state_dict()` then has them."""
+        slots = self.registry.buffers
+        if self._is_alone or not slots:
+            return
+        snapshot = buffers.snapshot(self.registry)
+        flags = np.zeros(buffers.FLAGS_PER_BUFFER * len(slots), np.int32)
+        buffers.flag_written([snapshot], flags)
+        label = "buffers at the end of a loader"
+        self._communicator.all_reduce(flags, reducing("max", label))
+        buffers.average(self.parts, slots, [snapshot], buffers.to_average(flags), label)
+
     def _place(
         self, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor] = ()
     ) -> None:

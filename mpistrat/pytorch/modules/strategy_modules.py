@@ -45,6 +45,9 @@ class StrategyModules(abc.ABC):
     def after_run(self) -> None:  # noqa: B027
         """A run has ended well."""
 
+    def after_loader(self) -> None:  # noqa: B027
+        """All ranks are here: a loader has ended inside `Strategy.replica()`."""
+
     @abc.abstractmethod
     def mirror(self, module: Any) -> Any:
         """The work of `Strategy.mirror`: a module, a parameter, or an iterable of them."""

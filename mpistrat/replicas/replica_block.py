@@ -1,0 +1,66 @@
+"""`with strategy.replica():`, inside which a program's own loop is the replica's work."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from mpistrat.context import entered, in_replica_block, per_thread
+from mpistrat.trace import spans
+
+if TYPE_CHECKING:
+    from mpistrat.replicas.extended import StrategyExtended
+    from mpistrat.replicas.replica_context import ReplicaContext
+
+
+class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
+    """This thread is the one replica of its rank.
+
+    A step ends at each `optimizer.step()`. Ranks agree, and what is pending is mirrored, where all of them come anyway:
+    at `next` of a distributed dataset and in `backward()`.
+
+    Called by: every rank.
+    Args: refusal: why this strategy has no such block; "" if it has.
+    Raises: RuntimeError: in another strategy's scope, inside `run`, or where a rank does not have one replica of its
+        own. All ranks raise the latter.
+    """
+
+    def __init__(self, extended: StrategyExtended, refusal: str) -> None:
+        self._extended = extended
+        strategy = extended.strategy
+        most = max(extended.replicas_of_ranks)
+        if not refusal and most > 1:
+            rank = extended.replicas_of_ranks.index(most)
+            refusal = (
+                f"rank {rank} has {most} replicas, which take turns in run: start one rank per replica, or call "
+                "strategy.run(step)"
+            )
+        if refusal:
+            raise RuntimeError(
+                f"{strategy}.replica() makes a program the work of one replica, and {refusal}"
+            )
+        for mode in per_thread.modes:
+            if mode.strategy is not strategy:
+                raise RuntimeError(
+                    f"replica() was called on {strategy} while {mode.strategy} is in force; strategies must not be "
+                    "mixed: leave the other strategy's scope, run or replica() first"
+                )
+            if mode.replica_context is not None and not mode.in_block:
+                raise RuntimeError(
+                    "replica() was called inside run, which is a replica's work already: call it outside"
+                )
+        context = extended.replicas.contexts[0]
+        self._context, self._entered = context, entered(strategy, context, in_block=True)
+
+    def __enter__(self) -> ReplicaContext:
+        self._is_nested = in_replica_block(self._extended.strategy)
+        if not self._is_nested:
+            self._extended.modules.before_run()
+            spans.current.begin_steps()
+        self._entered.__enter__()
+        return self._context
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.__exit__(*exc)
+        if not self._is_nested:
+            spans.current.end_steps()
