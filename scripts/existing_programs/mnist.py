@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(nn.Module):
-    def __init__(self, dropout):
+    def __init__(self, dropout, channels, image_size):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 8, 3, 1)
-        self.conv2 = nn.Conv2d(8, 16, 3, 1)
+        self.conv1 = nn.Conv2d(1, channels, 3, 1)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, 1)
         self.dropout1 = nn.Dropout(dropout / 2)
         self.dropout2 = nn.Dropout(dropout)
-        self.fc1 = nn.Linear(64, 32)
-        self.fc2 = nn.Linear(32, 10)
+        self.fc1 = nn.Linear(2 * channels * ((image_size - 4) // 2) ** 2, 4 * channels)
+        self.fc2 = nn.Linear(4 * channels, 10)
 
     def forward(self, x):
         x = F.relu(self.conv1(x))
@@ -66,6 +66,7 @@ def test(model, device, test_loader):
 def load_data(args):
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.get_default_dtype()).div(16).unsqueeze(1)
+    images = F.interpolate(images, size=args.image_size)
     labels = torch.tensor(digits.target)
     train = TensorDataset(images[:-360], labels[:-360])
     test = TensorDataset(images[-360:], labels[-360:])
@@ -83,6 +84,8 @@ def main():
     parser.add_argument("--lr", type=float, default=1.0, help="learning rate")
     parser.add_argument("--gamma", type=float, default=0.7, help="of the learning rate, by epoch")
     parser.add_argument("--dropout", type=float, default=0.5)
+    parser.add_argument("--channels", type=int, default=8, help="of the first convolution")
+    parser.add_argument("--image-size", type=int, default=8)
     parser.add_argument("--no-accel", action="store_true", help="use no accelerator")
     parser.add_argument("--dry-run", action="store_true", help="train for one step")
     parser.add_argument("--seed", type=int, default=1)
@@ -97,7 +100,7 @@ def main():
         device = torch.device("cpu")
 
     train_loader, test_loader = load_data(args)
-    model = Net(args.dropout).to(device)
+    model = Net(args.dropout, args.channels, args.image_size).to(device)
     optimizer = optim.Adadelta(model.parameters(), lr=args.lr)
 
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 parser = argparse.ArgumentParser(description="A recurrent language model")
 parser.add_argument("--model", default="LSTM", help="LSTM, GRU, RNN_TANH or RNN_RELU")
+parser.add_argument("--words", type=int, default=25, help="size of the vocabulary, at least")
 parser.add_argument("--emsize", type=int, default=32, help="size of word embeddings")
 parser.add_argument("--nhid", type=int, default=32, help="hidden units per layer")
 parser.add_argument("--nlayers", type=int, default=2)
@@ -37,6 +38,7 @@ class Corpus:
     def __init__(self):
         parts = [[f"{part}{i}" for i in range(8)] for part in ("who", "does", "what")]
         self.dictionary = [word for part in parts for word in part] + ["<eos>"]
+        self.dictionary += [f"unused{i}" for i in range(args.words - len(self.dictionary))]
         self.train = self.tokenize(parts, 1500)
         self.valid = self.tokenize(parts, 150)
         self.test = self.tokenize(parts, 150)

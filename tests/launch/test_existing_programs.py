@@ -176,6 +176,14 @@ def test_few_lines_are_changed(name: str) -> None:
     assert "mpistrat" in patched(name)
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_distributed_data_parallel_takes_more(name: str) -> None:
+    """The ports that benchmarks/existing_programs.py measures."""
+    port = (FOLDER / "ddp" / f"{name}.diff").read_text(encoding="utf-8")
+    assert "DistributedDataParallel" in unified_diff.apply(port, original(name))
+    assert unified_diff.changed_lines(port) > unified_diff.changed_lines(diff(name))
+
+
 def test_all_programs_are_tested() -> None:
     for kind in ("py", "diff"):
         assert {path.stem for path in FOLDER.glob(f"*.{kind}")} == PROGRAMS.keys()
