@@ -33,6 +33,9 @@ class AnyStrategy(Protocol):
 
     runs: int
 
+    @property
+    def step_examples(self) -> tuple[int, int] | None: ...
+
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any: ...
 
 

@@ -367,5 +367,6 @@ def _report_unraised(reference: weakref.ref[CheckpointManager]) -> None:
     if saving is not None and saving.error is not None:
         tell(
             f"the checkpoint {saving.checkpoint.path} was not written: {type(saving.error).__name__}: "
-            f"{saving.error}"
+            f"{saving.error}",
+            "ERROR",
         )

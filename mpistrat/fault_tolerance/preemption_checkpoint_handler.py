@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class PreemptionCheckpointHandler:
         self._piggybacks = extended.modules.piggybacks
         self._piggybacks.append(self._word)
         if restored is not None:
-            self._tell(f"goes on from {restored}, after {self.total_run_calls} steps")
+            self._tell(f"goes on from {restored}, after {self.total_run_calls} steps", "INFO")
         self._end.warn_if_near()
         self._is_called = False  # by the program, which says where steps end
         self._optimizers = _optimizer_steps_of(self._manager.checkpoint)
@@ -222,10 +222,10 @@ class PreemptionCheckpointHandler:
                 f"scontrol requeue {self._job.job_id} when the program has ended with its exit code"
             )
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, level: Literal["INFO", "WARNING"] = "WARNING") -> None:
         """On rank 0."""
         if self._communicator.rank == 0:
-            tell(text)
+            tell(text, level)
 
 
 class _Counter:

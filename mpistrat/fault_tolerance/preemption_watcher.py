@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from mpistrat.liveness.rank_end import rank_end
+
 
 class PreemptionWatcher:
     """Watches nothing, on any platform, and says so: what TensorFlow's own tells comes from its runtime.
@@ -16,12 +18,13 @@ class PreemptionWatcher:
 
     def __init__(self) -> None:
         self.preemption_message: str | None = None
-        warnings.warn(
-            "PreemptionWatcher watches nothing; use PreemptionCheckpointHandler, which learns of "
-            "signals and of the time limit",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        if rank_end().rank == 0:
+            warnings.warn(
+                "PreemptionWatcher watches nothing; use PreemptionCheckpointHandler, which learns of "
+                "signals and of the time limit",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def block_until_worker_exit(self) -> None:
         """Returns at once."""

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from mpistrat.liveness.interrupts import raises_keyboard_interrupt
+from mpistrat.liveness.rank_end import rank_end
 
 
 class SignalFlag:
@@ -55,12 +56,13 @@ def _take(number: int) -> None:
     if before is _arrived:
         return
     if before is None:
-        warnings.warn(
-            f"{signal.Signals(number).name} is handled outside Python already, and is left to that: it will not bring "
-            "about a checkpoint. Choose others with TerminationConfig(signals=...)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        if rank_end().rank == 0:
+            warnings.warn(
+                f"{signal.Signals(number).name} is handled outside Python already, and is left to that: it will not "
+                "bring about a checkpoint. Choose others with TerminationConfig(signals=...)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         return
     _previous[number] = before
     signal.signal(number, _arrived)

@@ -14,23 +14,24 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from mpistrat.cluster_resolver.launcher import certain_rank, why_not_fault_tolerant
 from mpistrat.cluster_resolver.launcher_abort import abort_by_launcher
-from mpistrat.errors import CollectiveMismatchError
+from mpistrat.errors import CollectiveMismatchError, DivergenceError, TopologyError
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.failure_detector import Rank, find_ranks
+from mpistrat.liveness.failure_log import FailureLog, as_of_any_rank
 from mpistrat.liveness.processes import DEAD, launched, state_of
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT, SEEN
-from mpistrat.liveness.unwaited import within
+from mpistrat.liveness.unwaited import soon, within
 from mpistrat.machine.notices import say
 
-SECONDS_FOR_RANK_0 = 1.0
+_OF_ALL_RANKS = (CollectiveMismatchError, DivergenceError, TopologyError)
+SECONDS_FOR_RANK_0 = 0.7  # to speak for those
 SECONDS_TO_FLUSH = 1.0  # into files that may hang
 SECONDS_TO_BE_READ = 0.2
 SECONDS_TO_BE_KILLED = 2.0
@@ -41,6 +42,7 @@ class RankEnd:
     """What this process says when it ends its job, and how it does. There is one: `rank_end()`.
 
     Attributes:
+        rank: in the job; 0 where no launcher says.
         who: this rank, in words.
         streams: flushed wherever standard output is.
         decides_exits: False once `JobEnd` does.
@@ -50,10 +52,10 @@ class RankEnd:
         self._pid = os.getpid()
         mpi = _running_mpi()  # numbers ranks as the launcher does, whatever the groups are
         world = mpi and (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
-        self._rank: int
+        self.rank: int
         self._size: int
-        self._rank, self._size = world or certain_rank() or (0, 1)
-        self.who = f"rank {self._rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
+        self.rank, self._size = world or certain_rank() or (0, 1)
+        self.who = f"rank {self.rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
         self.streams: list[Any] = []
         self.decides_exits = True
         self._excepthook: Any = None
@@ -74,16 +76,14 @@ class RankEnd:
                 previous(kind, error, trace)
                 return
             self._is_failing = True
-            of_all = isinstance(error, CollectiveMismatchError) and not error.__cause__
-            if of_all and self._rank:
-                time.sleep(SECONDS_FOR_RANK_0)  # all ranks say the same: once is enough
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-            if previous is sys.__excepthook__:
+            of_torch = str(getattr(previous, "__module__", "")).startswith("torch.")
+            if previous is sys.__excepthook__ or of_torch:  # which writes the rank before each line
                 # Written in one piece: other ranks may write at the same time.
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
-                self.end_job(f"{self.who} failed; ending the job\n{text.getvalue()}", code)
+                self.end_job_for(error, text.getvalue(), code)
             # It may end the process, or the job, itself.
             self._is_ending()
             self.say_last(f"{self.who} failed; ending the job")
@@ -109,9 +109,37 @@ class RankEnd:
         self.say_last(text)
         self.abort(code)
 
+    def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
+        """Say that `error` has failed this rank, unless another of the node says so of the same one; end the job."""
+
+        @functools.cache
+        def say_it() -> None:
+            self._is_ending()  # before the observer can wonder why ranks die
+            self.say_last(f"{self.who} failed; ending the job\n{traceback}")
+
+        observed = observation.observed()
+        log = observed and FailureLog(observed.folder.path, self.rank, self._size)
+        try:
+            if log is None:
+                say_it()
+            else:
+                of_all = isinstance(error, _OF_ALL_RANKS) and not error.__cause__
+                word = as_of_any_rank(traceback, self.rank)
+                if of_all and isinstance(error, CollectiveMismatchError):
+                    word = type(error).__name__  # by whatever way the ranks came to it
+                log.add(word, say_it, SECONDS_FOR_RANK_0 if of_all and self.rank else 0.0)
+                self._is_ending()
+                if summary := log.sum_up():
+                    self._say_last(summary)
+        except (OSError, ValueError):  # no space, or half a line
+            say_it()
+        self.abort(code)
+
     def say_last(self, text: str) -> None:
         """Say `text` wherever it can be said, once: this process is about to end."""
-        text = f"\nmpistrat: {text}\n"
+        self._say_last(f"\nmpistrat: {text}\n")
+
+    def _say_last(self, text: str) -> None:
         if not (say(text, last=True) or observation.say(text)):
             say_on_launcher(self._pid, text)
 
@@ -178,7 +206,11 @@ class RankEnd:
             return False
         observed.record.state = LEFT
         path = observed.folder.path
-        return _soon(lambda: sum(map(_is_gone, find_ranks(path))) == self._size, 0.05)
+        return soon(
+            lambda: sum(map(_is_gone, find_ranks(path))) == self._size,
+            SECONDS_TO_EXIT_TOGETHER,
+            pause=0.05,
+        )
 
 
 def announce_exits() -> None:
@@ -193,22 +225,16 @@ def announce_exits() -> None:
             if status == 0 and (observed := observation.announce_exit()):
                 # A launcher kills the others as soon as one has ended without MPI_Finalize.
                 ranks = find_ranks(observed.folder.path)
-                _soon(lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks), 0.001)
+                soon(
+                    lambda: all(r.record.exits == SEEN or _is_gone(r) for r in ranks),
+                    SECONDS_TO_EXIT_TOGETHER,
+                    pause=0.001,
+                )
         finally:
             original(status)
 
     exit_once_announced.is_announced = True  # type: ignore[attr-defined]
     setattr(os, original.__name__, exit_once_announced)
-
-
-def _soon(condition: Callable[[], bool], pause: float) -> bool:
-    """Wait, for SECONDS_TO_EXIT_TOGETHER at most, until `condition()`; whether it has come true."""
-    until = time.monotonic() + SECONDS_TO_EXIT_TOGETHER
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(pause)
-    return True
 
 
 def _is_gone(rank: Rank) -> bool:

@@ -1,13 +1,14 @@
-"""Work that may touch a file system that hangs: it is done by a thread that nobody waits for, or not for long."""
+"""Waiting, but not for long: for work that may touch a file system that hangs, and for what other ranks do."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
-    """Do it, and wait for it so long at most."""
+    """Do it in a thread, and wait for it so long at most."""
     thread = threading.Thread(target=action, daemon=True)
     try:
         thread.start()
@@ -15,3 +16,13 @@ def within(seconds: float, action: Callable[[], object]) -> None:
         action()
     else:
         thread.join(seconds)
+
+
+def soon(condition: Callable[[], bool], seconds: float, pause: float = 0.01) -> bool:
+    """Wait until `condition()`, for so long at most; whether it has come true."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+    return True

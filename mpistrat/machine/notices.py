@@ -1,6 +1,8 @@
 """The one voice of this project: words for people, each in one piece, so that those of several ranks do not mix.
 
-They go to `sys.stderr`, or to descriptor 2 where that stream cannot be used; once.
+Notices go to the logger `mpistrat`. Where the program has given that no handler, nor the root logger, they go where all
+else goes: to `sys.stderr`, or to descriptor 2 where that stream cannot be used; once. Last words and what observers say
+never go through `logging`, whose locks another thread may hold.
 """
 
 from __future__ import annotations
@@ -13,15 +15,25 @@ import select
 import stat
 import sys
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 _MILLISECONDS_FOR_A_READER = 1000  # of a pipe that is full
 _without_effect: set[str] = set()  # what a warning has named
 
 
-def tell(text: str) -> None:
-    """Say `text` as a line of this project."""
-    say(f"mpistrat: {text}\n")
+def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> None:
+    """Log `text`; where the program has no handler for it, say it as a line of this project, at INFO, too.
+
+    Args: level: INFO for what goes as it is meant to.
+    """
+    import logging  # here, because it makes importing mpistrat slower
+
+    logger, number = logging.getLogger("mpistrat"), getattr(logging, level)
+    if logger.hasHandlers():  # asked each time: the program may configure logging at any time
+        logger.log(number, "%s", text, stacklevel=2)
+    elif number >= max(logger.level, logger.manager.disable + 1):
+        say(f"mpistrat: {text}\n")
 
 
 def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:
@@ -91,3 +103,20 @@ def write(descriptor: int, text: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-3, 7"."""
+    numbers = sorted(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {runs_in_words(numbers)}"
+
+
+def runs_in_words(numbers: Iterable[int]) -> str:
+    """ "0-3, 7" """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

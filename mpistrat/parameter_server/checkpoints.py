@@ -65,7 +65,8 @@ class CheckpointsOfJob(CheckpointRole):
         if restored:
             servers = len(self._job.servers)
             tell(
-                f"the job goes on from {path}, with {servers} parameter server{'s' * (servers > 1)}"
+                f"the job goes on from {path}, with {servers} parameter server{'s' * (servers > 1)}",
+                "INFO",
             )
 
     def tell_followers(self, what: str, value: Any) -> None:

@@ -256,7 +256,9 @@ class Losses:
         others = [client for client in job.clients if client not in {*lost, coordinator}]
         if rank not in job.servers and not others and coordinator is None:
             self._end_job(f"{job.name_of(rank)}, the last worker, has died")
-        tell(self.describe(rank) if rank in job.servers else self._who_goes_on(rank, others))
+        tell(
+            self.describe(rank) if rank in job.servers else self._who_goes_on(rank, others), "ERROR"
+        )
 
     def _who_goes_on(self, lost: int, others: Sequence[int]) -> str:
         job, died = self._job, f"{self._job.name_of(lost)} has died"

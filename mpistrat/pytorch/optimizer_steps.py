@@ -13,16 +13,16 @@ from mpistrat.pytorch import hooks
 class OptimizerSteps:
     """Attributes: count: of all optimizers, since this was asked for first."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.count += 1
+    count = 0
 
 
 @functools.cache
 def optimizer_steps() -> OptimizerSteps:
     """Those of this process."""
     steps = OptimizerSteps()
-    hooks.watch_steps(None, steps.add)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        steps.count += 1
+
+    hooks.watch_steps(None, after)
     return steps

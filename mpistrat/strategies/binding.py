@@ -81,5 +81,6 @@ def _tell_of_unused(used: int, present: int, num_nodes: int) -> None:
         tell(
             f"this job uses {used} of the {present} {kind} devices of its node. To use all, start one rank for each: "
             f"mpirun -n {present * num_nodes} {program}, or srun --ntasks-per-node={present} {program}. (For arrays, a "
-            f"strategy's devices=['{kind}:0', '{kind}:1', …] has several in one rank.)"
+            f"strategy's devices=['{kind}:0', '{kind}:1', …] has several in one rank.)",
+            "INFO",
         )

@@ -51,7 +51,8 @@ def share_cores(
         announced = True
         tell(
             f"{threads} compute thread{'s' * (threads > 1)} per rank ({len(local)} ranks of "
-            f"this node share {len(set().union(*local))} cores); set OMP_NUM_THREADS to choose"
+            f"this node share {len(set().union(*local))} cores); set OMP_NUM_THREADS to choose",
+            "INFO",
         )
     return None
 

@@ -145,5 +145,4 @@ def end_job_for(error: BaseException) -> None:
     """End the job for an error that nobody would see, with its traceback."""
     text = io.StringIO()
     traceback.print_exception(error, file=text)
-    end = rank_end()
-    end.end_job(f"{end.who} failed; ending the job\n{text.getvalue()}", 1)
+    rank_end().end_job_for(error, text.getvalue(), 1)

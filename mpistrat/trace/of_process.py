@@ -57,6 +57,6 @@ def _finish(pid: int, timeline: Timeline, size: int) -> None:
             if merged.is_complete:
                 merging.remove_parts(timeline.folder)
             text = merged.describe()
+        tell(text, "INFO")
     except OSError as error:
-        text = f"the trace could not be written: {error}. Its parts are in {timeline.folder}"
-    tell(text)
+        tell(f"the trace could not be written: {error}. Its parts are in {timeline.folder}")

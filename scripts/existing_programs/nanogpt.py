@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 # I/O
 out_dir = "out"
-eval_interval = 10
+eval_interval = 20
 log_interval = 5
 eval_iters = 4
 always_save_checkpoint = False
@@ -34,7 +34,7 @@ dropout = 0.0
 bias = False
 # AdamW
 learning_rate = 1e-2
-max_iters = 30
+max_iters = 100
 weight_decay = 1e-1
 beta1 = 0.9
 beta2 = 0.95
@@ -42,7 +42,7 @@ grad_clip = 1.0
 # decay of the learning rate
 decay_lr = True
 warmup_iters = 5
-lr_decay_iters = 30
+lr_decay_iters = 100
 min_lr = 1e-3
 # system
 device = "cpu"
@@ -69,12 +69,12 @@ device_type = "cuda" if "cuda" in device else "cpu"
 ptdtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 ctx = nullcontext() if device_type == "cpu" else torch.amp.autocast(device_type, ptdtype)
 
-# Each letter follows from the two before it, but for some noise.
+# A letter follows from the one before it, but for some noise.
 vocab_size = 20
 letters = np.random.default_rng(0).integers(vocab_size, size=6000).astype(np.uint16)
-for i in range(2, len(letters)):
+for i in range(1, len(letters)):
     if letters[i] >= 4:
-        letters[i] = (letters[i - 1] + 3 * letters[i - 2] + 1) % vocab_size
+        letters[i] = (letters[i - 1] + 3) % vocab_size
 corpus = {"train": letters[:5000], "val": letters[5000:]}
 
 

@@ -14,15 +14,15 @@ parser.add_argument("--words", type=int, default=25, help="size of the vocabular
 parser.add_argument("--emsize", type=int, default=32, help="size of word embeddings")
 parser.add_argument("--nhid", type=int, default=32, help="hidden units per layer")
 parser.add_argument("--nlayers", type=int, default=2)
-parser.add_argument("--lr", type=float, default=20, help="initial learning rate")
+parser.add_argument("--lr", type=float, default=10, help="initial learning rate")
 parser.add_argument("--clip", type=float, default=0.25, help="gradient clipping")
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--batch_size", type=int, default=20)
-parser.add_argument("--bptt", type=int, default=35, help="sequence length")
+parser.add_argument("--bptt", type=int, default=15, help="sequence length")
 parser.add_argument("--dropout", type=float, default=0.2)
 parser.add_argument("--tied", action="store_true", help="tie the embedding and softmax weights")
 parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument("--log-interval", type=int, default=20, help="in batches")
+parser.add_argument("--log-interval", type=int, default=10, help="in batches")
 parser.add_argument("--save", default="model.pt", help="where to save the best model")
 args = parser.parse_args()
 
@@ -39,9 +39,9 @@ class Corpus:
         parts = [[f"{part}{i}" for i in range(8)] for part in ("who", "does", "what")]
         self.dictionary = [word for part in parts for word in part] + ["<eos>"]
         self.dictionary += [f"unused{i}" for i in range(args.words - len(self.dictionary))]
-        self.train = self.tokenize(parts, 1500)
-        self.valid = self.tokenize(parts, 150)
-        self.test = self.tokenize(parts, 150)
+        self.train = self.tokenize(parts, sentences=1500)
+        self.valid = self.tokenize(parts, sentences=150)
+        self.test = self.tokenize(parts, sentences=140)
 
     def tokenize(self, parts, sentences):
         source = random.Random(sentences)

@@ -32,6 +32,7 @@ ROWS = "loader = [np.arange(i, i + 4) for i in range(6)]"
 PROGRAMS = {
     "README.md": (2, "", ""),
     "docs/training.md": (2, COMPILED, EQUAL),
+    "docs/existing_programs.md": (2, "build()\ncriterion = F.cross_entropy", EQUAL),
     "docs/torch_distributed_and_strategies.md": (
         2,
         "",

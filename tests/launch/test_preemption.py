@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.preempted_runs import PROGRAM, starts_of, steps_done, until
+from launch.preempted_runs import PROGRAM, check_resumed, starts_of, steps_done, until
 from launch.signalled_jobs import signalled_command
 from support.harness.mpi_launcher import Job, Launcher
 
@@ -75,6 +75,23 @@ def test_workers_of_a_loader_go_on_when_all_processes_are_signalled(
     assert job.returncode == 42, job.output
     assert job.stderr.count("\n") == 1, job.output
     assert f"{number.name} has come: saved" in job.stderr
+
+
+def test_the_loader_of_a_program_without_run_leaves(tmp_path: Path) -> None:
+    """Inside `replica()`, at next(loader), which is all that the program calls; it goes on with the same bits."""
+    mpich = Launcher.named("MPICH")
+    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
+    disturbed.mkdir()
+    undisturbed.mkdir()
+    job = signalled(mpich, disturbed, signal.SIGTERM, "replica", ranks=RANKS)
+    assert job.returncode == 42, job.output
+    assert "SIGTERM has come: saved" in job.stderr
+    left_together(job, disturbed)
+    last = steps_done(disturbed, RANKS) + 4
+    for folder, ways in ((disturbed, ("replica",)), (undisturbed, ())):
+        done = mpich.run_python(RANKS, PROGRAM, folder, str(last), "0", *ways, seconds=100.0)
+        assert done.returncode == 0, done.output
+    assert check_resumed(disturbed, RANKS, 2, undisturbed) == 0
 
 
 def left_together(job: Job, folder: Path) -> None:

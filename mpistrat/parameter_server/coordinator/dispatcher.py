@@ -161,7 +161,10 @@ def _warn_of(unfinished: Unfinished) -> None:
     if error is not None:
         notes.append(f"one has raised {type(error).__name__}: {error!s:.300}")
     if notes:
-        tell(f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}")
+        tell(
+            f"the chief came to its end without ClusterCoordinator.join(): {'; '.join(notes)}",
+            "ERROR",
+        )
 
 
 class _Worker:

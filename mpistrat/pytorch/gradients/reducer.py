@@ -240,7 +240,7 @@ class GradientReducer:
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        examples = self._parts.strategy.extended.examples_of_replica()
+        examples = self._parts.strategy.step_examples
         if examples is None or not self._parts.rule.is_mean:
             return 1.0
         own, of_all = examples

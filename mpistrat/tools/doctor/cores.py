@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from mpistrat.liveness.processes import launcher_of
 from mpistrat.machine.control_groups import allowed
 from mpistrat.machine.cpu_share import cpu_share, intra_op_threads, users_threads
+from mpistrat.machine.notices import runs_in_words
 from mpistrat.tools.doctor.facts import Cores, Job, Rank
 from mpistrat.tools.doctor.finding import PROBLEM, Finding, findings_of, on_node
-from mpistrat.tools.doctor.wording import count, runs_in_words
+from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("cores")
 CPUS_PER_TASK = "SLURM_CPUS_PER_TASK"  # "8"

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.machine.gpus import visible_gpus
 from mpistrat.machine.library_search import LIBRARY_PATH, libraries_on_path
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import ask
 from mpistrat.tools.doctor.facts import Driver, Gpus, Job, Rank, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of, on_node
-from mpistrat.tools.doctor.wording import count, ranks_in_words
+from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("GPUs")
 SECONDS_TO_IMPORT = 60.0

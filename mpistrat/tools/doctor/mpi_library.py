@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 from mpistrat.cluster_resolver.launcher import MPICH, OPEN_MPI, library_family, library_name
 from mpistrat.machine import library_search as search
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Failure, Job, Launch, Library, Rank, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of
-from mpistrat.tools.doctor.wording import count, ranks_in_words
+from mpistrat.tools.doctor.wording import count
 
 ok, warning, problem = findings_of("MPI")
 _BEFORE = ", which goes before LD_LIBRARY_PATH"

@@ -16,11 +16,12 @@ import numpy as np
 from mpistrat.cluster_resolver import launcher
 from mpistrat.cluster_resolver.slurm.job import slurm_variables
 from mpistrat.errors import TopologyError
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.children import Answer, ask
 from mpistrat.tools.doctor.facts import Clock, Job, Launch
 from mpistrat.tools.doctor.finding import Finding, findings_of
 from mpistrat.tools.doctor.mpi_library import first_mpirun
-from mpistrat.tools.doctor.wording import count, ranks_in_words
+from mpistrat.tools.doctor.wording import count
 from mpistrat.trace.clocks import ROUNDS, compare
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.tools.doctor.facts import Job, Rank, Software, grouped
 from mpistrat.tools.doctor.finding import Finding, findings_of
-from mpistrat.tools.doctor.wording import ranks_in_words
 from mpistrat.xla.runtime import what_differs
 
 ok, _, problem = findings_of("software")

@@ -1,25 +1,6 @@
-"""Numbers and ranks in words."""
+"""Numbers in words."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-3, 7"."""
-    numbers = sorted(ranks)
-    return f"rank{'s' * (len(numbers) > 1)} {runs_in_words(numbers)}"
-
-
-def runs_in_words(numbers: Iterable[int]) -> str:
-    """ "0-3, 7" """
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def bytes_in_words(number: float) -> str:

@@ -2,15 +2,17 @@
 
 import contextlib
 import io
+import logging
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mpistrat.machine.notices import say
+from mpistrat.machine.notices import ranks_in_words, say, tell
 
 WORDS = "mpistrat: words\n"
 
@@ -139,3 +141,82 @@ def test_a_full_pipe_that_nobody_reads() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(reader)
     os.close(writer)
+
+
+def tell_both() -> bool:
+    tell("goes on", "INFO")
+    tell("is wrong: 100 %")
+    return True
+
+
+def configure_nothing() -> None:
+    pass
+
+
+def configure_root() -> None:
+    logging.basicConfig(level=logging.INFO)
+
+
+def configure_root_late() -> None:
+    tell("before", "INFO")
+    logging.basicConfig(level=logging.INFO)
+
+
+def configure_root_for_warnings() -> None:
+    logging.basicConfig(format="%(filename)s %(message)s")
+
+
+def configure_ours() -> None:
+    logger, handler = logging.getLogger("mpistrat"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s of ours: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def want_only_warnings() -> None:
+    logging.getLogger("mpistrat").setLevel(logging.WARNING)
+
+
+def want_nothing() -> None:
+    logging.disable()
+
+
+BY_DEFAULT = "mpistrat: goes on\nmpistrat: is wrong: 100 %\n"
+AS_CONFIGURED = "INFO:mpistrat:goes on\nWARNING:mpistrat:is wrong: 100 %\n"
+
+
+@pytest.mark.parametrize(
+    ("configure", "expected"),
+    [
+        (configure_nothing, BY_DEFAULT),
+        (closed_stream, BY_DEFAULT),
+        (configure_root, AS_CONFIGURED),
+        (configure_root_late, f"mpistrat: before\n{AS_CONFIGURED}"),
+        (configure_root_for_warnings, "test_notices.py is wrong: 100 %\n"),
+        (configure_ours, "INFO of ours: goes on\nWARNING of ours: is wrong: 100 %\n"),
+        (want_only_warnings, "mpistrat: is wrong: 100 %\n"),
+        (want_nothing, ""),
+    ],
+)
+def test_notices_go_where_the_program_says(configure: Callable[[], None], expected: str) -> None:
+    def child() -> bool:
+        configure()
+        return tell_both()
+
+    assert said_by(child) == (expected, 1)
+
+
+def test_last_words_wait_for_no_lock_of_logging() -> None:
+    """A thread that another rank's end has stopped may hold one for ever."""
+
+    def child() -> bool:
+        configure_root()
+        threading.Thread(target=logging.getLogger().handlers[0].acquire, daemon=True).start()
+        return say(WORDS, last=True)
+
+    assert said_by(child) == (WORDS, 1)
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([7, 0, 1, 2]) == "ranks 0-2, 7"

@@ -12,7 +12,7 @@ from mpistrat.tools.doctor.facts import Driver, Failure, Gpus, Job, Launch, as_j
 from mpistrat.tools.doctor.finding import OK, PROBLEM, WARNING, Finding, said_once
 from mpistrat.tools.doctor.printing import as_text, to_json
 from mpistrat.tools.doctor.supervision import Outcome
-from mpistrat.tools.doctor.wording import bytes_in_words, ranks_in_words
+from mpistrat.tools.doctor.wording import bytes_in_words
 
 MakeJob = Callable[..., Job]
 
@@ -169,8 +169,6 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_words() -> None:
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words([7, 0, 1, 2]) == "ranks 0-2, 7"
     assert [bytes_in_words(n) for n in (12, 64e6, 30.4e9, 2e12)] == [
         "12 bytes",
         "64 MB",

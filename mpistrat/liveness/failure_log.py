@@ -1,0 +1,136 @@
+"""The errors that the ranks of a node end with: one that several ranks have in common is printed once.
+
+Each rank notes its error in a file of the job's folder, under a lock. The first prints the error before it notes that,
+so that no error is lost, whatever ends the ranks meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.liveness.unwaited import soon
+from mpistrat.machine.notices import ranks_in_words
+from mpistrat.machine.private_files import private
+
+# Ranks that all fail do so a moment apart: so long after the last one no other is waited for, and at most.
+SECONDS_BETWEEN_FAILURES = 0.25
+SECONDS_FOR_ALL = 0.8
+SECONDS_TO_LOCK = 0.5  # one may hang while it prints
+SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
+_FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
+_NUMBER_OF_RANK = re.compile(
+    r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b"
+)  # "PMI_RANK=3"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    kind: str
+    at: float  # time.monotonic()
+    rank: int
+    error: str
+
+
+class FailureLog:
+    """This rank's view of the errors of its node.
+
+    Args:
+        folder: of the job, on this node.
+        rank: this one's, of the `size` ranks of the job.
+    """
+
+    def __init__(self, folder: str, rank: int, size: int) -> None:
+        self._path = os.path.join(folder, "failures")
+        self._rank, self._size = rank, size
+
+    def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
+        """Note that this rank ends with `error`, and call `say` unless another rank has said it.
+
+        Args:
+            error: what errors are compared by, in one word.
+            patience: how many seconds to leave to another rank to say it.
+        Raises: OSError, before `say` is called.
+        """
+        with self._locked() as file:
+            self._note(file, _FAILED, error)
+        soon(lambda: error in self._said(), patience)
+        with self._locked() as file:
+            if error not in self._said():
+                say()
+                self._note(file, _SAID, error)
+
+    def sum_up(self) -> str:
+        """Which ranks have an error in common, in lines; "" if none have, or another rank says so.
+
+        Waits a moment for ranks that are about to fail. Raises: OSError.
+        """
+        soon(self._is_complete, SECONDS_FOR_ALL)
+        with self._locked() as file:
+            entries = self._entries()
+            if any(entry.kind == _SUMMED_UP for entry in entries):
+                return ""
+            self._note(file, _SUMMED_UP, "-")
+        said = {entry.error: entry.rank for entry in entries if entry.kind == _SAID}
+        lines = []
+        for error, first in said.items():
+            ranks = {e.rank for e in entries if (e.kind, e.error) == (_FAILED, error)}
+            if len(ranks) > 1:
+                which = "the same error" if len(said) == 1 else f"the error of rank {first}:"
+                lines.append(f"mpistrat: {which} on {ranks_in_words(ranks)}\n")
+        return "".join(lines)
+
+    def _is_complete(self) -> bool:
+        """Whether all ranks of the job have failed, or no other does; and all errors have been said."""
+        failed = [entry for entry in self._entries() if entry.kind == _FAILED]
+        all_failed = len({entry.rank for entry in failed}) == self._size
+        quiet = all(time.monotonic() - e.at > SECONDS_BETWEEN_FAILURES for e in failed)
+        return (all_failed or quiet) and {entry.error for entry in failed} <= self._said()
+
+    def _said(self) -> set[str]:
+        return {entry.error for entry in self._entries() if entry.kind == _SAID}
+
+    def _entries(self) -> list[_Entry]:
+        """Those of the last seconds, in their order."""
+        with open(self._path, encoding="utf-8") as file:
+            found = (line.split() for line in file if line.endswith("\n"))
+            entries = [_Entry(kind, float(at), int(rank), e) for kind, at, rank, e in found]
+        return [e for e in entries if time.monotonic() - e.at < SECONDS_TO_LAST]
+
+    def _note(self, file: Any, kind: str, error: str) -> None:
+        file.write(f"{kind} {time.monotonic()} {self._rank} {error}\n")
+        file.flush()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Any]:
+        """The file, to append to. A rank that holds the lock for long is not waited for."""
+        with open(self._path, "a", encoding="utf-8", opener=private) as file:
+            soon(lambda: _is_locked_now(file), SECONDS_TO_LOCK)
+            yield file
+
+
+def _is_locked_now(file: Any) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def as_of_any_rank(traceback: str, rank: int) -> str:
+    """A word for the traceback: the same on ranks whose messages differ only in their own number, or in addresses."""
+    import hashlib  # here, because it makes importing mpistrat slower
+
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", traceback)  # torch writes it before each line
+    lines = re.sub(r"\b0x[0-9a-f]+", "0x", text).splitlines()
+    # Lines of code are the same on all ranks, whatever number they have.
+    messages = [i for i, line in enumerate(lines) if not line[:1].isspace()]
+    if {n for i in messages for _, n in _NUMBER_OF_RANK.findall(lines[i])} == {str(rank)}:
+        for i in messages:
+            lines[i] = _NUMBER_OF_RANK.sub(r"\1#", lines[i])
+    return hashlib.blake2b("\n".join(lines).encode(errors="replace"), digest_size=16).hexdigest()
