@@ -2,7 +2,7 @@
 
 import lightning
 import torch
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,22 +30,23 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
     def on_train_epoch_end(self) -> None:
         loss = self.trainer.callback_metrics["loss"]  # this rank's
         loss = self.replicas.reduce(ms.ReduceOp.MEAN, loss, axis=None)
-        self.print(f"epoch {self.current_epoch}: loss {loss:.8f}")
+        self.replicas.print(f"epoch {self.current_epoch}: loss {loss:.8f}")
 
 
 def main() -> None:
     strategy = ms.MultiWorkerMirroredStrategy().enter_replica()
-    rank_zero_only.rank = strategy.rank  # Lightning prints and logs on rank 0
     lightning.seed_everything(0, verbose=False)
     inputs = torch.randn(480, 16)
     dataset = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
     model = Classifier(strategy)
     trainer = lightning.Trainer(
         devices=1,
+        plugins=LightningEnvironment(),  # one process of its own, whatever Slurm and MPI say
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=False,  # otherwise strategy.is_first
+        enable_model_summary=strategy.is_first,
     )
     loader = DataLoader(dataset, GLOBAL_BATCH, shuffle=True)
     model, loader = strategy.prepare(model, loader)

@@ -25,8 +25,8 @@ class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def main() -> None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    args = Namespace(device=accelerator.type if accelerator else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    args = Namespace(device=found.type if found else "cpu")
     device = utils.init_distributed_device(args)
     utils.random_seed(0, rank=0)
     sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -34,7 +34,6 @@ def main() -> None:
     optimizer = optim.create_optimizer_v2(model, opt="adamw", lr=1e-2)
     averaged = utils.ModelEmaV3(model, decay=0.5)
     if args.distributed:
-        # torch refuses a CPU's device_ids, which train.py gives.
         model = DistributedDataParallel(model, None if device.type == "cpu" else [device])
     options = {"use_prefetcher": False, "num_workers": 0, "distributed": args.distributed}
     loader = data.create_loader(
@@ -52,14 +51,13 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             averaged.update(model)
-            losses.update(loss.detach(), len(x))
+            losses.update(loss.detach())
         schedule.step(epoch + 1)
         mean = utils.reduce_tensor(losses.avg, args.world_size) if args.distributed else losses.avg
         if utils.is_primary(args):
             print(f"epoch {epoch}: loss {mean:.8f}")
     if utils.is_primary(args):
-        total = sum(p.abs().sum().item() for p in averaged.module.parameters())
-        print(f"parameters {total:.8f}")
+        print(f"parameters {sum(p.abs().sum().item() for p in averaged.module.parameters()):.8f}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 _PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
@@ -36,7 +37,11 @@ Request = dict[str, Any]
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    sys.path.pop(0)  # this folder is none of the program's
+    sys.path[0] = str(Path(__file__).parents[2])
+    from support import torchvision_operators
+
+    torchvision_operators.declare_when_imported()
+    sys.path.pop(0)  # that folder is none of the program's
     import mpi4py  # noqa: F401 (not MPI: its library is each job's own)
     import numpy as np
     import torch
