@@ -29,6 +29,7 @@ IN_FLOAT64 = Path(__file__).parent / "programs" / "in_float64.py"
 MOST_CHANGED_LINES = 6
 TOLERANCE = 1e-10  # of saved tensors, relative and absolute
 SECONDS = 100  # for a run, on a busy machine
+LIBRARIES = ("support.libraries_of_programs",)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def patched(name: str, strategy: str = "") -> str:
 @functools.cache
 def in_one_process(name: str, of_ranks: bool = False) -> Result:
     """By Python alone: as it is, or the program for ranks."""
-    with tempfile.TemporaryDirectory() as folder, forks() as address:
+    with tempfile.TemporaryDirectory() as folder, forks(LIBRARIES) as address:
         file = Path(folder, f"{name}.py")
         file.write_text(patched(name) if of_ranks else original(name), encoding="utf-8")
         arguments = [str(IN_FLOAT64), file.name, *PROGRAMS[name].arguments]
@@ -127,7 +128,7 @@ def on_ranks(name: str, ranks: int, launcher: Launcher, strategy: str = "") -> R
     """In the folder of the test; `strategy` is an argument of the program's strategy."""
     Path(f"{name}.py").write_text(patched(name, strategy), encoding="utf-8")
     arguments = (IN_FLOAT64, f"{name}.py", *PROGRAMS[name].arguments)
-    job = launcher.run_python(ranks, *arguments, seconds=SECONDS, forked=True)
+    job = launcher.run_python(ranks, *arguments, seconds=SECONDS, forked=True, imports=LIBRARIES)
     return result_of(name, job, Path())
 
 

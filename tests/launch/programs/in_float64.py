@@ -2,15 +2,9 @@
 
 import runpy
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from support import torchvision_operators
-
-torchvision_operators.declare_when_imported()
 torch.set_default_dtype(torch.float64)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

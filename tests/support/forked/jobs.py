@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ SECONDS_TO_START = 120.0
 
 @dataclass
 class _Server:
-    """The process that has imported torch, for as long as this one lives."""
+    """A process that has imported torch, and maybe more, for as long as this one lives."""
 
     control: socket.socket
     process: subprocess.Popen[bytes]
@@ -29,9 +29,9 @@ class _Server:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def start(cls) -> "_Server":
+    def start(cls, modules: Sequence[str]) -> "_Server":
         ours, its = socket.socketpair()
-        command = [sys.executable, str(_SERVER), str(its.fileno())]
+        command = [sys.executable, str(_SERVER), str(its.fileno()), *modules]
         # Threads of BLAS and OpenMP would not live in a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONUNBUFFERED"] = ""  # the ranks' streams are this process's
@@ -57,20 +57,24 @@ class _Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_server: _Server | None = None
+_servers: dict[tuple[str, ...], _Server] = {}
 cpu_seconds = 0.0  # of all ranks so far, which are no children of this process
 
 
 @contextmanager
-def job() -> Iterator[str]:
-    """A daemon for the ranks of one job; gives the address that it listens at. At the end no rank is left."""
-    global _server, cpu_seconds
-    if _server is None:
-        _server = _Server.start()
-    address = str(_server.folder / str(next(_server.numbers)))
+def job(modules: tuple[str, ...] = ()) -> Iterator[str]:
+    """A daemon for the ranks of one job; gives the address that it listens at. At the end no rank is left.
+
+    Args: modules: what the ranks have imported beside torch and mpistrat, by a server of its own: what takes long.
+    """
+    global cpu_seconds
+    if modules not in _servers:
+        _servers[modules] = _Server.start(modules)
+    server = _servers[modules]
+    address = str(server.folder / str(next(server.numbers)))
     ours, its = socket.socketpair()
     with ours:
-        socket.send_fds(_server.control, [address.encode()], [its.fileno()])
+        socket.send_fds(server.control, [address.encode()], [its.fileno()])
         its.close()
         ours.settimeout(SECONDS_TO_START)
         if ours.recv(5) != b"ready":
