@@ -6,10 +6,22 @@ import enum
 
 
 class ReduceOp(enum.Enum):
-    """How the values of several replicas become one."""
+    """How the values of several replicas become one.
+
+    Numbers have all five, booleans the last three: "any", "all" and "all". Complex numbers have no maximum and no
+    minimum, `IndexedSlices` have sums and means. The maximum and the minimum of NaN and others are NaN.
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
+    PRODUCT = "PRODUCT"
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether it is a sum, or one that is divided."""
+        return self is ReduceOp.SUM or self is ReduceOp.MEAN
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
@@ -20,8 +32,9 @@ class ReduceOp(enum.Enum):
             found = _BY_NAME.get(op) or _BY_NAME.get(op.upper())
             if found is not None:
                 return found
+        names = ", ".join(cls.__members__)
         raise ValueError(
-            f"reduce_op must be ReduceOp.SUM, ReduceOp.MEAN, 'sum' or 'mean'; got {op!r}"
+            f"reduce_op must be a ReduceOp, or its name in any case: {names}; got {op!r:.60}"
         )
 
     @staticmethod

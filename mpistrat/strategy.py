@@ -28,6 +28,7 @@ from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.pytorch.compilation import not_compiled
 from mpistrat.reduce_op import ReduceOp
 from mpistrat.replicas.extended import StrategyExtended
+from mpistrat.replicas.rank_methods import RankMethods
 from mpistrat.replicas.replica_block import ReplicaBlock
 from mpistrat.trace import spans
 from mpistrat.values import DistributedValues, regroup, select_replica
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from mpistrat.cluster_resolver import ClusterResolver
 
 
-class Strategy:
+class Strategy(RankMethods):
     """Where replicas run, how their variables are kept, and how their values are combined.
 
     Use a subclass: `MultiWorkerMirroredStrategy` for all ranks, `MirroredStrategy` for those of a node,
@@ -187,16 +188,16 @@ class Strategy:
 
         Called by: every rank, in the same order.   Context: cross-replica or top level.
         Args:
-            reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or its name.
+            reduce_op: a `ReduceOp`, or its name in any case.
             value: what `run` returned, or a nest of such values. Where ranks hold one replica each,
                 that is a plain value: each rank's counts once.
             axis: None combines element by element, and shapes must match. An axis, or several, is also
-                summed over on each replica, where sizes may differ; a mean is over all elements.
+                reduced on each replica, where sizes may differ; a mean is over all elements.
         Returns:
             the structure of `value`, on this rank's first device, cut off from autograd. The mean of
             integers is floating.
         Raises:
-            ValueError: `axis` is out of range, or the SUM of a value that is not distributed.
+            ValueError: `axis` is out of range, or the SUM or PRODUCT of a value that is not distributed.
             CollectiveMismatchError: on all ranks, when the ranks' operands differ.
         """
         with spans.current.range("strategy.reduce"):

@@ -104,6 +104,14 @@ class Topology:
             )
         return tuple(rank for rank, n in enumerate(self.node_of_rank) if n == node)
 
+    def part(self, ranks: Sequence[int]) -> Topology:
+        """The same of some of the ranks, numbered in the order of `ranks`; this rank must be one of them."""
+        nodes = [self.node_of_rank[rank] for rank in ranks]
+        kept = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        hosts = tuple(self.hosts[node] for node in kept) if self.hosts else ()
+        renumbered = tuple(kept[node] for node in nodes)
+        return Topology([*ranks].index(self.rank), len(nodes), renumbered, hosts, self.launcher)
+
     @classmethod
     def single(cls) -> Topology:
         """One rank, alone."""

@@ -25,11 +25,17 @@ def signature(array: Array) -> str:
 
 def check_summable(values: Sequence[Array]) -> None:
     """All of one dtype and shape, and numbers; nothing is broadcast or promoted."""
-    first = values[0]
-    if arrays.is_bool(first):
+    if arrays.is_bool(values[0]):
         raise InvalidArgumentError(
-            f"cannot reduce booleans ({signature(first)}); cast to an integer"
+            f"cannot add up booleans ({signature(values[0])}); cast to an integer, or reduce them with MAX "
+            "(any) or MIN (all)"
         )
+    check_alike(values)
+
+
+def check_alike(values: Sequence[Array]) -> None:
+    """As `check_summable`, or booleans."""
+    first = values[0]
     if not arrays.is_torch(first) and first.dtype.kind in "OSUMm":
         raise InvalidArgumentError(f"cannot reduce {signature(first)}; only numbers can be")
     for other in values[1:]:

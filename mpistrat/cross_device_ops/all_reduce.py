@@ -12,7 +12,7 @@ import numpy as np
 from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
-from mpistrat.cross_device_ops import accumulation, packing
+from mpistrat.cross_device_ops import accumulation, extrema, packing
 from mpistrat.cross_device_ops.cross_device_ops import CrossDeviceOps, place
 from mpistrat.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrat.indexed_slices import IndexedSlices
@@ -135,6 +135,8 @@ class MpiAllReduce(CrossDeviceOps):
         options: defaults of every call.
     """
 
+    reduce_ops = tuple(ReduceOp)
+
     def __init__(
         self, communicator: Communicator, options: CommunicationOptions | None = None
     ) -> None:
@@ -203,7 +205,7 @@ class MpiAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None = None,
         label: str = "",
     ) -> list[Any]:
-        """Sum or average each of `values` over its components on all ranks; results are fresh arrays.
+        """Combine each of `values` over its components on all ranks; results are fresh arrays.
 
         Args:
             values: for each value its components on this rank: arrays, numbers, variables or IndexedSlices. Python
@@ -216,13 +218,17 @@ class MpiAllReduce(CrossDeviceOps):
             if options is not None:
                 merged = self.merged(options)
                 implementation = implementation_of(merged)
-            results = accumulation.sums_of(values)
+            results = (
+                accumulation.sums_of(values)
+                if reduce_op.adds_up
+                else [extrema.of_rank(reduce_op, components) for components in values]
+            )
         except Exception as error:
             self.communicator.raise_together(error)
         communicator = self.communicator
         if implementation is not CommunicationImplementation.AUTO:
             communicator = communicator.by(implementation)
-        name = name_of(reduce_op, label)
+        name, op = name_of(reduce_op, label), extrema.OPS.get(reduce_op, "sum")
         groups = packing.groups(results, merged.bytes_per_pack)
         whole = len(groups) == 1 and len(groups[0]) == len(results)
         if not whole:
@@ -232,7 +238,7 @@ class MpiAllReduce(CrossDeviceOps):
         for group in groups:
             like = list(results) if whole else [results[i] for i in group]
             packed, out, pieces = self._pack(communicator, like)
-            communicator.all_reduce(packed, reducing("sum", packing.name_of(name, like)), out=out)
+            communicator.all_reduce(packed, reducing(op, packing.name_of(name, like)), out=out)
             if pieces is None:
                 total = arrays.to_device_of(packed if out is None else out, like[0])
                 pieces = [total] if len(like) == 1 else packing.unpack(total, like)
@@ -242,6 +248,11 @@ class MpiAllReduce(CrossDeviceOps):
             size = communicator.size
             counts = [len(components) * size for components in values]
             results = means(results, counts)
+        elif not reduce_op.adds_up:
+            results = [
+                extrema.restored(reduce_op, total, components[0])
+                for total, components in zip(results, values, strict=True)
+            ]
         return as_given(results, values)
 
     def _pack(
@@ -359,8 +370,7 @@ class MpiAllReduce(CrossDeviceOps):
 
 def name_of(reduce_op: ReduceOp, label: str) -> str:
     """What the label of a reduction begins with."""
-    name = "SUM" if reduce_op is ReduceOp.SUM else "MEAN"
-    return f"{name} of {label}" if label else name
+    return f"{reduce_op.name} of {label}" if label else reduce_op.name
 
 
 def means(sums: Sequence[Any], counts: Sequence[int]) -> list[Any]:

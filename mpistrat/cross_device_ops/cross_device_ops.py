@@ -90,9 +90,12 @@ class CrossDeviceOps:
 
     Attributes:
         between_ranks: how the results are combined over the ranks, where the strategy's options do not say.
+        reduce_ops: what `reduce` and `batch_reduce` take. A strategy asks for these only, and makes maxima, minima and
+            products itself.
     """
 
     between_ranks = CommunicationImplementation.AUTO
+    reduce_ops: tuple[ReduceOp, ...] = (ReduceOp.SUM, ReduceOp.MEAN)
 
     def reduce(
         self,
@@ -104,7 +107,7 @@ class CrossDeviceOps:
         """Combine the components of one value and put the result on `destinations`.
 
         Args:
-            reduce_op: a `ReduceOp`, not a string.
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, not a string.
             per_replica_value: components of the same shape and dtype; a plain array is one component.
             destinations: a distributed value or variable (its devices), an array, or a device's name.
 
@@ -112,7 +115,7 @@ class CrossDeviceOps:
             `Mirrored` where `destinations` has several components, else an array.
         """
         with self._checks():
-            _check_op(reduce_op)
+            self._check_op(reduce_op)
             check_destinations(destinations)
             value = PerReplica(components_of(per_replica_value))
             options = check_options(options)
@@ -126,7 +129,7 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """`reduce` for many (value, destinations) pairs at once; results in the same order."""
         with self._checks():
-            _check_op(reduce_op)
+            self._check_op(reduce_op)
             check_pairs(value_destination_pairs)
             checked = [
                 (PerReplica(components_of(value)), where)
@@ -178,6 +181,13 @@ class CrossDeviceOps:
             f"{type(self).__name__} must implement batch_reduce_implementation"
         )
 
+    def _check_op(self, reduce_op: Any) -> None:
+        if reduce_op not in self.reduce_ops:
+            expected = ", ".join(map(str, self.reduce_ops))
+            raise ValueError(
+                f"{type(self).__name__} takes as reduce_op one of {expected}; got {reduce_op!r:.60}"
+            )
+
     def _checks(self) -> contextlib.AbstractContextManager[None]:
         """Around the checks of operands."""
         return contextlib.nullcontext()
@@ -199,11 +209,6 @@ class CrossDeviceOps:
             return values[0]
         axis = accumulation.check_joinable(values, axis)
         return place(arrays.concatenate(values, axis), destinations)
-
-
-def _check_op(reduce_op: ReduceOp) -> None:
-    if not isinstance(reduce_op, ReduceOp):
-        raise ValueError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, got {reduce_op!r}")
 
 
 def sums_of_rank(

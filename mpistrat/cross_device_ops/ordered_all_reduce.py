@@ -9,7 +9,7 @@ from mpistrat import arrays
 from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
-from mpistrat.cross_device_ops import accumulation, packing
+from mpistrat.cross_device_ops import accumulation, extrema, packing
 from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, as_given, means, name_of
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
@@ -44,6 +44,11 @@ class OrderedAllReduce(MpiAllReduce):
             merged = self.merged(options)
             for components in values:
                 self._check_number(components)
+        if reduce_op is ReduceOp.PRODUCT:
+            return as_given([self._product(each, merged, label) for each in values], values)
+        if not reduce_op.adds_up:  # no order changes these
+            return super().all_reduce(reduce_op, values, options, label)
+        with self.communicator.raising_together():
             operands = [accumulation.operands(components) for components in values]
             rounded = [_is_rounded(components) for components in operands]
         results: list[Any] = [None] * len(values)
@@ -85,6 +90,16 @@ class OrderedAllReduce(MpiAllReduce):
             flat = self._sum(packer, self.communicator, parameters, own, reduction, cut)
             sums.update(zip(group, cut(flat, parameters), strict=True))
         return sums
+
+    def _product(
+        self, components: Sequence[Any], options: CommunicationOptions, label: str
+    ) -> Array:
+        """Over all replicas in the order of their ids, whichever ranks they are on."""
+        with self.communicator.raising_together():
+            own = extrema.operands(ReduceOp.PRODUCT, components)
+        label = name_of(ReduceOp.PRODUCT, label)
+        everyone = self.all_gather([factor[None] for factor in own], 0, label, options)
+        return extrema.restored(ReduceOp.PRODUCT, extrema.product(everyone), components[0])
 
     def _check_number(self, components: Sequence[Any]) -> None:
         expected = self._components_of_ranks[self.communicator.rank]

@@ -92,6 +92,8 @@ class JobEnd:
         if group is None:
             group = ExitGroup(comm, self._rank.who, self.records.own, self.losses)
             self._groups.append(group)
+            if group.other_nodes.are_some and self._rank.other_nodes is None:
+                self._rank.other_nodes = group.other_nodes
         group.add(calls)
 
     def leave_together(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,6 +55,15 @@ class CommunicatorWatch:
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self.record.words[self.board + TIMEOUT] = int(seconds * 1e9)
+
+    @contextlib.contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Inside, this is the timeout."""
+        before, self.timeout = self.timeout, seconds
+        try:
+            yield
+        finally:
+            self.timeout = before
 
 
 class WatchedCalls(Protocol):

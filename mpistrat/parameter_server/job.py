@@ -24,6 +24,7 @@ from mpistrat.parameter_server.rpc.channel import Channel
 from mpistrat.parameter_server.rpc.endpoint import RpcEndpoint
 from mpistrat.parameter_server.server import ParameterServer
 from mpistrat.settings import shared_bytes, stall_seconds
+from mpistrat.topology import Topology
 
 # A notice to workers that run closures: the chief has no more.
 END = "end"
@@ -62,9 +63,10 @@ class ServerJob:
     """What a rank needs to serve, or to use servers. Collective to make.
 
     Args:
-        comm: the ranks of `roles`.
+        comm: the ranks of `topology` and of `roles`.
         replicated: whether each server has a backup.
     Attributes:
+        topology: on which nodes the ranks are.
         roles: who has which task.
         outlives_ranks: whether the job goes on when a rank has died: all but a chief can.
         why_not_fault_tolerant: "" where MPI is.
@@ -80,8 +82,10 @@ class ServerJob:
         checkpoint: the path of the last one; "" before.
     """
 
-    def __init__(self, comm: MPI.Intracomm, roles: JobRoles, replicated: bool = False) -> None:
-        self.roles = roles
+    def __init__(
+        self, comm: MPI.Intracomm, topology: Topology, roles: JobRoles, replicated: bool = False
+    ) -> None:
+        self.topology, self.roles = topology, roles
         with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
             duplicate = comm.Dup()
         self.why_not_fault_tolerant = _why_not_fault_tolerant()

@@ -86,7 +86,7 @@ def join_job(
                 "1: give num_ps=2 or more, or list more of them"
             )
         share_cores(communicator, topology)
-        job = ServerJob(resolver.comm, roles, replication > 1)
+        job = ServerJob(resolver.comm, topology, roles, replication > 1)
         bound = bind(communicator, topology, ("cpu:0",) if serves else checked)
     if replication > 1 and not job.outlives_ranks and roles.rank == job.trainers[0]:
         warnings.warn(

@@ -20,6 +20,7 @@ from mpistrat.replicas.input_plan import InputPlan, Share
 from mpistrat.replicas.replicas import Replicas
 from mpistrat.replicas.torch_modules import ModuleParts, TorchModules
 from mpistrat.strategies import wiring
+from mpistrat.topology import Topology
 from mpistrat.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
@@ -92,7 +93,10 @@ def _with_servers(
         "chief" if "chief" in roles.ranks else "worker",
         0,
     )
-    group = ReplicaGroup.of_equal_ranks(LocalCommunicator(), tuple(devices))
+    trains = roles.rank in job.trainers
+    # What runs on servers is none of the program.
+    topology = job.topology.part(job.trainers) if trains else Topology.single()
+    group = ReplicaGroup(LocalCommunicator(), tuple(devices), (len(devices),), topology=topology)
     ops = wiring.ops_of(group, None, None)
     variables = VariablesOnServers(strategy, job, owns, partitioner, coordinated)
 

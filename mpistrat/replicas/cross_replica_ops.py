@@ -8,7 +8,7 @@ from typing import Any
 
 from mpistrat import arrays
 from mpistrat.communicators import Communicator
-from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce, accumulation
+from mpistrat.cross_device_ops import CrossDeviceOps, MpiAllReduce, accumulation, extrema
 from mpistrat.cross_device_ops.cross_device_ops import (
     check_destinations,
     components_of,
@@ -117,7 +117,7 @@ class CrossReplicaOps:
             )
         op, label = calls[0].op, calls[0].label
         values = list(zip(*(call.leaves for call in calls), strict=True))
-        if self.custom is not None:
+        if self.custom is not None and op.adds_up:
             with self.communicator.raising_together():
                 operands = [PerReplica(components_of(PerReplica(value))) for value in values]
             return self.batch_reduce(op, [(value, value) for value in operands], options)
@@ -157,7 +157,13 @@ class CrossReplicaOps:
     def _reduce_axis(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
     ) -> list[Any]:
-        """Sum on each replica, then over replicas; a mean sums the numbers of elements alongside."""
+        """On each replica, then over replicas; a mean sums the numbers of elements alongside."""
+        if not op.adds_up:
+            with self.communicator.raising_together():
+                parts = [
+                    [extrema.over_axes(op, c, axis) for c in self.components(leaf)] for leaf in flat
+                ]
+            return self.over_ranks.all_reduce(op, parts, label=label)
         sums: list[list[Any]] = []
         counts: list[list[Any]] = []
         try:
@@ -216,17 +222,18 @@ class CrossReplicaOps:
         """Reduce what needs no communication: all replicas have the same value, or there is only one."""
         if self.num_replicas == 1:
             return value.values[0] if isinstance(value, DistributedValues) else value
-        if op is ReduceOp.MEAN:
+        if op is not ReduceOp.SUM and op is not ReduceOp.PRODUCT:
             return value
         if isinstance(value, DistributedValues):
             raise AssertionError(
-                f"SUM of a mirrored value would count it once per replica; got {value!r:.80}"
+                f"{op.name} of a mirrored value would count it once per replica; got {value!r:.80}"
             )
+        neutral = 0 if op is ReduceOp.SUM else 1
         number = arrays.is_number(value)
-        if (number or arrays.is_array(value)) and not (arrays.as_array(value) != 0).any():
-            return value  # zero, however often it counts
+        if (number or arrays.is_array(value)) and not (arrays.as_array(value) != neutral).any():
+            return value  # the same, however often it counts
         raise ValueError(
-            "SUM needs a value per replica, as run returns it: a plain value might be meant to count "
+            f"{op.name} needs a value per replica, as run returns it: a plain value might be meant to count "
             f"once, or once per replica; got {value!r:.80}"
         )
 
@@ -255,7 +262,7 @@ class CrossReplicaOps:
         """Reduce with the user's `CrossDeviceOps`, if there is one, and over the ranks."""
         if self.num_replicas == 1:
             return [self.reduce_to(op, value, where, options) for value, where in pairs]
-        if self.custom is None:
+        if self.custom is None or not op.adds_up:
             return self._batch_reduce_over_ranks(op, pairs, options)
         if self.communicator.size == 1:
             return self.custom.batch_reduce(op, pairs, options)

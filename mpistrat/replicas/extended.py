@@ -56,7 +56,7 @@ class StrategyExtended(abc.ABC):
 
     Attributes:
         communicator, worker_devices, num_local_replicas, num_replicas_in_sync, replicas_of_ranks, first_replica_id,
-            deterministic: as of `ReplicaGroup`.
+            deterministic, topology: as of `ReplicaGroup`.
         replicas: runs functions on this rank's replicas.
         cross_replica_ops: how values of all replicas are combined.
         variables: how variables are kept.
@@ -87,7 +87,7 @@ class StrategyExtended(abc.ABC):
         self.num_local_replicas = group.num_local_replicas
         self.num_replicas_in_sync = group.num_replicas_in_sync
         self.first_replica_id = group.first_replica_id
-        self.deterministic = group.deterministic
+        self.deterministic, self.topology = group.deterministic, group.topology
         self._fixed_threads = group.fixed_threads
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpistrat.communicators import Communicator
+from mpistrat.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,12 +18,14 @@ class ReplicaGroup:
         replicas_of_ranks: how many replicas each rank has, in rank order.
         fixed_threads: with how many intra-op threads every rank computes, if results must not depend on how replicas
             are spread over ranks; else None.
+        topology: the ranks that run the program. With parameter servers, these do not meet in `communicator`.
     """
 
     communicator: Communicator
     worker_devices: tuple[str, ...]
     replicas_of_ranks: tuple[int, ...]
     fixed_threads: int | None = None
+    topology: Topology = Topology.single()  # noqa: RUF009 - it is frozen
 
     @classmethod
     def of_equal_ranks(

@@ -100,19 +100,21 @@ class ReplicaContext:
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Sum or average `value` over all replicas.
+        """Combine `value` over all replicas.
 
         Called by: every replica, in the same order.   Context: replica.
         Args:
-            reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or its name.
+            reduce_op: a `ReduceOp`, or its name in any case.
             value: a nest of arrays, numbers and `IndexedSlices`; same structure, shapes and dtypes on
                 every replica.
         Returns:
-            the same structure, equal on every replica. Differentiable for torch tensors: the gradient
-            is the same reduction of the upstream gradients.
+            the same structure, equal on every replica. Sums and means are differentiable for torch tensors: the
+            gradient is the same reduction of the upstream gradients.
         Raises:
             CollectiveMismatchError: on all ranks, when the ranks' operands differ.
             InvalidArgumentError: when those of one rank's replicas differ.
+            NotImplementedError: on all ranks, for MAX, MIN or PRODUCT of a tensor that requires a gradient, or of
+                `IndexedSlices`.
             RuntimeError: outside this replica's run.
         """
         require_replica(self, "all_reduce")
@@ -129,6 +131,13 @@ class ReplicaContext:
             if not leaves:
                 return value
         if not plain and _needs_gradient(leaves):
+            if not op.adds_up:
+                extended.communicator.raise_together(
+                    NotImplementedError(
+                        f"all_reduce({op.name}) of a tensor that requires a gradient has none: give it "
+                        "tensor.detach(), or call it under torch.no_grad(). SUM and MEAN are differentiable"
+                    )
+                )
             from mpistrat.replicas import differentiable
 
             reduced = differentiable.all_reduce(self, op, leaves, options, label)

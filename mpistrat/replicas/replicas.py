@@ -24,6 +24,7 @@ class Replicas:
         parameter_device: which has the parameters of torch modules; None is the first replica's.
 
     Attributes:
+        devices: of each replica.
         count: how often a function is called on this rank for all of its replicas.
         states: what is swapped when one replica's turn ends and another's begins.
         at_turn_end: called before that with the replica's local index, on its thread; they may raise what is wrong with
@@ -46,7 +47,7 @@ class Replicas:
         self._strategy, self._ops = strategy, ops
         self._is_alone = group.num_replicas_in_sync == 1
         self.count = group.num_local_replicas
-        self._devices = group.worker_devices
+        self.devices = group.worker_devices
         parameter_device = parameter_device or group.worker_devices[0]
         on_host = all(d.startswith("cpu") for d in (parameter_device, *group.worker_devices))
         self.device_of_modules = None if on_host else parameter_device
@@ -74,7 +75,7 @@ class Replicas:
         def body(index: int) -> Any:
             own, per_thread.modes = per_thread.modes, list(outer)
             try:
-                with entered(self._strategy, self.contexts[index]), current(self._devices[index]):
+                with entered(self._strategy, self.contexts[index]), current(self.devices[index]):
                     result = fn(
                         *select_replica(index, tuple(args)),
                         **select_replica(index, dict(kwargs or {})),

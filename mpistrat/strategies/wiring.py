@@ -60,6 +60,8 @@ def agree(
     """Agree with the other ranks on a strategy of class `what`, and share out the cores and the GPUs.
 
     Called by: every rank of `communicator`.
+    Args:
+        topology: of these ranks, or of more: then they are those of a node.
     Raises:
         CollectiveMismatchError: on all ranks, when they make different strategies.
         ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
@@ -85,8 +87,10 @@ def agree(
             "differ"
         )
     bound = bind(communicator, topology, devices)
+    if communicator.size < topology.size:
+        topology = topology.part(topology.ranks_on_node(topology.node))
     return ReplicaGroup(
-        communicator.by(implementation_of(options)), bound, replicas_of_ranks, threads
+        communicator.by(implementation_of(options)), bound, replicas_of_ranks, threads, topology
     )
 
 

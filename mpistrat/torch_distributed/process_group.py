@@ -433,11 +433,8 @@ class MpistratProcessGroup(dist.ProcessGroup):
         if watch is None or seconds <= 0:
             self._collectives.barrier()
             return
-        of_group, watch.timeout = watch.timeout, seconds
-        try:
+        with watch.waiting(seconds):
             self._collectives.barrier()
-        finally:
-            watch.timeout = of_group
 
     def _native_of(self, tensors: Any) -> Any:
         """torch's own group for these tensors; None: they are in CPU memory."""

@@ -13,6 +13,7 @@ from mpistrat.context import (
     get_replica_context,
     get_strategy,
     has_strategy,
+    in_replica_block,
     per_thread,
 )
 from mpistrat.indexed_slices import IndexedSlices
@@ -308,16 +309,19 @@ class MirroredVariable(DistributedVariable):
 
 
 class SyncOnReadVariable(DistributedVariable):
-    """An ON_READ variable: each replica changes its own copy; reading outside `run` combines them."""
+    """An ON_READ variable: each replica changes its own copy; reading outside `run` combines them.
+
+    Inside `Strategy.replica()` both is so: the program's loop changes its replica's copy, and reads all of them.
+    """
 
     def read_value(self) -> Array:
-        """Inside `run` this replica's copy; outside, all copies of all ranks combined: a collective.
+        """Inside `run` this replica's copy; else all copies of all ranks combined: a collective.
 
         Raises:
             ValueError: outside `run` with `VariableAggregation.NONE`.
         """
         replica = self._here()
-        if replica is not None:
+        if replica is not None and not in_replica_block(self.strategy):
             return self._values[replica].read_value()
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(

@@ -141,6 +141,9 @@ class ReplicasOnCores(RecordedReplicas):
         options: CommunicationOptions | None,
         label: str,
     ) -> list[Any]:
+        if not op.adds_up:
+            parts = [self._ops.components(leaf) for leaf in leaves]
+            return self._ops.over_ranks.all_reduce(op, parts, options, label)
         sums = [
             (self._cores.values.sum(leaf),)
             if arrays.is_on_xla(leaf)

@@ -246,7 +246,7 @@ WRONG_OPERANDS = {
     "bool": ("InvalidArgumentError", lambda i: np.ones(3, bool)),
 }
 WRONG_CALLS = {
-    "op": ("ValueError", lambda s, v: s.reduce("max", v, axis=None)),
+    "op": ("ValueError", lambda s, v: s.reduce("most", v, axis=None)),
     "axis out of range": ("ValueError", lambda s, v: s.reduce("sum", v, axis=7)),
     "axis of a wrong type": ("ValueError", lambda s, v: s.reduce("sum", v, axis="rows")),
     "mirrored": ("AssertionError", lambda s, v: s.reduce("sum", ms.Mirrored([1.0] * 9), None)),
@@ -261,7 +261,7 @@ WRONG_CALLS = {
     "destinations": ("ValueError", lambda s, v: s.extended.reduce_to("sum", v, 5)),
     "list of destinations": ("AssertionError", lambda s, v: s.extended.reduce_to("sum", v, [])),
     "pairs": ("ValueError", lambda s, v: s.extended.batch_reduce_to("sum", [v])),
-    "pairs' op": ("ValueError", lambda s, v: s.extended.batch_reduce_to("max", [(v, v)])),
+    "pairs' op": ("ValueError", lambda s, v: s.extended.batch_reduce_to("most", [(v, v)])),
 }
 
 

@@ -183,7 +183,7 @@ def ones(context):
 
 
 WRONG = {
-    "op": ("ValueError", lambda c: c.all_reduce("max", np.ones(3))),
+    "op": ("ValueError", lambda c: c.all_reduce("most", np.ones(3))),
     "object": ("TypeError", lambda c: c.all_reduce("sum", object())),
     "None": ("TypeError", lambda c: c.all_reduce("sum", None)),
     "bool": ("InvalidArgumentError", lambda c: c.all_reduce("sum", np.ones(3, bool))),

@@ -211,12 +211,12 @@ RUN: dict[str, Case] = {
 }
 
 REDUCE: dict[str, Case] = {
-    "op": (lambda: PAIR.reduce("max", VALUE, None), ValueError, "ReduceOp.SUM; 'mean'; got 'max'"),
-    "op: number": (lambda: PAIR.reduce(5, VALUE, None), ValueError, "ReduceOp.SUM; got 5"),
+    "op": (lambda: PAIR.reduce("most", VALUE, None), ValueError, "SUM, MEAN, MAX; got 'most'"),
+    "op: number": (lambda: PAIR.reduce(5, VALUE, None), ValueError, "ReduceOp; SUM, MEAN; got 5"),
     "op: aggregation": (
         lambda: PAIR.reduce(ms.VariableAggregation.SUM, VALUE, None),
         ValueError,
-        "ReduceOp.SUM; got <VariableAggregation",
+        "ReduceOp; got <VariableAggregation",
     ),
     "aggregation as op": (
         lambda: ms.ReduceOp.from_variable_aggregation(ms.VariableAggregation.NONE),
@@ -397,7 +397,11 @@ REPLICA: dict[str, Case] = {
         RuntimeError,
         "cross-replica context",
     ),
-    "all_reduce: op": (in_run(lambda c: c.all_reduce("max", np.ones(1))), ValueError, "got 'max'"),
+    "all_reduce: op": (
+        in_run(lambda c: c.all_reduce("most", np.ones(1))),
+        ValueError,
+        "got 'most'",
+    ),
     "all_reduce: object": (
         in_run(lambda c: c.all_reduce("sum", UNSUPPORTED)),
         TypeError,

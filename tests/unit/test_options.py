@@ -56,8 +56,12 @@ def test_defaults_of_inputs_and_runs():
 def test_reductions_have_names_in_any_case():
     for name in ("sum", "SUM", "Sum", ms.ReduceOp.SUM):
         assert ms.ReduceOp.parse(name) is ms.ReduceOp.SUM
+    for op in ("max", "Min", "PRODUCT"):
+        assert ms.ReduceOp.parse(op).name == op.upper()
     mean = ms.ReduceOp.from_variable_aggregation(ms.VariableAggregation.MEAN)
     assert mean is ms.ReduceOp.MEAN
-    for bad in ("max", " sum", "", None, 1):
-        with pytest.raises(ValueError, match="reduce_op must be"):
+    for bad in ("most", " sum", "", None, 1):
+        with pytest.raises(
+            ValueError, match=r"reduce_op must be .*SUM, MEAN, MAX, MIN, PRODUCT; got"
+        ):
             ms.ReduceOp.parse(bad)

@@ -81,3 +81,11 @@ def test_wrong_types_are_type_errors(fields):
 def test_asking_for_a_node_that_is_not_there():
     with pytest.raises(ValueError, match=r"no node 1: this job has the nodes 0\.\.0"):
         Topology.single().ranks_on_node(1)
+
+
+def test_a_part_of_the_ranks():
+    t = Topology.from_hosts(4, ["a", "b", "b", "c", "c"], "slurm")
+    part = t.part((4, 1, 2))
+    assert (part.rank, part.size, part.node_of_rank, part.hosts) == (0, 3, (0, 1, 1), ("c", "b"))
+    assert (part.local_rank, part.launcher) == (0, "slurm")
+    assert Topology(2, 3, (0, 1, 0)).part((0, 2)) == Topology(1, 2, (0, 0), (), "local")

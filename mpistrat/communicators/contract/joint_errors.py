@@ -25,12 +25,12 @@ class RaisingTogether(contextlib.AbstractContextManager[None]):
                 del error
 
 
-def is_raised_by_all(error: Exception) -> bool:
+def is_raised_by_all(error: BaseException) -> bool:
     """Whether the other ranks know of `error` already, for a collective has raised it on all of them."""
     known = (CollectiveMismatchError, StallError, RankLostError)
     return isinstance(error, known) or getattr(error, "_mpistrat_raised_by_all", False)
 
 
-def mark_raised_by_all(error: Exception) -> None:
+def mark_raised_by_all(error: BaseException) -> None:
     with contextlib.suppress(AttributeError):  # a class with slots
         error._mpistrat_raised_by_all = True  # type: ignore[attr-defined]
