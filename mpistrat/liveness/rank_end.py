@@ -24,6 +24,7 @@ from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.failure_detector import Rank, find_ranks
 from mpistrat.liveness.failure_log import FailureLog, Nodes, as_of_any_rank
+from mpistrat.liveness.interrupts import unheeded
 from mpistrat.liveness.processes import DEAD, launched, state_of
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT, SEEN
@@ -85,7 +86,8 @@ class RankEnd:
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
-                self.end_job_for(error, text.getvalue(), code)
+                with unheeded():  # a launcher may pass on Ctrl-C twice
+                    self.end_job_for(error, text.getvalue(), code)
             # It may end the process, or the job, itself.
             self._is_ending()
             self.say_last(f"{self.who} failed; ending the job")
@@ -112,7 +114,7 @@ class RankEnd:
         self.abort(code)
 
     def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
-        """Say that `error` has failed this rank, unless another of the node says so of the same one; end the job."""
+        """Say that `error` has failed this rank, unless another says so of the same one; end the job."""
 
         @functools.cache
         def say_it() -> None:

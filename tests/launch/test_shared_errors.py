@@ -15,9 +15,11 @@ PROGRAM = Path(__file__).parent / "programs" / "failing.py"
 SECONDS = 10.0  # the start of the ranks, too
 
 
-def failed(launcher: Launcher, folder: Path, name: str, ranks: int, **env: str) -> Job:
+def failed(
+    launcher: Launcher, folder: Path, name: str, ranks: int, code: int = 1, **env: str
+) -> Job:
     job = launcher.run_python(ranks, PROGRAM, name, folder, env=env)
-    assert job.returncode == 1, job.output
+    assert job.returncode == code, job.output
     assert job.seconds < SECONDS, job.output
     assert job.left_behind == ()
     return job
@@ -46,6 +48,13 @@ def test_of_one_rank_while_the_others_hang(launcher: Launcher, tmp_path: Path) -
     assert job.stderr.count("Traceback") == 1, job.stderr
     assert job.stderr.count("\nValueError: wrong alone\n") == 1
     assert "the same error" not in job.stderr
+
+
+def test_interrupted_twice(launcher: Launcher, tmp_path: Path) -> None:
+    job = failed(launcher, tmp_path, "interrupted_with_strategy", 3, code=130)
+    assert job.stderr.count("Traceback") == 1, job.stderr
+    assert job.stderr.count("time.sleep(60)  # here\n") == 1
+    assert job.stderr.count("mpistrat: the same error on ranks 0-2\n") == 1
 
 
 def test_no_mpi_library(launcher: Launcher, tmp_path: Path) -> None:

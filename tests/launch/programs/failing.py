@@ -3,7 +3,10 @@
 FOLDER is empty. Ranks meet there, for they may start seconds apart.
 """
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,6 +37,10 @@ if name.startswith("one"):
         fail("wrong alone")
     while True:  # holds the GIL
         sum(range(10**7))
+if name.startswith("interrupted"):
+    for number in range(2):
+        threading.Timer(0.3 + 0.1 * number, os.kill, (os.getpid(), signal.SIGINT)).start()
+    time.sleep(60)  # here
 if name == "without_mpi":
     ms.MultiWorkerMirroredStrategy()
 time.sleep(60)
