@@ -52,14 +52,14 @@ PROGRAMS = {
     ),
     "nanogpt": Program(("--max_iters=20",), "out/ckpt.pt", r"step \d+: .*"),
     "dcgan": Program(
-        ("--examples=22", "--batch-size=8", "--niter=2", "--nz=8", "--ngf=2", "--ndf=2"),
+        ("--examples=23", "--batch-size=8", "--niter=2", "--nz=8", "--ngf=2", "--ndf=2"),
         "dcgan.pt",
         r"fixed noise.*",
     ),
     "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
     "gpt2": Program(
         (
-            *("--examples=22", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            *("--examples=23", "--batch-size=8", "--epochs=2", "--dropout=0"),
             *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
         ),
         "gpt2.pt",
@@ -67,7 +67,7 @@ PROGRAMS = {
     ),
     "timm_model": Program(
         (
-            *("--examples=22", "--batch-size=8", "--epochs=2"),
+            *("--examples=23", "--batch-size=8", "--epochs=2"),
             *("--model=test_vit", "--img-size=32"),
         ),
         "timm_model.pt",
@@ -109,6 +109,8 @@ def patched(name: str, strategy: str = "") -> str:
     """The program for ranks, with `strategy` as an argument of its strategy."""
     text = unified_diff.apply(diff(name), original(name))
     before, after = text.split("MultiWorkerMirroredStrategy(")
+    if strategy and not after.startswith(")"):
+        strategy += ", "
     return f"{before}MultiWorkerMirroredStrategy({strategy}{after}"
 
 
