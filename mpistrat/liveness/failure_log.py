@@ -29,9 +29,8 @@ SECONDS_TO_TELL = 0.2
 SECONDS_TO_LOCK = 0.5  # one may hang while it prints
 SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
-_NUMBER_OF_RANK = re.compile(
-    r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b"
-)  # "PMI_RANK=3"
+# "on rank 3", "PMI_RANK=3"
+_NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
 
 
 @dataclass(frozen=True)

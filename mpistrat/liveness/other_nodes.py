@@ -83,7 +83,8 @@ class OtherNodes:
 
     def tell_failure(self, failure: Failure) -> None:
         """Have the other nodes note it in their folders."""
-        self._send_all(failure, 1)
+        with contextlib.suppress(MPI.Exception):  # a rank is lost
+            self._send_all(failure, 1)
 
     def receive(self, message: Message) -> None:
         record = self._record

@@ -31,7 +31,7 @@ def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> N
 
     logger, number = logging.getLogger("mpistrat"), getattr(logging, level)
     if logger.hasHandlers():  # asked each time: the program may configure logging at any time
-        logger.log(number, "%s", text, stacklevel=2)
+        logger.log(number, text, stacklevel=2)
     elif number >= max(logger.level, logger.manager.disable + 1):
         say(f"mpistrat: {text}\n")
 

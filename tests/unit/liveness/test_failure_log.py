@@ -10,6 +10,12 @@ from mpistrat.liveness import failure_log
 from mpistrat.liveness.failure_log import Failure, FailureLog, as_of_any_rank
 
 
+@pytest.fixture(autouse=True)
+def _on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_log, "SECONDS_BETWEEN_FAILURES", 0.6)
+    monkeypatch.setattr(failure_log, "SECONDS_FOR_ALL", 3.0)
+
+
 class OtherNode:
     """The one in the next of two folders."""
 
@@ -50,7 +56,7 @@ def test_an_error_of_all_ranks(tmp_path: Path) -> None:
     started = time.monotonic()
     said, summaries = ended(tmp_path, 4, dict.fromkeys(range(4), "a"))
     assert (said, summaries) == ([0], ["mpistrat: the same error on ranks 0-3\n"])
-    assert time.monotonic() - started < failure_log.SECONDS_BETWEEN_FAILURES  # waits for no other
+    assert time.monotonic() - started < 0.5  # waits for no other
 
 
 def test_different_errors(tmp_path: Path) -> None:
@@ -77,7 +83,7 @@ def test_different_errors_of_two_nodes(tmp_path: Path) -> None:
 def test_a_rank_alone(tmp_path: Path) -> None:
     started = time.monotonic()
     assert ended(tmp_path, 4, {2: "a"}) == ([2], [])
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2.0
 
 
 def test_what_failed_long_ago_is_another_error(
