@@ -6,6 +6,7 @@ MPI_THREAD_MULTIPLE.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpistrat.liveness.exit_coordinator import ExitCoordinator, Left, Waits
+from mpistrat.liveness.failure_log import Failure
 from mpistrat.liveness.other_nodes import Answer, Ask, OtherNodes, Raise
 from mpistrat.liveness.program_exit import ProgramExit
 from mpistrat.liveness.rank_losses import RankLosses
@@ -29,6 +31,8 @@ class ExitGroup:
     Args:
         who: this rank, in words.
         record: of this rank.
+    Attributes:
+        other_nodes: those that the ranks are on, but for this one's.
     """
 
     def __init__(
@@ -41,7 +45,8 @@ class ExitGroup:
         self._watched: list[WatchedCalls] = []
         self._reported: dict[str, int] = {}  # the last call of each communicator that was reported
         self._coordinator = ExitCoordinator(comm.size) if comm.rank == 0 else None
-        self._other_nodes = OtherNodes(self._comm, record, self._send)
+        self.other_nodes = OtherNodes(self._comm, record, self._send)
+        self._sending = threading.Lock()
         self._unsent: list[MPI.Request] = []
         self._all_ended = MPI.REQUEST_NULL
 
@@ -105,23 +110,25 @@ class ExitGroup:
     def all_ended(self) -> bool:
         """Called again and again until it is true, after `leave` or `end`."""
         self._receive()
-        self._unsent = [request for request in self._unsent if not request.Test()]
+        with self._sending:
+            self._unsent = [request for request in self._unsent if not request.Test()]
         heard_all = self._coordinator is None or self._coordinator.all_left()
         return self._all_ended.Test() and heard_all and not self._unsent
 
     def _send(self, message: Any, rank: int = 0) -> None:
-        self._unsent = [request for request in self._unsent if not request.Test()]
-        self._unsent.append(self._comm.isend(message, rank))
+        with self._sending:  # a rank that fails does so in any thread
+            self._unsent = [request for request in self._unsent if not request.Test()]
+            self._unsent.append(self._comm.isend(message, rank))
 
     def _receive(self) -> None:
         now = time.monotonic()
         while (arrived := self._comm.improbe()) is not None:
             message = arrived.recv()
-            if isinstance(message, (Ask, Answer, Raise)):
-                self._other_nodes.receive(message)
+            if isinstance(message, (Ask, Answer, Raise, Failure)):
+                self.other_nodes.receive(message)
             elif self._coordinator is not None:
                 self._coordinator.receive(message, now)
-        self._other_nodes.look(now)
+        self.other_nodes.look(now)
 
 
 def _with_parts(communicators: Sequence[WatchedCalls]) -> Iterator[WatchedCalls]:

@@ -1,7 +1,8 @@
-"""The errors that the ranks of a node end with: one that several ranks have in common is printed once.
+"""The errors that the ranks of a job end with: one that several ranks have in common is printed once.
 
 Each rank notes its error in a file of the job's folder, under a lock. The first prints the error before it notes that,
-so that no error is lost, whatever ends the ranks meanwhile.
+so that no error is lost, whatever ends the ranks meanwhile. Nodes tell each other what they note, once they have a way
+to; the others leave the first one time to speak for all.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from mpistrat.liveness.unwaited import soon
+from mpistrat.liveness.unwaited import soon, within
 from mpistrat.machine.notices import ranks_in_words
 from mpistrat.machine.private_files import private
 
 # Ranks that all fail do so a moment apart: so long after the last one no other is waited for, and at most.
 SECONDS_BETWEEN_FAILURES = 0.25
 SECONDS_FOR_ALL = 0.8
+SECONDS_TO_HEAR = 0.3  # of other nodes, for which a rank listens five times a second
+SECONDS_FOR_FIRST_NODE = 0.4
+SECONDS_TO_TELL = 0.2
 SECONDS_TO_LOCK = 0.5  # one may hang while it prints
 SECONDS_TO_LAST = 5.0  # under a fault tolerant MPI, the job and its folder outlive a rank
 _FAILED, _SAID, _SUMMED_UP = "failed", "said", "summed-up"
-_NUMBER_OF_RANK = re.compile(
-    r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b"
-)  # "PMI_RANK=3"
+# "on rank 3", "PMI_RANK=3"
+_NUMBER_OF_RANK = re.compile(r"(?i)((?:rank|procid|replica|worker)[ =:#]{0,2})(\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,46 @@ class _Entry:
     error: str
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What a rank notes, as other nodes are told."""
+
+    kind: str
+    rank: int
+    error: str
+
+
+class Nodes(Protocol):
+    """The other nodes of the job."""
+
+    @property
+    def is_first_node(self) -> bool: ...
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Have them note it, too. Does not wait for them."""
+
+
 class FailureLog:
-    """This rank's view of the errors of its node.
+    """This rank's view of the errors.
 
     Args:
         folder: of the job, on this node.
         rank: this one's, of the `size` ranks of the job.
+        nodes: None where nothing but this node is known.
     """
 
-    def __init__(self, folder: str, rank: int, size: int) -> None:
+    def __init__(self, folder: str, rank: int, size: int, nodes: Nodes | None = None) -> None:
         self._path = os.path.join(folder, "failures")
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._nodes = rank, size, nodes
+        follows = nodes is not None and not nodes.is_first_node
+        self._patience = SECONDS_FOR_FIRST_NODE if follows else 0.0
+        self._pause = SECONDS_BETWEEN_FAILURES + self._patience
+        self._pause += 0.0 if nodes is None else SECONDS_TO_HEAR
+
+    def note(self, failure: Failure) -> None:
+        """Note what another node tells. Raises: OSError."""
+        with self._locked() as file:
+            _write(file, failure)
 
     def add(self, error: str, say: Callable[[], object], patience: float = 0.0) -> None:
         """Note that this rank ends with `error`, and call `say` unless another rank has said it.
@@ -60,7 +92,7 @@ class FailureLog:
         """
         with self._locked() as file:
             self._note(file, _FAILED, error)
-        soon(lambda: error in self._said(), patience)
+        soon(lambda: error in self._said(), max(patience, self._patience))
         with self._locked() as file:
             if error not in self._said():
                 say()
@@ -71,7 +103,7 @@ class FailureLog:
 
         Waits a moment for ranks that are about to fail. Raises: OSError.
         """
-        soon(self._is_complete, SECONDS_FOR_ALL)
+        soon(self._is_complete, max(SECONDS_FOR_ALL, 2 * self._pause))
         with self._locked() as file:
             entries = self._entries()
             if any(entry.kind == _SUMMED_UP for entry in entries):
@@ -89,8 +121,8 @@ class FailureLog:
     def _is_complete(self) -> bool:
         """Whether all ranks of the job have failed, or no other does; and all errors have been said."""
         failed = [entry for entry in self._entries() if entry.kind == _FAILED]
-        all_failed = len({entry.rank for entry in failed}) == self._size
-        quiet = all(time.monotonic() - e.at > SECONDS_BETWEEN_FAILURES for e in failed)
+        all_failed = len({entry.rank for entry in failed}) == self._size and not self._patience
+        quiet = all(time.monotonic() - entry.at > self._pause for entry in failed)
         return (all_failed or quiet) and {entry.error for entry in failed} <= self._said()
 
     def _said(self) -> set[str]:
@@ -104,8 +136,10 @@ class FailureLog:
         return [e for e in entries if time.monotonic() - e.at < SECONDS_TO_LAST]
 
     def _note(self, file: Any, kind: str, error: str) -> None:
-        file.write(f"{kind} {time.monotonic()} {self._rank} {error}\n")
-        file.flush()
+        failure, nodes = Failure(kind, self._rank, error), self._nodes
+        _write(file, failure)
+        if nodes is not None:
+            within(SECONDS_TO_TELL, lambda: nodes.tell_failure(failure))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
@@ -113,6 +147,11 @@ class FailureLog:
         with open(self._path, "a", encoding="utf-8", opener=private) as file:
             soon(lambda: _is_locked_now(file), SECONDS_TO_LOCK)
             yield file
+
+
+def _write(file: Any, failure: Failure) -> None:
+    file.write(f"{failure.kind} {time.monotonic()} {failure.rank} {failure.error}\n")
+    file.flush()
 
 
 def _is_locked_now(file: Any) -> bool:

@@ -92,6 +92,8 @@ class JobEnd:
         if group is None:
             group = ExitGroup(comm, self._rank.who, self.records.own, self.losses)
             self._groups.append(group)
+        nodes = (group.other_nodes for group in self._groups if group.other_nodes.are_some)
+        self._rank.other_nodes = next(nodes, None)
         group.add(calls)
 
     def leave_together(self) -> None:

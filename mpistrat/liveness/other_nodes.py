@@ -2,7 +2,8 @@
 
 The observer has no connection of its own: it sets ASK in the record of a rank that waits too long. That rank's thread
 asks two ranks of each other node what the ranks there do, and leaves their accounts in the job's folder. If the stall
-is to be raised, it also hands the report on: the ranks of the other nodes wait in the same collective.
+is to be raised, it also hands the report on: the ranks of the other nodes wait in the same collective. A rank that
+fails tells the other nodes by which error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from mpistrat.liveness.failure_detector import find_ranks
+from mpistrat.liveness.failure_log import Failure, FailureLog
 from mpistrat.liveness.job_folder import report_of
 from mpistrat.liveness.other_accounts import Account, leave_accounts
 from mpistrat.liveness.record import RAISE, RankRecord
@@ -42,7 +44,7 @@ class Raise:
     group: int  # the hash of the stalled communicator's name
 
 
-Message = Ask | Answer | Raise
+Message = Ask | Answer | Raise | Failure
 
 
 class OtherNodes:
@@ -70,6 +72,20 @@ class OtherNodes:
         )
         self._has_asked = self._raised = False
 
+    @property
+    def is_first_node(self) -> bool:
+        """Whether this rank's node has rank 0."""
+        return self._node == 0
+
+    @property
+    def are_some(self) -> bool:
+        return bool(self._others)
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Have the other nodes note it in their folders."""
+        with contextlib.suppress(MPI.Exception):  # a rank is lost
+            self._send_all(failure, 1)
+
     def receive(self, message: Message) -> None:
         record = self._record
         if isinstance(message, Ask):
@@ -77,6 +93,9 @@ class OtherNodes:
             self._send(Answer(self._node, _account_of_node(record.folder)), message.asker)
         elif isinstance(message, Answer):
             self._accounts.setdefault(message.node, message.account)
+        elif isinstance(message, Failure):
+            with contextlib.suppress(OSError):  # there is no folder
+                FailureLog(record.folder, record.rank, record.size).note(message)
         else:
             with contextlib.suppress(OSError), create(report_of(record.folder)) as file:
                 file.write(message.report)

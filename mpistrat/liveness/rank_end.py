@@ -23,7 +23,8 @@ from mpistrat.errors import CollectiveMismatchError, DivergenceError, TopologyEr
 from mpistrat.liveness import observation
 from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.failure_detector import Rank, find_ranks
-from mpistrat.liveness.failure_log import FailureLog, as_of_any_rank
+from mpistrat.liveness.failure_log import FailureLog, Nodes, as_of_any_rank
+from mpistrat.liveness.interrupts import unheeded
 from mpistrat.liveness.processes import DEAD, launched, state_of
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT, SEEN
@@ -46,6 +47,7 @@ class RankEnd:
         who: this rank, in words.
         streams: flushed wherever standard output is.
         decides_exits: False once `JobEnd` does.
+        other_nodes: of the job; None before a strategy is built, and where there are none.
     """
 
     def __init__(self) -> None:
@@ -58,6 +60,7 @@ class RankEnd:
         self.who = f"rank {self.rank} of {self._size} ({os.uname().nodename}, pid {self._pid})"
         self.streams: list[Any] = []
         self.decides_exits = True
+        self.other_nodes: Nodes | None = None
         self._excepthook: Any = None
         self._is_failing = False
 
@@ -83,7 +86,8 @@ class RankEnd:
                 text = io.StringIO()
                 with contextlib.redirect_stderr(text):
                     previous(kind, error, trace)
-                self.end_job_for(error, text.getvalue(), code)
+                with unheeded():  # a launcher may pass on Ctrl-C twice
+                    self.end_job_for(error, text.getvalue(), code)
             # It may end the process, or the job, itself.
             self._is_ending()
             self.say_last(f"{self.who} failed; ending the job")
@@ -110,15 +114,16 @@ class RankEnd:
         self.abort(code)
 
     def end_job_for(self, error: BaseException, traceback: str, code: int) -> NoReturn:
-        """Say that `error` has failed this rank, unless another of the node says so of the same one; end the job."""
+        """Say that `error` has failed this rank, unless another says so of the same one; end the job."""
 
         @functools.cache
         def say_it() -> None:
             self._is_ending()  # before the observer can wonder why ranks die
             self.say_last(f"{self.who} failed; ending the job\n{traceback}")
 
-        observed = observation.observed()
-        log = observed and FailureLog(observed.folder.path, self.rank, self._size)
+        log, observed = None, observation.observed()
+        if observed is not None:
+            log = FailureLog(observed.folder.path, self.rank, self._size, self.other_nodes)
         try:
             if log is None:
                 say_it()

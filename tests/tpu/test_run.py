@@ -126,13 +126,18 @@ def test_errors_of_a_step_are_its_own(cores: int) -> None:
 def fail(x):
     y = x * 3
     raise KeyError("mine")
-print(json.dumps([refusal(fail, inputs), refusal(lambda x: strategy.run(fail, args=(x,)), inputs)]))
+try:
+    strategy.replica()
+except RuntimeError as error:
+    no_block = str(error)
+print(json.dumps([refusal(fail, inputs), refusal(lambda x: strategy.run(fail, args=(x,)), inputs), no_block]))
 """,
         cores,
     )
     assert answers[0] == ["KeyError", "'mine'"]
     assert answers[1][0] == "RuntimeError"
     assert "run was called inside run" in answers[1][1]
+    assert "XLA compiles what run records: call strategy.run(step)" in answers[2]
 
 
 def test_replicas_of_one_program_get_arrays_numbers_or_the_same() -> None:
