@@ -29,9 +29,9 @@ class _Server:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def start(cls) -> "_Server":
+    def start(cls, modules: tuple[str, ...]) -> "_Server":
         ours, its = socket.socketpair()
-        command = [sys.executable, str(_SERVER), str(its.fileno())]
+        command = [sys.executable, str(_SERVER), str(its.fileno()), *modules]
         # Threads of BLAS and OpenMP would not live in a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONUNBUFFERED"] = ""  # the ranks' streams are this process's
@@ -57,20 +57,25 @@ class _Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_server: _Server | None = None
+_servers: dict[tuple[str, ...], _Server] = {}
 cpu_seconds = 0.0  # of all ranks so far, which are no children of this process
 
 
 @contextmanager
-def job() -> Iterator[str]:
-    """A daemon for the ranks of one job; gives the address that it listens at. At the end no rank is left."""
-    global _server, cpu_seconds
-    if _server is None:
-        _server = _Server.start()
-    address = str(_server.folder / str(next(_server.numbers)))
+def job(modules: tuple[str, ...] = ()) -> Iterator[str]:
+    """A daemon for the ranks of one job; gives the address that it listens at. At the end no rank is left.
+
+    Args:
+        modules: what the process that is forked has imported beside torch and mpistrat.
+    """
+    global cpu_seconds
+    if modules not in _servers:
+        _servers[modules] = _Server.start(modules)
+    server = _servers[modules]
+    address = str(server.folder / str(next(server.numbers)))
     ours, its = socket.socketpair()
     with ours:
-        socket.send_fds(_server.control, [address.encode()], [its.fileno()])
+        socket.send_fds(server.control, [address.encode()], [its.fileno()])
         its.close()
         ours.settimeout(SECONDS_TO_START)
         if ours.recv(5) != b"ready":
