@@ -213,6 +213,12 @@ def test_calls_of_both_contexts(strategy: ms.Strategy, directory: Path) -> None:
     assert_usable(strategy)
 
 
+@several
+def test_a_model_that_was_forgotten(strategy: ms.Strategy) -> None:
+    with strategy.replica():
+        refused(lambda: train(net(), loader()), "where no module is mirrored")
+
+
 def refused(call: Callable[[], Any], text: str) -> None:
     errors = errors_of_ranks(call)
     assert {name for name, _, _ in errors} == {"RuntimeError"}, errors
