@@ -10,8 +10,8 @@ from support.harness.mpi_launcher import Launcher
 
 PROGRAMS = Path(__file__).parents[2] / "scripts" / "frameworks"
 NAMES = (
-    *("lightning_fabric.py", "lightning_trainer.py", "hf_accelerate.py", "hf_trainer.py"),
-    "timm_train.py",
+    *("transformers_trainer.py", "lightning_fit.py", "fabric_loop.py", "accelerate_loop.py"),
+    "timm_loop.py",
 )
 # wandb sends nothing, and takes less time; mlflow's small package can write files alone.
 QUIET_LOGGERS = {
