@@ -56,7 +56,7 @@ PROGRAMS = {
     "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
     "gpt2": Program(
         (
-            *("--examples=22", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            *("--examples=23", "--batch-size=8", "--epochs=2", "--dropout=0"),
             *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
         ),
         "gpt2.pt",
@@ -64,7 +64,7 @@ PROGRAMS = {
     ),
     "timm_model": Program(
         (
-            *("--examples=22", "--batch-size=8", "--epochs=2"),
+            *("--examples=23", "--batch-size=8", "--epochs=2"),
             *("--model=test_vit", "--img-size=32"),
         ),
         "timm_model.pt",
