@@ -12,7 +12,10 @@ from support.forked.jobs import RANK
 from support.forked.jobs import job as forks
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
-LIBRARIES = ("lightning", "accelerate", "timm", "transformers.models.gpt2.modeling_gpt2")
+LIBRARIES = (
+    *("lightning", "accelerate", "timm", "transformers.models.gpt2.modeling_gpt2"),
+    *("torch.utils.tensorboard", "wandb"),
+)
 SECONDS = 100  # for a run, on a busy machine
 
 Figures = dict[str, list[float]]

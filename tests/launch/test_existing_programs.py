@@ -29,6 +29,7 @@ IN_FLOAT64 = Path(__file__).parent / "programs" / "in_float64.py"
 MOST_CHANGED_LINES = 6
 TOLERANCE = 1e-10  # of saved tensors, relative and absolute
 SECONDS = 100  # for a run, on a busy machine
+LIBRARIES = ("timm", "transformers.models.gpt2.modeling_gpt2")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Program:
     arguments: tuple[str, ...]
     saves: str
     evaluation: str  # a regular expression
+    imports: tuple[str, ...] = ()  # beside torch, that take long
 
 
 PROGRAMS = {
@@ -56,19 +58,21 @@ PROGRAMS = {
     "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
     "gpt2": Program(
         (
-            *("--examples=22", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            *("--examples=23", "--batch-size=8", "--epochs=2", "--dropout=0"),
             *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
         ),
         "gpt2.pt",
         r"epoch \d.*",
+        LIBRARIES,
     ),
     "timm_model": Program(
         (
-            *("--examples=22", "--batch-size=8", "--epochs=2"),
+            *("--examples=23", "--batch-size=8", "--epochs=2"),
             *("--model=test_vit", "--img-size=32"),
         ),
         "timm_model.pt",
         r"epoch \d.*",
+        LIBRARIES,
     ),
 }
 STRATEGIES = ("", "shared_parameters=True", "deterministic=True")
@@ -104,13 +108,14 @@ def patched(name: str, strategy: str = "") -> str:
     """The program for ranks, with `strategy` as an argument of its strategy."""
     text = unified_diff.apply(diff(name), original(name))
     before, after = text.split("MultiWorkerMirroredStrategy(")
-    return f"{before}MultiWorkerMirroredStrategy({strategy}{after}"
+    more = ", " if strategy and not after.startswith(")") else ""
+    return f"{before}MultiWorkerMirroredStrategy({strategy}{more}{after}"
 
 
 @functools.cache
 def in_one_process(name: str, of_ranks: bool = False) -> Result:
     """By Python alone: as it is, or the program for ranks."""
-    with tempfile.TemporaryDirectory() as folder, forks() as address:
+    with tempfile.TemporaryDirectory() as folder, forks(PROGRAMS[name].imports) as address:
         file = Path(folder, f"{name}.py")
         file.write_text(patched(name) if of_ranks else original(name), encoding="utf-8")
         arguments = [str(IN_FLOAT64), file.name, *PROGRAMS[name].arguments]
@@ -123,7 +128,8 @@ def on_ranks(name: str, ranks: int, strategy: str, launcher: Launcher) -> Result
     """In the folder of the test."""
     Path(f"{name}.py").write_text(patched(name, strategy), encoding="utf-8")
     arguments = (IN_FLOAT64, f"{name}.py", *PROGRAMS[name].arguments)
-    job = launcher.run_python(ranks, *arguments, seconds=SECONDS, forked=True)
+    imported = PROGRAMS[name].imports
+    job = launcher.run_python(ranks, *arguments, seconds=SECONDS, forked=True, imported=imported)
     return result_of(name, job, Path())
 
 
