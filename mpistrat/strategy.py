@@ -23,6 +23,8 @@ from mpistrat.input.distributed_dataset import (
     distribute,
     distribute_from_function,
 )
+from mpistrat.input.preparing import prepare
+from mpistrat.input.shards import shard
 from mpistrat.machine.notices import warn_of_no_effect
 from mpistrat.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 from mpistrat.pytorch.compilation import not_compiled
@@ -309,6 +311,43 @@ class Strategy(RankMethods):
         with cross_replica(self, "mirror"):
             self._modules.get().mirror(module)
         return module
+
+    @not_compiled
+    def prepare(self, *objects: Any, local_batches: bool = False) -> Any:
+        """Distribute what a program trains with: `model, optimizer, loader = prepare(model, optimizer, loader)`.
+
+        Torch modules are mirrored. DataLoaders of GLOBAL batches, `mpistrat.input` datasets and other iterables of
+        batches are distributed. Optimizers and schedulers stay as they are; their states move with a module that moves
+        to this rank's device. What is prepared already comes back unchanged.
+
+        Called by: every rank.   Context: cross-replica, top level or `replica()`.
+        Args:
+            local_batches: the loaders give this rank's part already, in batches of a replica's size (through a
+                DistributedSampler, or of a shard of its own). They are read as they are, and end with the shortest
+                rank's.
+        Returns:
+            the objects, in their order; a single one itself.
+        Raises:
+            TypeError, ValueError: on all ranks, for what cannot be prepared, or an optimizer of other parameters than
+            those of modules that are given, or were mirrored before.
+        """
+        with cross_replica(self, "prepare"):
+            prepared = prepare(self, objects, local_batches)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def shard(self, values: Any, dim: int = 0) -> Any:
+        """This replica's contiguous part of each array in a nest: as views, by the rule of global batches.
+
+        Parts are of ceil(size / replicas) each, the last ones shorter or empty: `shard(batch)` is what a distributed
+        loader gives. Nothing is communicated, and `values` must be equal on all replicas.
+
+        Context: replica; with one replica per rank also cross-replica and top level.
+        Args:
+            values: torch, NumPy or CuPy arrays that have a dimension `dim`.
+        Raises:
+            ValueError: for anything else in the nest. RuntimeError: it is not known for which replica.
+        """
+        return shard(self, values, dim)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, `backward()` adds to `.grad` on this replica only; the next one outside reduces all of it."""

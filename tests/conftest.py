@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support import torchvision_operators
 from support.harness.hang_watch import HangWatch
 from support.harness.rank_outcomes import Agreement, MPIOutcomes
 from support.harness.result_lines import ResultLines, Results, Stopwatch, leave_out
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # once pytest's own terminal reporter is there
 def pytest_configure(config: pytest.Config) -> None:
+    torchvision_operators.declare_when_imported()
     os.environ.setdefault("MPISTRAT_CACHE", "off")  # a test must not find what another has measured
     config.addinivalue_line("markers", "time_limit(seconds): a test may take longer than usual")
     config.addinivalue_line("markers", f"both_mpis(why): under both MPIs always; {REASONS}")

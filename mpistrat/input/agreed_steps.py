@@ -90,6 +90,8 @@ class AgreedSteps(Iterator[Step]):
             self._sure -= 1
         else:
             go_on = self._ask(step, error)
+            if not go_on:
+                self._reader.end(self._communicator, step is not None)
         if not go_on:
             return None
         if step is None:
@@ -131,7 +133,7 @@ class AgreedSteps(Iterator[Step]):
             counts = [count for _, count, _ in first_steps if count is not None]
             if largest != _FAILED:
                 self._learn_from_others([spec for _, _, spec in first_steps])
-                if partial and len(counts) == communicator.size:
+                if self._reader.steps_agreed or (partial and len(counts) == communicator.size):
                     self._steps_left = max(counts) - self._steps_done - 1
         if largest == _FAILED:
             communicator.raise_any(error, "could not read its part of the dataset")

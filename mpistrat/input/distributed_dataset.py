@@ -11,6 +11,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.input.datasets import BatchedDataset, FileDataset
 from mpistrat.input.distributed_iterator import DistributedIterator, element_spec_of
 from mpistrat.input.file_reader import FileReader
+from mpistrat.input.local_batches import LocalReader
 from mpistrat.input.readers import BatchReader, FunctionReader, IndexReader, Reader
 from mpistrat.input.step_source import Progress, StepSource
 from mpistrat.options import AutoShardPolicy, InputOptions
@@ -28,6 +29,10 @@ class DistributedDataset(Iterable[Any]):
     Each iteration over it is an epoch, and every rank must iterate. With one replica per rank a step is
     that replica's batch; with several it is a structure of `PerReplica` batches.
 
+    What else a program asks of it, it asks of what is distributed: of a DataLoader `dataset`, `batch_size` (of the
+    global batch, or with `local_batches` of a replica's), `sampler`, `batch_sampler`, `drop_last`, `num_workers`,
+    `collate_fn`, and what its class has of its own.
+
     Attributes:
         after_steps: methods that are called inside `Strategy.replica()`, on every rank, when the program has done with
             a step: it asks for what comes after. The state of the dataset is then that after the step.
@@ -35,9 +40,20 @@ class DistributedDataset(Iterable[Any]):
             Otherwise a step that cannot fill every replica of this rank ends the epoch.
     """
 
-    def __init__(self, source: StepSource) -> None:
-        self._source = source
+    def __init__(self, source: StepSource, distributed: Any) -> None:
+        self._source, self._distributed = source, distributed
         self.after_steps = source.after_steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        distributed = self._distributed
+        kind = type(distributed)
+        if kind.__module__ != "builtins" and hasattr(distributed, name):
+            return getattr(distributed, name)
+        raise AttributeError(
+            f"a DistributedDataset has no {name!r}, and neither has the {kind.__name__} that it distributes"
+        )
 
     @property
     def strategy(self) -> Any:
@@ -116,7 +132,8 @@ def distribute(
         # Ranks whose files or orders differ would read some examples twice and others never.
         extended.communicator.barrier(label=f"distributed {dataset.summary()}")
     reader = _reader_of(dataset, share, policy, extended.communicator)
-    return DistributedDataset(StepSource(reader, extended, options, extended.input.partial_steps))
+    source = StepSource(reader, extended, options, extended.input.partial_steps)
+    return DistributedDataset(source, dataset)
 
 
 def distribute_from_function(
@@ -130,9 +147,16 @@ def distribute_from_function(
                 f"{dataset!r:.60}"
             )
     reader = FunctionReader([*map(with_safe_workers, datasets)], extended.num_local_replicas)
-    return DistributedDataset(
-        StepSource(reader, extended, options, partial and extended.input.partial_steps)
+    source = StepSource(reader, extended, options, partial and extended.input.partial_steps)
+    return DistributedDataset(source, datasets[0])
+
+
+def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
+    """The replicas of this rank get the batches of this rank's `batches`, in turn. Called by: every rank."""
+    reader = LocalReader(
+        with_safe_workers(batches), extended.num_local_replicas, extended.communicator
     )
+    return DistributedDataset(StepSource(reader, extended, InputOptions(), partial=False), batches)
 
 
 def _reader_of(

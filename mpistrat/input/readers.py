@@ -88,6 +88,7 @@ class Reader(abc.ABC):
 
     Attributes:
         ends_together: all ranks make the same number of steps, without asking each other.
+        steps_agreed: `num_steps` is the same on all ranks, and each makes as many.
         same_for_any_ranks: after as many steps, the same examples have been read, however many ranks there are.
         batch_size: examples of a global batch, or None.
         drop_last: every batch is full.
@@ -96,6 +97,7 @@ class Reader(abc.ABC):
 
     reads_ahead = False
     ends_together = True
+    steps_agreed = False
     same_for_any_ranks = True
     batch_size: int | None = None
     drop_last = False
@@ -111,6 +113,9 @@ class Reader(abc.ABC):
     def cardinality(self) -> int:
         """Global batches of an epoch; -1: they never end, -2: not known before."""
         return UNKNOWN_CARDINALITY
+
+    def end(self, communicator: Communicator, has_more: bool) -> None:  # noqa: B027
+        """The ranks have found out that one of them has no more steps; `has_more`: not this one. Collective."""
 
     def template(self) -> Any:
         """A batch like those of this rank, for batches of no examples; None when there is none yet."""

@@ -58,7 +58,8 @@ def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:
                 f"the DataLoader has a {type(sampler).__name__}, which gives each rank a share of the examples; "
                 "here the loader yields GLOBAL batches and the strategy shares them out. Use "
                 "DataLoader(dataset, batch_size=GLOBAL, shuffle=True), and leave out what has sharded it, as "
-                "accelerate's prepare() and Fabric's setup_dataloaders() do"
+                "accelerate's prepare() and Fabric's setup_dataloaders() do; or say that the loader gives each rank "
+                "its part, with batches of a replica's size: strategy.prepare(loader, local_batches=True)"
             )
     if dataset.batch_sampler is None:
         return False
@@ -109,6 +110,9 @@ class WholeLoader(Restartable):
             self._loader.multiprocessing_context = worker_context(loader)
             self._loader.worker_init_fn = Shielded(loader.worker_init_fn)
         self._user = loader
+        self._known_epochs = {
+            id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
+        }
         self.random = RandomState(loader)
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
 
@@ -141,12 +145,20 @@ class WholeLoader(Restartable):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        _set_epoch_of(self._loader, epoch)
+        """Of all parts; but a DistributedSampler whose epoch the program has set is left to it."""
+        for part in _parts_of(self._loader):
+            if id(part) not in self._known_epochs:
+                set_epoch(part, epoch)
+            elif part.epoch == self._known_epochs[id(part)]:
+                part.set_epoch(epoch)
+                self._known_epochs[id(part)] = epoch
+            else:
+                self._known_epochs[id(part)] = -1
 
 
-def _set_epoch_of(loader: data.DataLoader[Any], epoch: int) -> None:
-    for part in (*samplers_of(loader), loader.dataset):
-        set_epoch(part, epoch)
+def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
+    """Those that may want to know of epochs."""
+    return (*samplers_of(loader), loader.dataset)
 
 
 def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
@@ -275,7 +287,8 @@ class LoaderReader(Reader):
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
-        _set_epoch_of(self._user, epoch)
+        for part in _parts_of(self._user):
+            set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
             self._loader = _like(self._user, batch_sampler=_Pieces())
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)

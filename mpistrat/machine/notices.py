@@ -16,7 +16,10 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import logging
 
 _MILLISECONDS_FOR_A_READER = 1000  # of a pipe that is full
 _without_effect: set[str] = set()  # what a warning has named
@@ -30,10 +33,22 @@ def tell(text: str, level: Literal["INFO", "WARNING", "ERROR"] = "WARNING") -> N
     import logging  # here, because it makes importing mpistrat slower
 
     logger, number = logging.getLogger("mpistrat"), getattr(logging, level)
-    if logger.hasHandlers():  # asked each time: the program may configure logging at any time
+    if _is_configured(logger):  # asked each time: the program may do it at any time
         logger.log(number, text, stacklevel=2)
     elif number >= max(logger.level, logger.manager.disable + 1):
         say(f"mpistrat: {text}\n")
+
+
+def _is_configured(logger: logging.Logger) -> bool:
+    """Whether it has handlers, and not just the one that `logging.warning()` makes, called by whatever library."""
+    import logging
+
+    root = logger.root
+    if logger.handlers or len(root.handlers) != 1 or root.level != logging.WARNING:
+        return logger.hasHandlers()
+    (handler,) = root.handlers
+    made = getattr(handler.formatter, "_fmt", "") == logging.BASIC_FORMAT
+    return not (made and type(handler) is logging.StreamHandler)
 
 
 def warn_of_no_effect(what: str, why: str, rank: int = 0) -> None:

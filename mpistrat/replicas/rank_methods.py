@@ -137,9 +137,10 @@ class RankMethods:
                 f"{call} is for ranks that work in step, and those of a {type(self).__name__} do not wait for each "
                 "other: what is to be done once, the chief does before it schedules functions, or worker 0 alone"
             )
+        strategy = self._extended.strategy
         mode = current_mode()
-        if mode.strategy is not self or mode.replica_context is None:
-            require_cross_replica(self, call)  # type: ignore[arg-type]
+        if mode.strategy is not strategy or mode.replica_context is None:
+            require_cross_replica(strategy, call)
             return work(communicator)
 
         def merge(strategy: Any) -> Callable[[], Any]:

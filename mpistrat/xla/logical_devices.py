@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpistrat.liveness.rank_end import rank_end
 from mpistrat.machine.notices import tell
 from mpistrat.xla.runtime import Runtime
 from mpistrat.xla.topology.logical_devices import check_logical_device, check_split
@@ -50,7 +51,7 @@ class LogicalDevices:
         Raises: ValueError where the replica has no such device, and for a tensor of another device.
         """
         check_logical_device(logical_device_id, self._count)
-        if self._count > 1 and not self._has_warned:
+        if self._count > 1 and not self._has_warned and rank_end().rank == 0:
             self._has_warned = True
             tell(
                 f"experimental_assign_to_logical_device: torch_xla keeps no value on one of a replica's {self._count} "

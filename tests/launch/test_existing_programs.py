@@ -29,7 +29,7 @@ IN_FLOAT64 = Path(__file__).parent / "programs" / "in_float64.py"
 MOST_CHANGED_LINES = 6
 TOLERANCE = 1e-10  # of saved tensors, relative and absolute
 SECONDS = 100  # for a run, on a busy machine
-LIBRARIES = ("support.libraries_of_programs",)
+LIBRARIES = ("timm", "transformers.models.gpt2.modeling_gpt2")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Program:
     arguments: tuple[str, ...]
     saves: str
     evaluation: str  # a regular expression
+    imports: tuple[str, ...] = ()  # beside torch, that take long
 
 
 PROGRAMS = {
@@ -59,11 +60,13 @@ PROGRAMS = {
     "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
     "gpt2": Program(
         (
-            *("--examples=23", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            # 8 and 4 examples: transformers computes the loss in float32, which rounds the weights of uneven parts.
+            *("--examples=28", "--batch-size=8", "--epochs=2", "--dropout=0"),
             *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
         ),
         "gpt2.pt",
         r"epoch \d.*",
+        LIBRARIES,
     ),
     "timm_model": Program(
         (
@@ -72,7 +75,12 @@ PROGRAMS = {
         ),
         "timm_model.pt",
         r"epoch \d.*",
+        LIBRARIES,
     ),
+}
+WITHOUT_THREE_RANKS = {
+    "word_language_model": "20 columns of text do not divide by 3",
+    "gpt2": "the loss is float32 in transformers, and thirds are rounded",
 }
 SHARED, DETERMINISTIC = "shared_parameters=True", "deterministic=True"
 
@@ -109,15 +117,14 @@ def patched(name: str, strategy: str = "") -> str:
     """The program for ranks, with `strategy` as an argument of its strategy."""
     text = unified_diff.apply(diff(name), original(name))
     before, after = text.split("MultiWorkerMirroredStrategy(")
-    if strategy and not after.startswith(")"):
-        strategy += ", "
-    return f"{before}MultiWorkerMirroredStrategy({strategy}{after}"
+    more = ", " if strategy and not after.startswith(")") else ""
+    return f"{before}MultiWorkerMirroredStrategy({strategy}{more}{after}"
 
 
 @functools.cache
 def in_one_process(name: str, of_ranks: bool = False) -> Result:
     """By Python alone: as it is, or the program for ranks."""
-    with tempfile.TemporaryDirectory() as folder, forks(LIBRARIES) as address:
+    with tempfile.TemporaryDirectory() as folder, forks(PROGRAMS[name].imports) as address:
         file = Path(folder, f"{name}.py")
         file.write_text(patched(name) if of_ranks else original(name), encoding="utf-8")
         arguments = [str(IN_FLOAT64), file.name, *PROGRAMS[name].arguments]
@@ -130,7 +137,8 @@ def on_ranks(name: str, ranks: int, launcher: Launcher, strategy: str = "") -> R
     """In the folder of the test; `strategy` is an argument of the program's strategy."""
     Path(f"{name}.py").write_text(patched(name, strategy), encoding="utf-8")
     arguments = (IN_FLOAT64, f"{name}.py", *PROGRAMS[name].arguments)
-    job = launcher.run_python(ranks, *arguments, seconds=SECONDS, forked=True, imports=LIBRARIES)
+    imported = PROGRAMS[name].imports
+    job = launcher.run_python(ranks, *arguments, seconds=SECONDS, forked=True, imported=imported)
     return result_of(name, job, Path())
 
 
@@ -223,6 +231,6 @@ def test_four_ranks_do_what_one_process_does(name: str, launcher: Launcher) -> N
 def test_ranks_do_what_one_process_does(
     name: str, ranks: int, strategy: str, launcher: Launcher
 ) -> None:
-    if ranks == 3 and name == "word_language_model":
-        pytest.skip("its 20 columns do not divide by 3")
+    if ranks == 3 and name in WITHOUT_THREE_RANKS:
+        pytest.skip(WITHOUT_THREE_RANKS[name])
     assert_equal(on_ranks(name, ranks, launcher, strategy), in_one_process(name))

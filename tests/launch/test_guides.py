@@ -1,61 +1,42 @@
 """The programs of docs/torch_distributed_guides.md: under `mpistrat run`, unchanged, they do what one process does."""
 
-import functools
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from support.forked.jobs import RANK
-from support.forked.jobs import job as forks
-from support.harness.mpi_launcher import Job, Launcher, run_job
+from launch import printed_figures
+from launch.printed_figures import LIBRARIES, Figures, assert_equal
+from support.harness.mpi_launcher import Launcher
 
 PROGRAMS = Path(__file__).parents[2] / "scripts" / "torch_distributed"
 # Those that call torch.distributed themselves need a launcher's environment in one process, too.
 OF_TORCH = ("ddp.py", "fsdp2.py", "tensor_parallel.py")
-OF_LIBRARIES = ("lightning_fabric.py", "lightning_trainer.py", "hf_accelerate.py", "hf_trainer.py")
+OF_LIBRARIES = (
+    *("lightning_fabric.py", "lightning_trainer.py", "hf_accelerate.py", "hf_trainer.py"),
+    "timm_train.py",
+)
 TORCHRUN_OF_ONE = {
     **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
 }
-SECONDS = 100  # for a run, on a busy machine
-
-Figures = dict[str, list[float]]
 
 
-def figures(job: Job) -> Figures:
-    """What a program has printed, by its name: losses, norms, the sum of the parameters' magnitudes."""
-    assert job.returncode == 0, job.output
-    assert job.left_behind == ()
-    found: Figures = {}
-    for name, value in re.findall(r"\b(loss|norm|accuracy|parameters) ([0-9.]+)", job.stdout):
-        found.setdefault(name, []).append(float(value))
-    assert len(found["parameters"]) == 1, job.output  # rank 0 alone writes
-    return found
+def imported_by(program: str) -> tuple[str, ...]:
+    return LIBRARIES if program in OF_LIBRARIES else ()
 
 
-@functools.cache
 def in_one_process(program: str) -> Figures:
-    """By Python alone, on torch's own backend."""
-    environment = Launcher.named("MPICH").environment(
-        TORCHRUN_OF_ONE if program in OF_TORCH else {}
-    )
-    with forks() as address:
-        command = [sys.executable, "-I", "-S", str(RANK), address, str(PROGRAMS / program)]
-        return figures(run_job(command, environment, SECONDS))
+    """On torch's own backend."""
+    env = tuple(TORCHRUN_OF_ONE.items()) if program in OF_TORCH else ()
+    return printed_figures.in_one_process(PROGRAMS / program, imported_by(program), env)
 
 
 def on_ranks(ranks: int, program: str, launcher: Launcher, env: Mapping[str, str] = {}) -> Figures:
     command = ("-m", "mpistrat", "run", PROGRAMS / program)
-    return figures(launcher.run_python(ranks, *command, seconds=SECONDS, env=env, forked=True))
-
-
-def assert_equal(found: Figures, expected: Figures) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
-        assert values == pytest.approx(expected[name], rel=1e-5), name
+    imported = imported_by(program)
+    return printed_figures.on_ranks(ranks, *command, launcher=launcher, imported=imported, env=env)
 
 
 @pytest.mark.parametrize("program", [*OF_TORCH, *OF_LIBRARIES])

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ SECONDS_TO_START = 120.0
 
 @dataclass
 class _Server:
-    """A process that has imported torch, and maybe more, for as long as this one lives."""
+    """The process that has imported torch, for as long as this one lives."""
 
     control: socket.socket
     process: subprocess.Popen[bytes]
@@ -29,7 +29,7 @@ class _Server:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def start(cls, modules: Sequence[str]) -> "_Server":
+    def start(cls, modules: tuple[str, ...]) -> "_Server":
         ours, its = socket.socketpair()
         command = [sys.executable, str(_SERVER), str(its.fileno()), *modules]
         # Threads of BLAS and OpenMP would not live in a fork.
@@ -65,7 +65,8 @@ cpu_seconds = 0.0  # of all ranks so far, which are no children of this process
 def job(modules: tuple[str, ...] = ()) -> Iterator[str]:
     """A daemon for the ranks of one job; gives the address that it listens at. At the end no rank is left.
 
-    Args: modules: what the ranks have imported beside torch and mpistrat, by a server of its own: what takes long.
+    Args:
+        modules: what the process that is forked has imported beside torch and mpistrat.
     """
     global cpu_seconds
     if modules not in _servers:

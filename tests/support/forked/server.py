@@ -1,4 +1,5 @@
-"""`python server.py CONTROL module…`: imports torch, mpistrat and modules; forks a daemon for each job it is asked for.
+"""`python server.py CONTROL MODULE…`: imports torch, mpistrat and the modules, and forks a daemon for each job that it
+is asked for.
 
 CONTROL is the descriptor of a socket. Each request over it is the address that a job's daemon listens at, and comes
 with a descriptor of that job, which is closed when the job is over. The server ends when CONTROL is closed.
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 _PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
@@ -28,7 +30,6 @@ _FOR_TORCH_XLA = (
     "torch._inductor.lowering",
     "torch.export",
 )
-_TESTS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _prctl = ctypes.CDLL(None).prctl
 
 Request = dict[str, Any]
@@ -36,19 +37,20 @@ Request = dict[str, Any]
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    sys.path[0] = _TESTS
+    sys.path[0] = str(Path(__file__).parents[2])
+    from support import torchvision_operators
+
+    torchvision_operators.declare_when_imported()
+    sys.path.pop(0)  # that folder is none of the program's
     import mpi4py  # noqa: F401 (not MPI: its library is each job's own)
     import numpy as np
     import torch
 
     import mpistrat  # noqa: F401
 
-    if importlib.util.find_spec("torch_xla"):
-        for name in _FOR_TORCH_XLA:
-            importlib.import_module(name)
-    for name in sys.argv[2:]:
+    for_torch_xla = _FOR_TORCH_XLA if importlib.util.find_spec("torch_xla") else ()
+    for name in (*for_torch_xla, *sys.argv[2:]):
         importlib.import_module(name)
-    sys.path.pop(0)  # the tests' folder is none of the program's
 
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked safely"
     gc.freeze()  # a fork's garbage collection, such as that at its end, would copy what it looks at

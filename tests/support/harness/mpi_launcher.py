@@ -98,14 +98,14 @@ class Launcher:
         env: Mapping[str, str] = {},
         cwd: Path | None = None,
         forked: bool = False,
-        imports: tuple[str, ...] = (),
+        imported: tuple[str, ...] = (),
     ) -> Job:
         """Run `mpiexec -n ranks python arguments…` to its end; at `seconds` it is killed and TimeoutExpired raised.
 
         With `forked`, ranks are forks of a process that has imported torch (`support.forked`): for programs that need
-        torch, and are about neither how ranks start nor how they die. It has imported the modules `imports`, too.
+        torch, and are about neither how ranks start nor how they die. It has imported the modules `imported`, too.
         """
-        with forks(imports) if forked else contextlib.nullcontext() as address:
+        with forks(imported) if forked else contextlib.nullcontext() as address:
             place = ["-I", "-S", str(RANK), address] if address else []
             command = self.command(ranks, [sys.executable, *place, *map(str, arguments)])
             return run_job(command, self.environment(env), seconds, cwd)

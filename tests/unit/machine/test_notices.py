@@ -166,6 +166,11 @@ def configure_root_for_warnings() -> None:
     logging.basicConfig(format="%(filename)s %(message)s")
 
 
+def warn_as_a_library() -> None:
+    """As torch_xla does: it gives the root logger a handler, and nobody has chosen a level."""
+    logging.debug("of a library")
+
+
 def configure_ours() -> None:
     logger, handler = logging.getLogger("mpistrat"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s of ours: %(message)s"))
@@ -193,6 +198,7 @@ AS_CONFIGURED = "INFO:mpistrat:goes on\nWARNING:mpistrat:is wrong: 100 %\n"
         (configure_root, AS_CONFIGURED),
         (configure_root_late, f"mpistrat: before\n{AS_CONFIGURED}"),
         (configure_root_for_warnings, "test_notices.py is wrong: 100 %\n"),
+        (warn_as_a_library, BY_DEFAULT),
         (configure_ours, "INFO of ours: goes on\nWARNING of ours: is wrong: 100 %\n"),
         (want_only_warnings, "mpistrat: is wrong: 100 %\n"),
         (want_nothing, ""),

@@ -1,0 +1,58 @@
+"""Batches that each rank reads for itself, of which all ranks take as many."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mpistrat.communicators import Communicator
+from mpistrat.input.readers import FunctionReader, StepAt
+from mpistrat.machine.notices import tell
+
+
+class LocalReader(FunctionReader):
+    """Of an iterable that gives this rank's part: it is read as it is, until the shortest rank's ends.
+
+    Made by every rank: they tell each other how many steps they have. Where one cannot know, they ask each other at
+    each step.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], num_replicas: int, communicator: Communicator
+    ) -> None:
+        super().__init__([batches], num_replicas)
+        try:
+            own: int | None = len(batches) // num_replicas  # type: ignore[arg-type]
+        except TypeError:
+            own = None
+        self._rank, self._has_told = communicator.rank, False
+        everyone = communicator.all_gather_object(own, label="steps of local batches")
+        self._steps = None if None in everyone else min(everyone)
+        self.steps_agreed = self._steps is not None
+        if self.steps_agreed:
+            self._tell([f"rank {rank}: {steps}" for rank, steps in enumerate(everyone)], everyone)
+
+    def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
+        steps = super().steps(epoch, start)
+        return steps if self._steps is None else itertools.islice(steps, self._steps - start)
+
+    def num_steps(self) -> int | None:
+        return self._steps
+
+    def end(self, communicator: Communicator, has_more: bool) -> None:
+        if not self._has_told:
+            everyone = communicator.all_gather_object(has_more, label="end of local batches")
+            self._tell([f"rank {rank}" for rank in range(len(everyone))], everyone)
+
+    def _tell(self, names: list[str], amounts: list[Any]) -> None:
+        """Of the ranks that have more than the least."""
+        least = min(amounts)
+        longer = [name for name, amount in zip(names, amounts, strict=True) if amount > least]
+        self._has_told = bool(longer)
+        if longer and self._rank == 0:
+            steps = "" if isinstance(least, bool) else f", {least} steps"
+            tell(
+                f"local batches end with the shortest rank{steps}: what others have beyond is left out in each epoch "
+                f"({', '.join(longer[:16])}{', …' if len(longer) > 16 else ''})"
+            )

@@ -1,0 +1,81 @@
+"""The work of `Strategy.prepare`: what is done with each kind of object that a training program has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mpistrat import arrays
+from mpistrat.context import AnyStrategy
+from mpistrat.input.distributed_dataset import DistributedDataset, distribute, distribute_local
+from mpistrat.options import InputOptions
+
+
+def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) -> list[Any]:
+    """As `Strategy.prepare`, in the cross-replica context."""
+    extended = strategy.extended
+    with extended.communicator.raising_together():
+        are_batches = [_are_batches(value, strategy) for value in objects]
+        new = _new_modules(strategy, objects)
+    if new:
+        extended.modules.get().mirror(new)
+
+    def distributed(batches: Any) -> DistributedDataset:
+        with extended.communicator.raising_together():
+            if local_batches:
+                return distribute_local(batches, extended)
+            return distribute(batches, extended, InputOptions())
+
+    return [
+        distributed(value) if are else value
+        for value, are in zip(objects, are_batches, strict=True)
+    ]
+
+
+def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
+    """The modules that are to be mirrored. Raises: ValueError: an optimizer has parameters of none."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+    optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
+    if not modules and not optimizers:
+        return []
+    from mpistrat.pytorch.modules.preparing import check_optimizers, not_mirrored
+
+    owner = strategy.extended.modules.get()
+    check_optimizers(owner, optimizers, modules)
+    return not_mirrored(owner, modules)
+
+
+def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
+    """Whether `value` is to be distributed. Raises: TypeError, ValueError: it cannot be prepared."""
+    if isinstance(value, DistributedDataset):
+        if value.strategy is not strategy:
+            raise ValueError(
+                f"the dataset is distributed already, by {value.strategy}: give {strategy} the loader itself"
+            )
+        return False
+    if _is_module(value) or (hasattr(value, "step") and hasattr(value, "state_dict")):
+        return False  # an optimizer, a scheduler, a GradScaler
+    if arrays.is_array(value):
+        raise TypeError(
+            f"prepare takes loaders, not one array, of shape {list(value.shape)}: strategy.shard(array) is this "
+            "replica's part, strategy.mirror(parameter) makes a parameter equal on all ranks"
+        )
+    if isinstance(value, (list, tuple)) and any(map(_is_module, value)):
+        raise TypeError(
+            "prepare takes modules as arguments of their own, not in a list: prepare(*modules)"
+        )
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+        return True
+    raise TypeError(
+        "prepare takes torch modules, optimizers, schedulers, and DataLoaders or other iterables of batches; got "
+        f"{value!r:.60}"
+    )
+
+
+def _is_module(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)

@@ -1,0 +1,61 @@
+"""The work of `Strategy.shard`: a replica's part of what all ranks have, by the rule of global batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mpistrat import arrays, nest
+from mpistrat.context import AnyStrategy, current_mode, require_cross_replica
+from mpistrat.input.splitting import slice_bounds
+from mpistrat.machine.notices import tell
+
+
+def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
+    """As `Strategy.shard`."""
+    share = strategy.extended.input.share
+    piece = share.pieces[_local_replica(strategy)]
+    parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
+    if strategy.extended.communicator.rank == 0:
+        for leaf in nest.flatten(values):
+            _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
+    return parts
+
+
+@functools.cache
+def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
+    """Once for each size: a loader says how large the parts of its batches are, and this does not."""
+    if size % num_replicas:
+        tell(
+            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
+            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
+            "compute_average_loss(per_example_loss, global_batch_size=...)"
+        )
+
+
+def _local_replica(strategy: AnyStrategy) -> int:
+    """Raises: RuntimeError where it is not known for which replica."""
+    extended, mode = strategy.extended, current_mode()
+    context = mode.replica_context if mode.strategy is strategy else None
+    if context is None:
+        require_cross_replica(strategy, "shard")
+    if extended.num_local_replicas == 1:
+        return 0
+    if context is None or extended.replicas.count == 1:
+        where = "outside run" if context is None else "once for all of them"
+        raise RuntimeError(
+            f"shard gives a replica its part, but was called {where}, and this rank has {extended.num_local_replicas} "
+            "replicas: call it in the function that run calls for each replica, or start one rank per replica"
+        )
+    return context.local_index
+
+
+def _part(leaf: Any, dim: int, piece: int, num_pieces: int) -> Any:
+    if not arrays.is_array(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+        shape = f"one of shape {list(leaf.shape)}" if arrays.is_array(leaf) else f"{leaf!r:.60}"
+        raise ValueError(
+            f"shard takes arrays, or a nest of them, and divides their dimension {dim}; got {shape}"
+        )
+    dim %= leaf.ndim
+    first, end = slice_bounds(int(leaf.shape[dim]), piece, num_pieces)
+    return leaf[(slice(None),) * dim + (slice(first, end),)]
