@@ -27,8 +27,8 @@ def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
     """Once for each size: a loader says how large the parts of its batches are, and this does not."""
     if size % num_replicas:
         tell(
-            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over each part "
-            "gives what is in shorter parts more weight; choose a size that divides, or scale the loss with "
+            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
+            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
             "compute_average_loss(per_example_loss, global_batch_size=...)"
         )
 
