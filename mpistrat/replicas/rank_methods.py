@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,10 @@ class RankMethods:
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 <= rank < world_size."""
+        """This process's number among the ranks that the strategy combines, 0 <= rank < world_size.
+
+        With parameter servers it counts the chief and the workers, in this order.
+        """
         return self._extended.topology.rank
 
     @property
@@ -76,11 +80,18 @@ class RankMethods:
         """Rank 0's `value`, any picklable object, on every rank; the others' does not matter.
 
         Called by: every rank; inside `run`, by every replica, and replica 0's value counts.
+        Raises: CollectiveMismatchError: on all ranks, when rank 0's cannot be pickled.
         """
-        return self._together(
-            "broadcast_object",
-            lambda communicator: communicator.broadcast_object(value, label="broadcast_object()"),
-        )
+
+        def broadcast(communicator: Communicator) -> Any:
+            if communicator.size == 1:
+                return value
+            with communicator.raising_together():
+                pickled = pickle.dumps(value) if communicator.rank == 0 else b""
+            pickled = communicator.broadcast_object(pickled, label="broadcast_object()")
+            return value if communicator.rank == 0 else pickle.loads(pickled)
+
+        return self._together("broadcast_object", broadcast)
 
     @contextlib.contextmanager
     def first_rank_first(self, *, per_node: bool = False) -> Iterator[None]:

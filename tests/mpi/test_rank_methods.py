@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,8 @@ def test_what_ranks_do_together_they_do_in_one_order() -> None:
     strategy = ms.MultiWorkerMirroredStrategy()
     with pytest.raises(CollectiveMismatchError, match=r"broadcast_object\(\)"):
         strategy.barrier() if RANK else strategy.broadcast_object(1)
+    with pytest.raises(CollectiveMismatchError, match=r"raised TypeError: cannot pickle"):
+        strategy.broadcast_object(None if RANK else threading.Lock())
     with (
         pytest.raises(CollectiveMismatchError, match="first_rank_first"),
         strategy.first_rank_first(),
