@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 _NOTHING = contextlib.nullcontext()
@@ -145,6 +145,17 @@ def cross_replica(strategy: AnyStrategy, call: str) -> contextlib.AbstractContex
 def merge_call(strategy: AnyStrategy) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread is in the cross-replica context, if it is in `strategy.replica()`."""
     return entered(strategy, None) if in_replica_block(strategy) else _NOTHING
+
+
+@contextlib.contextmanager
+def leaving_what_is_entered() -> Iterator[None]:
+    """What is entered inside, and not left, such as `Strategy.enter_replica()`, is left at the end."""
+    modes = per_thread.modes
+    per_thread.modes = list(modes)
+    try:
+        yield
+    finally:
+        per_thread.modes = modes
 
 
 def require_cross_replica(strategy: AnyStrategy, call: str) -> None:

@@ -20,6 +20,7 @@ from mpistrat.checkpoint import Checkpoint
 from mpistrat.checkpoint.shards import check_whole
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.cluster_resolver.launcher import why_not_fault_tolerant
+from mpistrat.context import leaving_what_is_entered
 from mpistrat.errors import TooFewReplicasError
 from mpistrat.fault_tolerance.committed_states import CommittedStates
 from mpistrat.liveness.program_exit import remember_raised
@@ -93,7 +94,8 @@ def _go_on_with(train: Callable[[Elastic], T], elastic: Elastic, survivors: Surv
             try:
                 survivors.meet()
                 move_default_group(survivors.comm, again=has_group)
-                result = train(elastic)
+                with leaving_what_is_entered():
+                    result = train(elastic)
                 survivors.communicator.barrier(label="end of run_elastic")
                 results.append(result)
             except Exception as error:

@@ -47,6 +47,8 @@ config = GPT2Config(
     resid_pdrop=args.dropout,
     embd_pdrop=args.dropout,
     attn_pdrop=args.dropout,
+    bos_token_id=None,
+    eos_token_id=None,
 )
 model = GPT2LMHeadModel(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)

@@ -12,7 +12,11 @@ from support.forked.jobs import RANK
 from support.forked.jobs import job as forks
 from support.harness.mpi_launcher import Job, Launcher, run_job
 
-LIBRARIES = ("lightning", "accelerate", "timm", "transformers.models.gpt2.modeling_gpt2")
+LIBRARIES = (
+    *("lightning", "accelerate", "timm", "transformers.models.gpt2.modeling_gpt2"),
+    *("torch.utils.tensorboard", "wandb"),
+)
+IMPORTING = pytest.mark.long("The first imports the libraries, which takes ten seconds.")
 SECONDS = 100  # for a run, on a busy machine
 
 Figures = dict[str, list[float]]

@@ -23,6 +23,8 @@ with strategy.scope():
     build()
 loss_fn = F.cross_entropy
 x, y = next(iter(loader))
+download = dict
+loss, correct = 0.5, 3
 """
 # Ranks have different examples.
 EQUAL = "torch.testing.assert_close(*strategy.gather(model.weight.detach()[None], axis=0))"
@@ -39,6 +41,7 @@ PROGRAMS = {
         "assert torch.distributed.get_world_size() == 2",
     ),
     "docs/torch_distributed.md": (2, "", "assert dist.get_world_size() == 2"),
+    "docs/frameworks.md": (2, "", "assert mean == 0.5"),
     "docs/one_copy.md": (2, "", "assert (total.numpy() == 2).all()"),
     "docs/checkpoints.md": (2, TRAINING, "manager.wait()"),
     "docs/preemption.md": (2, STRATEGY, "assert handler.total_run_calls == STEPS"),

@@ -176,7 +176,7 @@ def test_a_rank_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", ["shared parameters", "sentinel"])
+@pytest.mark.parametrize("feature", ["shared parameters", "sentinel", "replica"])
 def test_a_rank_is_killed_with(
     tmp_path: Path,
     undisturbed: Undisturbed,

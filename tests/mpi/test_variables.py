@@ -256,3 +256,30 @@ def test_the_order_of_updates_is_part_of_the_contract(pair):
     assert {name for name, _, _ in errors} == {"CollectiveMismatchError"}
     assert all("'first'" in message and "'second'" in message for _, message, _ in errors)
     assert_usable(pair)
+
+
+@pytest.mark.parametrize(
+    "kind", [ms.MultiWorkerMirroredStrategy, ms.MirroredStrategy, ms.get_strategy]
+)
+def test_in_a_replica_block_a_metric_reads_as_the_sum(kind):
+    """Each rank adds its own to an ON_READ variable, made there or in the scope, and reads everybody's."""
+    strategy = kind()
+    size = strategy.world_size
+    loss = make_variable(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+    with strategy.scope() if strategy.is_default else strategy.replica():
+        right = ms.Variable(torch.tensor(0), synchronization=ON_READ, aggregation=SUM)
+        for epoch in range(2):
+            for i in range(3):
+                loss.assign_add(0.5 * i)
+                right.assign_add((torch.arange(4) > strategy.rank).sum())
+            assert float(loss) == 1.5 * size
+            assert int(right) == 3 * sum(3 - rank for rank in range(size))
+            assert strategy.reduce("sum", right, axis=None) == int(right)
+            total, count = strategy.reduce("sum", (0.5 + epoch, strategy.rank), axis=None)
+            assert (total, count) == ((0.5 + epoch) * size, triangle(size))
+            loss.assign(0.0)
+            right.assign(0)
+        right.assign_add(1)
+        assert int(right.state()) == size
+    assert int(right) == size
+    assert strategy.run(lambda: int(right)) == 1

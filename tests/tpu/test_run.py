@@ -3,6 +3,7 @@
 Each test is a child: how many devices a process has is known once it has started.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,8 @@ def step(x):
     merged = context.merge_call(lambda s, value: s.reduce("mean", value, axis=None), (x,))
     slices = context.all_reduce("sum", ms.IndexedSlices(x[None], torch.tensor([1], device=x.device), (3, 2)))
     return (context.all_reduce("mean", x), context.all_reduce("sum", {"b": x.bfloat16()})["b"].float(),
-        context.all_reduce("mean", 3), gathered.detach(), of_reduced, of_gathered, merged, slices.values)
+        context.all_reduce("mean", 3), gathered.detach(), of_reduced, of_gathered, merged, slices.values,
+        context.all_reduce("max", x), context.all_reduce("min", x > 0), context.all_reduce("product", x + 1.0))
 print(json.dumps([lists(value) for value in strategy.run(step, args=(inputs,))]))
 """,
         cores,
@@ -188,6 +190,9 @@ print(json.dumps([lists(value) for value in strategy.run(step, args=(inputs,))])
         [[cores * float(r * r), cores * float((r + 1) ** 2)] for r in each],
         [mean] * cores,
         [[[rows[2 * r], rows[2 * r + 1]] for r in each]] * cores,
+        [[cores - 1.0, float(cores)]] * cores,
+        [[False, True]] * cores,
+        [[math.factorial(cores), math.factorial(cores + 1)]] * cores,
     ]
 
 

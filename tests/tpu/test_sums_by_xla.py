@@ -5,6 +5,7 @@ On the CPU device XLA does not connect processes; on a TPU it does, and nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -75,16 +76,19 @@ def test_values_of_all_dtypes_and_forms(connected: ms.TPUStrategy, comm: MPI.Int
             context.all_reduce("sum", x.bfloat16()).float(),
             context.all_reduce("sum", x.long()),
             context.all_gather(x, 0),
+            *(context.all_reduce(op, x) for op in ("max", "min", "product")),
         ]
 
     operand = torch.tensor([comm.rank + 1.0, 2.0], device="xla:0")
-    total, mean, half, whole, gathered = (
+    total, mean, half, whole, gathered, largest, least, product = (
         value.tolist() for value in connected.run(step, args=(operand,))
     )
     expected = [sum(rank + 1.0 for rank in ranks), 2.0 * comm.size]
     assert total == half == whole == expected
     assert mean == [value / comm.size for value in expected]
     assert gathered == [value for rank in ranks for value in (rank + 1.0, 2.0)]
+    assert (largest, least) == ([comm.size, 2.0], [1.0, 2.0])
+    assert product == [math.factorial(comm.size), 2.0**comm.size]
 
 
 def test_what_xla_is_not_asked_for(connected: ms.TPUStrategy, comm: MPI.Intracomm) -> None:

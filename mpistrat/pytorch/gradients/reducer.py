@@ -187,6 +187,7 @@ class GradientReducer:
         mirrors = any(parameter is not None for parameter in parameters)
         call = f"backward() over {replicas} replicas"
         if in_block:
+            _check_mirrors(parameters, call)
             parts.rule.default_to_mean(call)
         if synchronizes and mirrors and parts.rule.decided(call) == "mean":
             scale = 1.0 / replicas
@@ -418,6 +419,17 @@ class GradientReducer:
         natively = self._communicator.ordered_by_streams and is_on_gpu(parameters[slots[0]])
         label = f"gradients of {len(slots)} parameters"
         return self.wires.reduction(label, scale, slots, natively=natively)
+
+
+def _check_mirrors(parameters: Sequence[Any], call: str) -> None:
+    """Raises: RuntimeError where nothing is mirrored, and torch has no group by which the program may do so itself."""
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not parameters and not has_group:
+        raise RuntimeError(
+            f"{call} inside replica(), where no module is mirrored: each rank would train a model of its own. Call "
+            "strategy.prepare(model) once the model is built, on every rank; or torch.autograd.grad, if no gradients "
+            "are to be combined"
+        )
 
 
 def _check_not_captured(parameters: Sequence[torch.Tensor | None]) -> None:

@@ -1,5 +1,5 @@
 """Training of which ranks are killed: `elastic.py SEED FOLDER [PLACE [WITH]]`, on every rank; with "-" for a seed, none
-is. WITH is "shared parameters" or "sentinel".
+is. WITH is "shared parameters", "sentinel" or "replica", whose training function enters the replica for good.
 
 Where, at which step and which rank the seed says; the place, too, unless it is given. Each rank tells FOLDER which
 examples it read in which step, when it was killed or went on, and what it trained.
@@ -141,6 +141,8 @@ def train(elastic: ms.fault_tolerance.Elastic) -> None:
     elastic.restore(checkpoint)
     if "sentinel" in features:
         ms.fault_tolerance.DivergenceSentinel(strategy, every=2)
+    if "replica" in features:
+        strategy.enter_replica()
     if trained > 1:
         (folder / f"went-on-{me}-{trained}").write_text(str(time.time()), encoding="utf-8")
 

@@ -138,6 +138,24 @@ def test_a_strategy_uses_the_user_s_algorithm():
     assert mine.asked == [(SUM, 7)]
 
 
+def test_a_policy_is_not_asked_for_what_it_does_not_know():
+    """A program's own takes whatever is no mean for a sum."""
+    mine = Doubling()
+    strategy = ms.MirroredStrategy(["cpu:0", "cpu:1"], mine)
+    value = strategy.run(lambda: np.array([ms.get_replica_context().replica_id_in_sync_group]))
+    assert strategy.reduce("max", value, axis=None).tolist() == [1]
+    (least,) = strategy.extended.batch_reduce_to("min", [(value, value)])
+    assert [part.tolist() for part in least.values] == [[0], [0]]
+    assert mine.asked == []
+    for op in (ms.ReduceOp.MAX, "sum", None):
+        with pytest.raises(
+            ValueError, match=r"takes as reduce_op one of ReduceOp.SUM, ReduceOp.MEAN; "
+        ):
+            mine.reduce(op, value, value)
+    everyone = ms.MpiAllReduce(strategy.extended.communicator)
+    assert everyone.reduce(ms.ReduceOp.PRODUCT, ms.PerReplica([3.0, 5.0]), "cpu:0") == 15
+
+
 def test_what_cannot_be_added():
     with pytest.raises(InvalidArgumentError, match="booleans"):
         accumulation.check_summable([np.ones(1, bool)] * 2)

@@ -1,4 +1,4 @@
-"""What timm's train.py does, inside a replica: `mpirun -n 2 python scripts/frameworks/timm_train.py`."""
+"""What timm's train.py does, inside a replica: `mpirun -n 2 python scripts/frameworks/timm_loop.py`."""
 
 import timm
 import torch
@@ -26,11 +26,11 @@ def main() -> None:
     utils.random_seed(0, rank=0)
     sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES, **sizes)
-    optimizer = optim.create_optimizer_v2(model, opt="adamw", lr=1e-2)
-    averaged = utils.ModelEmaV3(model, decay=0.5)
     options = {"use_prefetcher": False, "num_workers": 0}  # and distributed=False
     loader = data.create_loader(Images(), (3, SIZE, SIZE), GLOBAL_BATCH, True, **options)
     model, loader = strategy.prepare(model, loader)
+    optimizer = optim.create_optimizer_v2(model, opt="adamw", lr=1e-2)
+    averaged = utils.ModelEmaV3(model, decay=0.5)
     schedule, epochs = scheduler.create_scheduler_v2(optimizer, num_epochs=EPOCHS, warmup_epochs=2)
 
     for epoch in range(epochs):
