@@ -27,7 +27,7 @@ def main() -> None:
     )
     # The first rank alone prints, logs and saves.
     process = PartialState()
-    process.process_index, process.local_process_index = strategy.rank, strategy.local_rank
+    process.process_index = process.local_process_index = strategy.rank
     set_seed(0)
     config = GPT2Config(
         vocab_size=WORDS,

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.printed_figures import LIBRARIES, SECONDS, assert_equal, in_one_process, on_ranks
+from launch.printed_figures import (
+    IMPORTING,
+    LIBRARIES,
+    SECONDS,
+    assert_equal,
+    in_one_process,
+    on_ranks,
+)
 from support.harness.mpi_launcher import Launcher
 
 PROGRAMS = Path(__file__).parents[2] / "scripts" / "frameworks"
@@ -26,6 +33,7 @@ def compare(name: str, ranks: int, launcher: Launcher) -> None:
     assert_equal(found, in_one_process(program, LIBRARIES))
 
 
+@IMPORTING
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_do_what_one_process_does(launcher: Launcher, name: str) -> None:
     compare(name, 2, launcher)
