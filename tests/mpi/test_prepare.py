@@ -33,10 +33,10 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
 
 @pytest.fixture
 def notices() -> Iterator[list[str]]:
-    handler, told = logging.Handler(), list[str]()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler, said = logging.Handler(), list[str]()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mpistrat").addHandler(handler)
-    yield told
+    yield said
     logging.getLogger("mpistrat").removeHandler(handler)
 
 
