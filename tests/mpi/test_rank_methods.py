@@ -136,7 +136,7 @@ def test_what_the_first_rank_does_alone_may_take_long() -> None:
     try:
         with strategy.first_rank_first():
             if RANK == 0:
-                time.sleep(1.5)
+                time.sleep(1.1)
     finally:
         WORLD.Barrier()
         words[LIMIT] = of_job
