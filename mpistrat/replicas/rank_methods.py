@@ -107,8 +107,8 @@ class RankMethods:
         """
         if self._extended.num_local_replicas > 1 and current_local_replica() is not None:
             raise RuntimeError(
-                "first_rank_first was called inside run with several replicas per rank, whose ranks have only one "
-                "turn: call it outside run"
+                f"first_rank_first was called inside run on rank {self.rank}, whose replicas take turns: none of them "
+                "could wait for the first rank while the others run. Call it outside run"
             )
         goes_first = (self.local_rank if per_node else self.rank) == 0
         if goes_first:

@@ -27,10 +27,13 @@ QUIET_LOGGERS = {
 }
 
 
-def compare(name: str, ranks: int, launcher: Launcher) -> None:
-    program = PROGRAMS / name
+def compare(name: str, ranks: int, launcher: Launcher, strategy: str = "") -> None:
+    """With `strategy` as an argument of the program's strategy."""
+    before, after = (PROGRAMS / name).read_text(encoding="utf-8").split("MirroredStrategy(")
+    program = Path(name)
+    program.write_text(f"{before}MirroredStrategy({strategy}{after}", encoding="utf-8")
     found = on_ranks(ranks, program, launcher=launcher, imported=LIBRARIES)
-    assert_equal(found, in_one_process(program, LIBRARIES))
+    assert_equal(found, in_one_process(PROGRAMS / name, LIBRARIES))
 
 
 @IMPORTING
@@ -40,10 +43,14 @@ def test_two_ranks_do_what_one_process_does(launcher: Launcher, name: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(3, ""), (4, "shared_parameters=True"), (4, "deterministic=True")]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_more_ranks_do_what_one_process_does(launcher: Launcher, name: str, ranks: int) -> None:
-    compare(name, ranks, launcher)
+def test_more_ranks_do_what_one_process_does(
+    launcher: Launcher, name: str, ranks: int, strategy: str
+) -> None:
+    compare(name, ranks, launcher, strategy)
 
 
 def test_the_first_rank_alone_logs(launcher: Launcher, tmp_path: Path) -> None:

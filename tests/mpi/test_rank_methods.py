@@ -168,7 +168,7 @@ def test_where_it_is_an_error(strategy: Any) -> None:
             with strategy.first_rank_first():
                 pass
 
-        with pytest.raises(RuntimeError, match="several replicas per rank"):
+        with pytest.raises(RuntimeError, match="whose replicas take turns"):
             strategy.run(inside)
 
 
