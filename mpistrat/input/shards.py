@@ -17,20 +17,22 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
     if strategy.extended.communicator.rank == 0:
+        known = strategy.extended.given_steps.examples
         for leaf in nest.flatten(values):
-            _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
+            size = int(leaf.shape[dim])
+            if size % share.num_replicas and (known is None or size != known[-1]):
+                _tell_of_rest(size, dim, share.num_replicas)
     return parts
 
 
-@functools.cache
-def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
+@functools.lru_cache(1024)
+def _tell_of_rest(size: int, dim: int, num_replicas: int) -> None:
     """Once for each size: a loader says how large the parts of its batches are, and this does not."""
-    if size % num_replicas:
-        tell(
-            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
-            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
-            "compute_average_loss(per_example_loss, global_batch_size=...)"
-        )
+    tell(
+        f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part gives "
+        "what is in short parts more weight; choose a size that divides, or scale the loss with "
+        "compute_average_loss(per_example_loss, global_batch_size=...)"
+    )
 
 
 def _local_replica(strategy: AnyStrategy) -> int:
