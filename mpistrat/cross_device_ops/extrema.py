@@ -12,8 +12,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import array_api_compat as api
+
 from mpistrat import arrays
-from mpistrat.arrays import Array, api
+from mpistrat.arrays import Array
 from mpistrat.cross_device_ops import accumulation
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.indexed_slices import IndexedSlices

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mpistrat import arrays, nest
 from mpistrat.context import AnyStrategy, current_mode, require_cross_replica
 from mpistrat.input.splitting import slice_bounds
+from mpistrat.machine.notices import tell
 
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     """As `Strategy.shard`."""
     share = strategy.extended.input.share
     piece = share.pieces[_local_replica(strategy)]
-    return nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
+    parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
+    if strategy.extended.communicator.rank == 0:
+        for leaf in nest.flatten(values):
+            _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
+    return parts
+
+
+@functools.cache
+def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
+    """Once for each size: a loader says how large the parts of its batches are, and this does not."""
+    if size % num_replicas:
+        tell(
+            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
+            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
+            "compute_average_loss(per_example_loss, global_batch_size=...)"
+        )
 
 
 def _local_replica(strategy: AnyStrategy) -> int:

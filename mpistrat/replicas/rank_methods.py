@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,10 @@ class RankMethods:
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 <= rank < world_size."""
+        """This process's number among the ranks that the strategy combines, 0 <= rank < world_size.
+
+        With parameter servers it counts the chief and the workers, in this order.
+        """
         return self._extended.topology.rank
 
     @property
@@ -76,11 +80,18 @@ class RankMethods:
         """Rank 0's `value`, any picklable object, on every rank; the others' does not matter.
 
         Called by: every rank; inside `run`, by every replica, and replica 0's value counts.
+        Raises: CollectiveMismatchError: on all ranks, when rank 0's cannot be pickled.
         """
-        return self._together(
-            "broadcast_object",
-            lambda communicator: communicator.broadcast_object(value, label="broadcast_object()"),
-        )
+
+        def broadcast(communicator: Communicator) -> Any:
+            if communicator.size == 1:
+                return value
+            with communicator.raising_together():
+                pickled = pickle.dumps(value) if communicator.rank == 0 else b""
+            pickled = communicator.broadcast_object(pickled, label="broadcast_object()")
+            return value if communicator.rank == 0 else pickle.loads(pickled)
+
+        return self._together("broadcast_object", broadcast)
 
     @contextlib.contextmanager
     def first_rank_first(self, *, per_node: bool = False) -> Iterator[None]:
@@ -96,8 +107,8 @@ class RankMethods:
         """
         if self._extended.num_local_replicas > 1 and current_local_replica() is not None:
             raise RuntimeError(
-                "first_rank_first was called inside run with several replicas per rank, whose ranks have only one "
-                "turn: call it outside run"
+                f"first_rank_first was called inside run on rank {self.rank}, whose replicas take turns: none of them "
+                "could wait for the first rank while the others run. Call it outside run"
             )
         goes_first = (self.local_rank if per_node else self.rank) == 0
         if goes_first:
@@ -137,9 +148,10 @@ class RankMethods:
                 f"{call} is for ranks that work in step, and those of a {type(self).__name__} do not wait for each "
                 "other: what is to be done once, the chief does before it schedules functions, or worker 0 alone"
             )
+        strategy = self._extended.strategy
         mode = current_mode()
-        if mode.strategy is not self or mode.replica_context is None:
-            require_cross_replica(self, call)  # type: ignore[arg-type]
+        if mode.strategy is not strategy or mode.replica_context is None:
+            require_cross_replica(strategy, call)
             return work(communicator)
 
         def merge(strategy: Any) -> Callable[[], Any]:

@@ -16,6 +16,7 @@ LIBRARIES = (
     *("lightning", "accelerate", "timm", "transformers.models.gpt2.modeling_gpt2"),
     *("torch.utils.tensorboard", "wandb"),
 )
+IMPORTING = pytest.mark.long("The first imports the libraries, which takes ten seconds.")
 SECONDS = 100  # for a run, on a busy machine
 
 Figures = dict[str, list[float]]

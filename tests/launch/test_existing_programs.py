@@ -22,7 +22,7 @@ import torch
 from support import unified_diff
 from support.forked.jobs import RANK
 from support.forked.jobs import job as forks
-from support.harness.mpi_launcher import MPI_NAMES, Job, Launcher, run_job
+from support.harness.mpi_launcher import Job, Launcher, run_job
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "existing_programs"
 IN_FLOAT64 = Path(__file__).parent / "programs" / "in_float64.py"
@@ -44,21 +44,24 @@ class Program:
 
 PROGRAMS = {
     "mnist": Program(
-        ("--epochs=2", "--dropout=0", "--save-model"), "mnist_cnn.pt", r"Test set: .*"
+        ("--epochs=1", "--dropout=0", "--save-model"),
+        "mnist_cnn.pt",
+        r"/1437 \(\d+%\)|Test set: .*",
     ),
     "word_language_model": Program(
         ("--epochs=2", "--dropout=0"), "model.pt", r"(?:valid|test) loss.*"
     ),
     "nanogpt": Program(("--max_iters=20",), "out/ckpt.pt", r"step \d+: .*"),
     "dcgan": Program(
-        ("--examples=22", "--batch-size=8", "--niter=2", "--nz=8", "--ngf=2", "--ndf=2"),
+        ("--examples=23", "--batch-size=8", "--niter=2", "--nz=8", "--ngf=2", "--ndf=2"),
         "dcgan.pt",
         r"fixed noise.*",
     ),
     "vae": Program(("--examples=150", "--batch-size=32", "--epochs=2"), "vae.pt", r"Test set.*"),
     "gpt2": Program(
         (
-            *("--examples=23", "--batch-size=8", "--epochs=2", "--dropout=0"),
+            # 8 and 4 examples: transformers computes the loss in float32, which rounds the weights of uneven parts.
+            *("--examples=28", "--batch-size=8", "--epochs=2", "--dropout=0"),
             *("--vocab-size=32", "--n-positions=8", "--n-embd=16", "--n-layer=2", "--n-head=2"),
         ),
         "gpt2.pt",
@@ -75,13 +78,19 @@ PROGRAMS = {
         LIBRARIES,
     ),
 }
-STRATEGIES = ("", "shared_parameters=True", "deterministic=True")
+OTHERS = [name for name in PROGRAMS if name != "mnist"]
+WITHOUT_THREE_RANKS = {
+    "word_language_model": "20 columns of text do not divide by 3",
+    "gpt2": "the loss is float32 in transformers, and thirds are rounded",
+}
+SHARED, DETERMINISTIC = "shared_parameters=True", "deterministic=True"
 
 
 @dataclass(frozen=True)
 class Result:
     lines: int  # of output
     evaluation: list[str]
+    files: set[str]
     saved: dict[str, Any]
 
 
@@ -93,7 +102,8 @@ def result_of(name: str, job: Job, folder: Path) -> Result:
     assert evaluation, job.output
     saved = dict(leaves(load(folder / program.saves)))
     assert any(torch.is_tensor(value) for value in saved.values())
-    return Result(len(job.stdout.splitlines()), evaluation, saved)
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return Result(len(job.stdout.splitlines()), evaluation, files, saved)
 
 
 def original(name: str) -> str:
@@ -124,8 +134,8 @@ def in_one_process(name: str, of_ranks: bool = False) -> Result:
         return result_of(name, run_job(command, environment, SECONDS, Path(folder)), Path(folder))
 
 
-def on_ranks(name: str, ranks: int, strategy: str, launcher: Launcher) -> Result:
-    """In the folder of the test."""
+def on_ranks(name: str, ranks: int, launcher: Launcher, strategy: str = "") -> Result:
+    """In the folder of the test; `strategy` is an argument of the program's strategy."""
     Path(f"{name}.py").write_text(patched(name, strategy), encoding="utf-8")
     arguments = (IN_FLOAT64, f"{name}.py", *PROGRAMS[name].arguments)
     imported = PROGRAMS[name].imports
@@ -133,17 +143,18 @@ def on_ranks(name: str, ranks: int, strategy: str, launcher: Launcher) -> Result
     return result_of(name, job, Path())
 
 
-def assert_equal(found: Result, expected: Result) -> None:
+def assert_equal(found: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
     assert found.evaluation == expected.evaluation
     assert found.lines == expected.lines  # the first rank alone prints
+    assert found.files == expected.files
     assert found.saved.keys() == expected.saved.keys()
     for key, value in expected.saved.items():
         if torch.is_tensor(value) or isinstance(value, float):
             torch.testing.assert_close(
                 found.saved[key],
                 value,
-                rtol=TOLERANCE,
-                atol=TOLERANCE,
+                rtol=tolerance,
+                atol=tolerance,
                 msg=lambda text, key=key: f"{key}: {text}",
             )
         else:
@@ -195,28 +206,29 @@ def test_all_programs_are_tested() -> None:
         assert {path.stem for path in FOLDER.glob(f"*.{kind}")} == PROGRAMS.keys()
 
 
-@pytest.mark.parametrize("mpi", MPI_NAMES)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_two_ranks_do_what_one_process_does(name: str, mpi: str) -> None:
-    assert_equal(on_ranks(name, 2, "", Launcher.named(mpi)), in_one_process(name))
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_python_alone_runs_the_program_of_ranks(name: str) -> None:
-    assert_equal(in_one_process(name, of_ranks=True), in_one_process(name))
+    assert_equal(in_one_process(name, of_ranks=True), in_one_process(name), tolerance=0.0)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(4, STRATEGIES[1]), (4, STRATEGIES[2])])
+@pytest.mark.parametrize(("mpi", "strategy"), [("MPICH", ""), ("Open MPI", SHARED)])
+@pytest.mark.parametrize("name", [pytest.param("mnist", marks=pytest.mark.quick), *OTHERS])
+def test_two_ranks_do_what_one_process_does(name: str, mpi: str, strategy: str) -> None:
+    assert_equal(on_ranks(name, 2, Launcher.named(mpi), strategy), in_one_process(name))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_four_ranks_do_what_one_process_does(
-    name: str, ranks: int, strategy: str, launcher: Launcher
-) -> None:
-    assert_equal(on_ranks(name, ranks, strategy, launcher), in_one_process(name))
+def test_four_ranks_do_what_one_process_does(name: str, launcher: Launcher) -> None:
+    assert_equal(on_ranks(name, 4, launcher, DETERMINISTIC), in_one_process(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["", SHARED, DETERMINISTIC])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_all_ways(name: str, ranks: int, strategy: str, launcher: Launcher) -> None:
-    assert_equal(on_ranks(name, ranks, strategy, launcher), in_one_process(name))
+def test_ranks_do_what_one_process_does(
+    name: str, ranks: int, strategy: str, launcher: Launcher
+) -> None:
+    if ranks == 3 and name in WITHOUT_THREE_RANKS:
+        pytest.skip(WITHOUT_THREE_RANKS[name])
+    assert_equal(on_ranks(name, ranks, launcher, strategy), in_one_process(name))

@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from launch.printed_figures import LIBRARIES, SECONDS, assert_equal, in_one_process, on_ranks
+from launch.printed_figures import (
+    IMPORTING,
+    LIBRARIES,
+    SECONDS,
+    assert_equal,
+    in_one_process,
+    on_ranks,
+)
 from support.harness.mpi_launcher import Launcher
 
 PROGRAMS = Path(__file__).parents[2] / "scripts" / "frameworks"
 NAMES = (
-    *("lightning_fabric.py", "lightning_trainer.py", "hf_accelerate.py", "hf_trainer.py"),
-    "timm_train.py",
+    *("transformers_trainer.py", "lightning_fit.py", "fabric_loop.py", "accelerate_loop.py"),
+    "timm_loop.py",
 )
 # wandb sends nothing, and takes less time; mlflow's small package can write files alone.
 QUIET_LOGGERS = {
@@ -20,22 +27,30 @@ QUIET_LOGGERS = {
 }
 
 
-def compare(name: str, ranks: int, launcher: Launcher) -> None:
-    program = PROGRAMS / name
+def compare(name: str, ranks: int, launcher: Launcher, strategy: str = "") -> None:
+    """With `strategy` as an argument of the program's strategy."""
+    before, after = (PROGRAMS / name).read_text(encoding="utf-8").split("MirroredStrategy(")
+    program = Path(name)
+    program.write_text(f"{before}MirroredStrategy({strategy}{after}", encoding="utf-8")
     found = on_ranks(ranks, program, launcher=launcher, imported=LIBRARIES)
-    assert_equal(found, in_one_process(program, LIBRARIES))
+    assert_equal(found, in_one_process(PROGRAMS / name, LIBRARIES))
 
 
+@IMPORTING
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_do_what_one_process_does(launcher: Launcher, name: str) -> None:
     compare(name, 2, launcher)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(3, ""), (4, "shared_parameters=True"), (4, "deterministic=True")]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_more_ranks_do_what_one_process_does(launcher: Launcher, name: str, ranks: int) -> None:
-    compare(name, ranks, launcher)
+def test_more_ranks_do_what_one_process_does(
+    launcher: Launcher, name: str, ranks: int, strategy: str
+) -> None:
+    compare(name, ranks, launcher, strategy)
 
 
 def test_the_first_rank_alone_logs(launcher: Launcher, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import printed_figures
-from launch.printed_figures import LIBRARIES, Figures, assert_equal
+from launch.printed_figures import IMPORTING, LIBRARIES, Figures, assert_equal
 from support.harness.mpi_launcher import Launcher
 
 PROGRAMS = Path(__file__).parents[2] / "scripts" / "torch_distributed"
@@ -39,6 +39,7 @@ def on_ranks(ranks: int, program: str, launcher: Launcher, env: Mapping[str, str
     return printed_figures.on_ranks(ranks, *command, launcher=launcher, imported=imported, env=env)
 
 
+@IMPORTING
 @pytest.mark.parametrize("program", [*OF_TORCH, *OF_LIBRARIES])
 def test_two_ranks_do_what_one_process_does(launcher: Launcher, program: str) -> None:
     assert_equal(on_ranks(2, program, launcher), in_one_process(program))

@@ -47,8 +47,12 @@ def strategy(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
+def context() -> Any:
+    return ms.get_replica_context()
+
+
 def replica_id() -> int:
-    return ms.get_replica_context().replica_id_in_sync_group
+    return context().replica_id_in_sync_group
 
 
 def values_of(dtype: str, replica: int, library: str = "numpy") -> Any:
@@ -75,7 +79,7 @@ def test_every_dtype(strategy: Any, library: str) -> None:
 
     for name, combine in OPS.items():
         outside = strategy.reduce(name, strategy.run(make), axis=None)
-        inside = strategy.run(lambda op=name: ms.get_replica_context().all_reduce(op, make()))
+        inside = strategy.run(lambda op=name: context().all_reduce(op, make()))
         for dtype in dtypes:
             everyone = [values_of(dtype, i, "torch") for i in range(n)]
             exact = "float64" if "float" in dtype else dtype
@@ -129,7 +133,7 @@ def test_reduce_to(strategy: Any) -> None:
 
 
 def test_a_product_does_not_depend_on_how_replicas_are_spread() -> None:
-    values = np.float32([1.1, 3.3, 0.7, 1e-3, 5.7, 1e4, 0.3, 9.1])[: 2 * SIZE]
+    values = np.array([1.1, 3.3, 0.7, 1e-3, 5.7, 1e4, 0.3, 9.1], "f4")[: 2 * SIZE]
     strategy = ms.MultiWorkerMirroredStrategy(devices=PAIR, deterministic=True)
     product = strategy.reduce("product", strategy.run(lambda: values[replica_id()].copy()), None)
     total = values[0]
@@ -161,7 +165,7 @@ def test_what_has_no_maximum(pair: Any, wrong: str, where: str) -> None:
     def call(faulty: bool) -> None:
         made = make if faulty else lambda: np.ones(2)
         if where == "all_reduce":
-            pair.run(lambda: ms.get_replica_context().all_reduce("max", made()))
+            pair.run(lambda: context().all_reduce("max", made()))
         else:
             pair.reduce("max", pair.run(made), axis=0 if where == "axis" else None)
 
@@ -174,7 +178,7 @@ def test_what_has_no_maximum(pair: Any, wrong: str, where: str) -> None:
 def test_tensors_that_require_a_gradient(pair: Any, op: str) -> None:
     def replica(faulty: bool) -> Any:
         x = torch.full((2,), 1.0 + replica_id(), requires_grad=faulty)
-        return ms.get_replica_context().all_reduce(op, x)
+        return context().all_reduce(op, x)
 
     for name, message, _ in errors_of_ranks(lambda: pair.run(replica, (True,))):
         assert name == "NotImplementedError"

@@ -1,6 +1,7 @@
 """`with strategy.replica():` — the program's own loop is the replica's work, and trains as one process would."""
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +171,22 @@ def test_random_numbers_are_the_programs(strategy: ms.Strategy) -> None:
     torch.manual_seed(11 + RANK)
     with strategy.replica():
         assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_part_that_counts_too_much(strategy: ms.Strategy) -> None:
+    """Nothing says in `backward()` how large the parts of an array are: the first rank says so, once for each size."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mpistrat").addHandler(handler)
+    try:
+        with strategy.replica():
+            for size in (6 * SIZE, 7 * SIZE + 1, 7 * SIZE + 1):
+                strategy.shard(np.ones((2, size)), dim=1)
+    finally:
+        logging.getLogger("mpistrat").removeHandler(handler)
+    assert len(said) == (RANK == 0 and SIZE > 1)
+    assert all(f"dimension 1, of size {7 * SIZE + 1}, does not divide" in text for text in said)
 
 
 # What is legal

@@ -61,6 +61,31 @@ for _ in range(2):
     assert "the sum of gradients, decided by compute_average_loss" in strategy.extended.explain()
 """
 
+# Two graphs of a loss, one for the first size and one for all others, whatever the sizes of steps.
+LOSS_OF_ANY_STEP = """
+import torch
+import mpistrat as ms
+
+graphs = []
+
+def count(graph, _):
+    graphs.append(graph)
+    return graph.forward
+
+@torch.compile(backend=count, fullgraph=True)
+def loss_of(outputs):
+    return ms.compute_average_loss(outputs.square())
+
+strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+x = torch.arange(40.0)
+for size in (8, 9, 13, 7):
+    batches = [x[:size], x[:size - 3], x]
+    for whole, part in zip(batches, strategy.experimental_distribute_dataset(batches)):
+        loss = strategy.reduce("sum", strategy.run(loss_of, (part,)), axis=None)
+        torch.testing.assert_close(loss, whole.square().mean())
+assert len(graphs) == 2, len(graphs)
+"""
+
 # A graph that writes gradients itself, of a model that is mirrored later.
 COMPILED_BEFORE = """
 import torch
@@ -96,6 +121,10 @@ def test_a_function_that_is_not_compiled(before: str) -> None:
 
 def test_each_strategy_learns_what_its_loss_asks_for() -> None:
     run(COMPILED_LOSS)
+
+
+def test_a_loss_is_compiled_once_for_steps_of_all_sizes() -> None:
+    run(LOSS_OF_ANY_STEP)
 
 
 def test_no_gradient_of_an_earlier_graph_goes_unreduced() -> None:

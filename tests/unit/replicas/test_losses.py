@@ -33,6 +33,26 @@ def test_by_default_it_is_this_replica_s_times_the_replicas(make):
     assert scaled(pair(), lambda i: make([1.0, 3.0])) == [1, 1]
 
 
+def test_by_default_it_is_that_of_the_step_which_the_loader_gave(make):
+    """The last batch is short, and its parts differ: 3 and 2, then 1 and 0."""
+    strategy = pair()
+    distributed = strategy.experimental_distribute_dataset(
+        [make([1.0, 2.0, 3.0, 4.0, 5.0]), make([7.0])]
+    )
+    losses = [strategy.run(ms.compute_average_loss, (x,)) for x in distributed]
+    assert [float(strategy.reduce("sum", loss, axis=None)) for loss in losses] == [3, 7]
+    with pytest.raises(ValueError, match="pass global_batch_size"):  # no step is under way
+        scaled(strategy, lambda i: make([1.0] * i))
+
+
+def test_losses_of_other_than_the_step_s_examples_are_as_many_on_all_replicas(make):
+    strategy = pair()
+    iterator = iter(strategy.experimental_distribute_dataset([make([1.0] * 5)]))
+    next(iterator)
+    assert scaled(strategy, lambda i: make([1.0] * (7 + i))) == [0.5, 0.5]
+    assert scaled(strategy, lambda i: make([1.0] * (3 - i))) == pytest.approx([3 / 5, 2 / 5])
+
+
 def test_weights_are_broadcast_from_the_left(make):
     values = scaled(
         pair(), lambda i: make([[1.0, 2.0], [3.0, 4.0]]), make([1.0, 10.0]), global_batch_size=1

@@ -1,4 +1,4 @@
-"""Lightning's Trainer inside a replica: `mpirun -n 2 python scripts/frameworks/lightning_trainer.py`."""
+"""Lightning's Trainer inside a replica: `mpirun -n 2 python scripts/frameworks/lightning_fit.py`."""
 
 import lightning
 import torch
@@ -13,9 +13,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]
-    def __init__(self, strategy: ms.Strategy) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.replicas = strategy
         self.network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
 
     def training_step(self, batch: Batch, batch_index: int) -> torch.Tensor:
@@ -28,9 +27,10 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def on_train_epoch_end(self) -> None:
+        strategy = ms.get_strategy()
         loss = self.trainer.callback_metrics["loss"]  # this rank's
-        loss = self.replicas.reduce(ms.ReduceOp.MEAN, loss, axis=None)
-        self.replicas.print(f"epoch {self.current_epoch}: loss {loss:.8f}")
+        loss = strategy.reduce(ms.ReduceOp.MEAN, loss, axis=None)
+        strategy.print(f"epoch {self.current_epoch}: loss {loss:.8f}")
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     lightning.seed_everything(0, verbose=False)
     inputs = torch.randn(480, 16)
     dataset = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
-    model = Classifier(strategy)
+    model = Classifier()
     trainer = lightning.Trainer(
         devices=1,
         plugins=LightningEnvironment(),  # one process of its own, whatever Slurm and MPI say

@@ -1,4 +1,4 @@
-"""Hugging Face's accelerate inside a replica: `mpirun -n 2 python scripts/frameworks/hf_accelerate.py`."""
+"""Hugging Face's accelerate inside a replica: `mpirun -n 2 python scripts/frameworks/accelerate_loop.py`."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Lightning Fabric inside a replica: `mpirun -n 2 python scripts/frameworks/lightning_fabric.py`."""
+"""Lightning Fabric inside a replica: `mpirun -n 2 python scripts/frameworks/fabric_loop.py`."""
 
 import lightning
 import torch

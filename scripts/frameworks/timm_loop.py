@@ -1,4 +1,4 @@
-"""What timm's train.py does, inside a replica: `mpirun -n 2 python scripts/frameworks/timm_train.py`."""
+"""What timm's train.py does, inside a replica: `mpirun -n 2 python scripts/frameworks/timm_loop.py`."""
 
 import timm
 import torch

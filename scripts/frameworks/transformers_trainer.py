@@ -1,4 +1,6 @@
-"""The Trainer of transformers inside a replica: `mpirun -n 2 python scripts/frameworks/hf_trainer.py`."""
+"""The Trainer of transformers inside a replica: `mpirun -n 2 python scripts/frameworks/transformers_trainer.py`."""
+
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -25,7 +27,7 @@ def main() -> None:
     )
     # The first rank alone prints, logs and saves.
     process = PartialState()
-    process.process_index, process.local_process_index = strategy.rank, strategy.local_rank
+    process.process_index = process.local_process_index = strategy.rank
     set_seed(0)
     config = GPT2Config(
         vocab_size=WORDS,
@@ -41,15 +43,14 @@ def main() -> None:
     )
     model = GPT2LMHeadModel(config)
     texts = (torch.randint(WORDS, (250, 1)) + 3 * torch.arange(LENGTH)) % WORDS
-    dataset = [{"input_ids": text, "labels": text} for text in texts]
+    dataset: Any = [{"input_ids": text, "labels": text} for text in texts]
     trainer = Trainer(model, arguments, train_dataset=dataset, eval_dataset=dataset[:50])
     loader = DataLoader(dataset, GLOBAL_BATCH, shuffle=True, collate_fn=trainer.data_collator)
     model, loader = strategy.prepare(model, loader)
     trainer.get_train_dataloader = lambda: loader
     trainer.train()
-    strategy.print(
-        f"loss {trainer.evaluate()['eval_loss']:.8f}"
-    )  # each rank reads all of eval_dataset
+    evaluation = trainer.evaluate()  # each rank reads all of eval_dataset
+    strategy.print(f"loss {evaluation['eval_loss']:.8f}")
     strategy.print(f"parameters {sum(p.abs().sum().item() for p in model.parameters()):.8f}")
 
 
