@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from mpistrat import arrays, nest
@@ -13,13 +14,22 @@ from mpistrat.machine.notices import tell
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     """As `Strategy.shard`."""
-    share = strategy.extended.input.share
+    extended = strategy.extended
+    share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
-    if strategy.extended.communicator.rank == 0:
+    if extended.communicator.rank == 0 and not _is_compiling():
+        # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
+        known = None if extended.step_examples is None else extended.step_examples[-1]
         for leaf in nest.flatten(values):
-            _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
+            if leaf.shape[dim] != known:
+                _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
     return parts
+
+
+def _is_compiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
 
 
 @functools.cache
