@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from mpistrat import arrays, nest
@@ -13,26 +14,34 @@ from mpistrat.machine.notices import tell
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     """As `Strategy.shard`."""
-    share = strategy.extended.input.share
+    extended = strategy.extended
+    share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
-    if strategy.extended.communicator.rank == 0:
-        known = strategy.extended.given_steps.examples
+    if extended.communicator.rank == 0 and not _is_compiling():
+        # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
+        examples = extended.given_steps.examples
+        known = None if examples is None else examples[-1]
         for leaf in nest.flatten(values):
-            size = int(leaf.shape[dim])
-            if size % share.num_replicas and (known is None or size != known[-1]):
-                _tell_of_rest(size, dim, share.num_replicas)
+            if leaf.shape[dim] != known:
+                _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
     return parts
 
 
+def _is_compiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
 @functools.lru_cache(1024)
-def _tell_of_rest(size: int, dim: int, num_replicas: int) -> None:
+def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
     """Once for each size: a loader says how large the parts of its batches are, and this does not."""
-    tell(
-        f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part gives "
-        "what is in short parts more weight; choose a size that divides, or scale the loss with "
-        "compute_average_loss(per_example_loss, global_batch_size=...)"
-    )
+    if size % num_replicas:
+        tell(
+            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
+            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
+            "compute_average_loss(per_example_loss, global_batch_size=...)"
+        )
 
 
 def _local_replica(strategy: AnyStrategy) -> int:

@@ -139,7 +139,7 @@ def test_a_distributed_loader_answers_for_its_loader(strategy: ms.Strategy) -> N
 
 def test_what_cannot_be_prepared(strategy: ms.Strategy) -> None:
     model, others = net(0), net(0)
-    sampler = DistributedSampler(examples(), SIZE, RANK)
+    sampler: DistributedSampler[Any] = DistributedSampler(examples(), SIZE, RANK)
     wrong: list[tuple[tuple[Any, ...], str, str]] = [
         ((model, adam(others)), "ValueError", "4 parameters, 0 of them in modules .*(Sequential).*4 in none that is"),
         ((adam(others),), "ValueError", "prepared with it .none."),
@@ -169,13 +169,13 @@ def test_what_cannot_be_prepared(strategy: ms.Strategy) -> None:
 def test_local_batches(strategy: ms.Strategy, notices: list[str]) -> None:
     """A DistributedSampler's; its epoch is the iteration's, unless the program sets it."""
     data = examples()
-    sampler = DistributedSampler(data, SIZE, RANK, seed=5)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, SIZE, RANK, seed=5)
     loader = strategy.prepare(DataLoader(data, 4, sampler=sampler), local_batches=True)
     assert loader.batch_size == 4
     assert loader.sampler is sampler
 
     def expected(epoch: int) -> list[float]:
-        alike = DistributedSampler(data, SIZE, RANK, seed=5)
+        alike: DistributedSampler[Any] = DistributedSampler(data, SIZE, RANK, seed=5)
         alike.set_epoch(epoch)
         return [data[i][0][0].item() for i in alike]
 
@@ -236,7 +236,10 @@ def test_shards_are_what_the_loader_gives() -> None:
     """Views, along any dimension, of each replica, however many a rank has."""
     strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
     n = strategy.num_replicas_in_sync
-    whole = {"x": np.arange(5 * 3).reshape(5, 3), "y": (torch.arange(10.0).reshape(2, 5),)}
+    whole: dict[str, Any] = {
+        "x": np.arange(5 * 3).reshape(5, 3),
+        "y": (torch.arange(10.0).reshape(2, 5),),
+    }
     step = next(iter(strategy.experimental_distribute_dataset([whole["x"]])))
 
     def parts(x: np.ndarray) -> tuple[Any, ...]:
@@ -248,13 +251,9 @@ def test_shards_are_what_the_loader_gives() -> None:
         for leaf in (3, "text", None, np.float64(1)):
             with pytest.raises(ValueError, match="shard takes arrays"):
                 strategy.shard(leaf)
-        return (
-            own,
-            strategy.shard(whole["y"][0], dim=-1),
-            ms.get_replica_context().replica_id_in_sync_group,
-        )
+        return own, strategy.shard(whole["y"][0], dim=-1)
 
-    rows, columns, _ = strategy.run(parts, (step,))
+    rows, columns = strategy.run(parts, (step,))
     counted = strategy.run(lambda: np.array(strategy.step_examples))
     assert strategy.gather(columns, axis=1).shape == (2, 5)
     assert sorted(strategy.gather(rows, axis=0).ravel()) == list(range(15))

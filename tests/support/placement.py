@@ -110,7 +110,7 @@ def check_training_is_as_on_the_host() -> None:
             if not made_in_scope:
                 model(batches(1)[0]).square().sum().backward()
                 optimizer.step()  # so that there is state, and there are gradients
-                strategy.mirror(model)
+                strategy.prepare(model, optimizer)
                 assert devices_of(model, optimizer) == {
                     strategy.extended.worker_devices[0].replace("cpu:0", "cpu")
                 }

@@ -43,16 +43,24 @@ def workers_of(job):
 
 def epoch_of(readers):
     """For each rank its steps, each a list of the examples of each replica."""
-    ranks = [
-        [[examples_of(entry) for entry in step] for step in reader.steps(0, 0)]
-        for reader in readers
-    ]
+    read = [list(reader.steps(0, 0)) for reader in readers]
+    ranks = [[[examples_of(entry) for entry in step] for step in steps] for steps in read]
+    check_counts(ranks, read)
     if readers[0].ends_together:
         assert len({len(steps) for steps in ranks}) == 1
         if readers[0].drop_last:  # where a replica without data ends the epoch
             steps = chain.from_iterable(reader.steps(0, 0) for reader in readers)
             assert not any(entry is MISSING for step in steps for entry in step)
     return ranks
+
+
+def check_counts(ranks, read):
+    """Steps that say how many examples they have say what is so: of each replica of the rank, and of all."""
+    for i, step in enumerate(zip(*ranks)):  # noqa: B905 - some ranks have more, without saying how many
+        total = sum(len(piece) for pieces in step for piece in pieces)
+        for pieces, steps in zip(step, read, strict=True):
+            if steps[i].examples is not None:
+                assert steps[i].examples.tolist() == [*map(len, pieces), total]
 
 
 def examples_of(entry):
