@@ -96,9 +96,9 @@ class DistributedIterator(Iterator[Any]):
                 self._extended.given_steps.end(self)
                 raise StopIteration
             batches, self.progress.position, examples = self._ahead.popleft()
-            given = self._extended.given_steps
-            if in_block or not given.blocks:
-                given.give(self, examples if self._combines_all else None)
+            steps = self._extended.given_steps
+            if in_block or not steps.blocks:
+                steps.give(self, examples if self._combines_all else None)
             self.progress.steps += 1
             if in_block:
                 self._source.is_under_way = True
