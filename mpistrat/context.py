@@ -165,7 +165,7 @@ def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
     mode = per_thread.modes[-1]
     if mode.strategy is not strategy:
         raise RuntimeError(
-            f"{call} was called on {strategy} while {mode.strategy} is in force; strategies must not "
+            f"{call} was called on {strategy} while {other_in_force(strategy)} is in force; strategies must not "
             "be mixed: leave the other strategy's scope or run first"
         )
     if mode.replica_context is not None and not mode.in_block:
@@ -173,6 +173,12 @@ def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
             f"{call} was called inside run ({mode.replica_context}); it acts on all replicas at once. "
             "Call it outside run, or from run through get_replica_context().merge_call(fn)"
         )
+
+
+def other_in_force(strategy: AnyStrategy) -> str:
+    """The strategy that is in force here, for a message about `strategy`."""
+    other = repr(current_mode().strategy)
+    return f"another {other}" if other == repr(strategy) else other
 
 
 def require_iteration(strategy: AnyStrategy) -> None:

@@ -14,6 +14,7 @@ from mpistrat.context import (
     current_local_replica,
     entered,
     in_replica_block,
+    other_in_force,
     per_thread,
     require_cross_replica,
 )
@@ -86,12 +87,14 @@ class Strategy(RankMethods):
     def step_examples(self) -> tuple[int, int] | None:
         """How many examples this replica, and all replicas, have in the step that a distributed dataset gave last.
 
-        None where that is not known: before the first step and after the last; where each rank reads what it likes (a
-        dataset function, files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
+        That is of the iterations that the program still has: after an evaluation in mid-epoch it is the step before it.
+        None where that is not known: outside every iteration; where each rank reads what it likes (a dataset function,
+        files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
         """
-        if self._extended.step_examples is None:
+        examples = self._extended.given_steps.examples
+        if examples is None:
             return None
-        *local, total = self._extended.step_examples.tolist()
+        *local, total = examples.tolist()
         # Where one call is for several replicas, it is that of none of them.
         replica = current_local_replica() if self._replicas.count == len(local) else None
         if replica is None and len(set(local)) > 1:
@@ -374,7 +377,7 @@ class _Scope:
             mode = per_thread.modes[-1]
             if mode.strategy is not strategy:
                 raise RuntimeError(
-                    f"the scope of {strategy} was entered inside that of {mode.strategy}; strategies "
+                    f"the scope of {strategy} was entered inside that of {other_in_force(strategy)}; strategies "
                     "must not be mixed: leave the other scope or run first"
                 )
             if mode.replica_context is not None and not mode.in_block:

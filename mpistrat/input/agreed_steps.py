@@ -127,7 +127,7 @@ class AgreedSteps(Iterator[Step]):
             spec = None if batch is None else spec_of(batch)
             first_steps = communicator.all_gather_object(
                 (mine, self._reader.num_steps(), spec),
-                label="first step of the distributed dataset",
+                label="first step of the distributed dataset: every rank must call next()",
             )
             largest, failure = (max(mine[i] for mine, _, _ in first_steps) for i in range(2))
             counts = [count for _, count, _ in first_steps if count is not None]

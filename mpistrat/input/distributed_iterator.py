@@ -59,7 +59,6 @@ class DistributedIterator(Iterator[Any]):
 
     def _begin(self, epoch: int, start: int) -> None:
         self.progress.begin(epoch, start)
-        self._under_way = False
         self._steps: AgreedSteps | None = None
         self._steps_read = start
         self._ahead: collections.deque[tuple[list[Any], Any, Any]] = collections.deque()
@@ -85,9 +84,7 @@ class DistributedIterator(Iterator[Any]):
             require_iteration(strategy)
             in_block = in_replica_block(strategy)
             if in_block:  # all ranks are here, between two steps
-                if self._under_way:
-                    self._under_way = False
-                    self._source.step_has_ended()
+                self._source.end_step()
                 self._extended.modules.before_run()
             self._read_ahead(self._source.read_ahead(self._copies))
             if not self._ahead:
@@ -96,13 +93,15 @@ class DistributedIterator(Iterator[Any]):
                 self.progress.ended = True
                 if in_block:
                     self._extended.modules.after_loader()
-                self._extended.step_examples = None
+                self._extended.given_steps.end(self)
                 raise StopIteration
             batches, self.progress.position, examples = self._ahead.popleft()
-            self._extended.step_examples = examples if self._combines_all else None
+            steps = self._extended.given_steps
+            if in_block or not steps.blocks:
+                steps.give(self, examples if self._combines_all else None)
             self.progress.steps += 1
             if in_block:
-                self._under_way = True
+                self._source.is_under_way = True
                 strategy.runs += 1
             self.progress.unread = None
             batches = self._copies.arrived(batches)

@@ -20,7 +20,8 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
     if extended.communicator.rank == 0 and not _is_compiling():
         # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
-        known = None if extended.step_examples is None else extended.step_examples[-1]
+        examples = extended.given_steps.examples
+        known = None if examples is None else examples[-1]
         for leaf in nest.flatten(values):
             if leaf.shape[dim] != known:
                 _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
@@ -32,7 +33,7 @@ def _is_compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
     """Once for each size: a loader says how large the parts of its batches are, and this does not."""
     if size % num_replicas:

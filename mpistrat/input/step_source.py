@@ -54,6 +54,7 @@ class StepSource:
         last, progress: the iterator that was begun last, and how far it has come.
         peeked: the next iterator, where its first step was read for its spec.
         after_steps: as of `DistributedDataset`.
+        is_under_way: whether the program has, inside `Strategy.replica()`, a step that has not ended.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class StepSource:
         self.last: weakref.ref[Any] | None = None
         self.progress: Progress | None = None
         self.peeked: Any = None
+        self.is_under_way = False
         self.after_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._read_ahead: int | None = None
 
@@ -74,12 +76,14 @@ class StepSource:
         self.epoch, self.start = max(self.epoch, progress.epoch) + 1, 0
         self.last, self.progress, self.peeked = weakref.ref(iterator), progress, None
 
-    def step_has_ended(self) -> None:
-        """The program has done with a step. Called by: every rank."""
-        for method in self.after_steps:
-            call = method()
-            if call is not None:
-                call()
+    def end_step(self) -> None:
+        """The program has done with the step that it has got last, if any. Called by: every rank."""
+        if self.is_under_way:
+            self.is_under_way = False
+            for method in self.after_steps:
+                call = method()
+                if call is not None:
+                    call()
 
     def open(self, epoch: int, start: int) -> AgreedSteps:
         """The steps of an epoch, from number `start` on."""
@@ -101,7 +105,8 @@ class StepSource:
         """
         if self._read_ahead is None:
             needed = self.extended.communicator.all_gather_object(
-                copies.needed, label="devices of a distributed dataset"
+                copies.needed,
+                label="devices of the distributed dataset: every rank must call next()",
             )
             depth = self.options.experimental_per_replica_buffer_size
             self._read_ahead = depth if any(needed) else 0

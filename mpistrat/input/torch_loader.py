@@ -41,7 +41,7 @@ from mpistrat.replicas.input_plan import Share, StepExamples
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
-_SAMPLER = "sampler of the distributed dataset"
+_SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 
 
 def is_map_style(dataset: Any) -> TypeGuard[data.DataLoader[Any]]:

@@ -25,8 +25,9 @@ from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
+from mpistrat.replicas.given_steps import GivenSteps
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.input_plan import InputPlan, StepExamples
+from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.multi_step import MultiStepContext
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
@@ -63,7 +64,7 @@ class StrategyExtended(abc.ABC):
         checkpoints: what this rank does for checkpoints.
         input: what this rank reads.
         modules: what is done about torch modules.
-        step_examples: of the step that a distributed dataset has handed out last on this rank; None if not known.
+        given_steps: of distributed datasets, on this rank.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -81,7 +82,7 @@ class StrategyExtended(abc.ABC):
         self.variables, self.checkpoints = parts.variables, parts.checkpoints
         self.input, self.modules = parts.input, parts.modules
         self.communicator = group.communicator
-        self.step_examples: StepExamples | None = None
+        self.given_steps = GivenSteps(group.num_replicas_in_sync)
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas

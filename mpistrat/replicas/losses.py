@@ -77,7 +77,7 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
     Raises: ValueError: the loss is of no examples, and it is not known how many others have.
     """
     own = loss.shape[0]
-    examples = get_strategy().extended.step_examples if replicas > 1 else None
+    examples = get_strategy().extended.given_steps.examples if replicas > 1 else None
     if examples is not None and arrays.is_torch(loss):
         import torch
 

@@ -135,7 +135,10 @@ class RankMethods:
         def gather(communicator: Communicator) -> list[str | None]:
             watch = communicator.contract.watch
             with watch.waiting(_SECONDS_ALONE) if watch else contextlib.nullcontext():
-                return communicator.all_gather_object(failure, label="first_rank_first")
+                return communicator.all_gather_object(
+                    failure,
+                    label="the end of first_rank_first's block, which must not wait for other ranks",
+                )
 
         gathered: list[str | None] = self._together("first_rank_first", gather)
         return gathered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from mpistrat.context import entered, in_replica_block, per_thread
+from mpistrat.context import entered, in_replica_block, other_in_force, per_thread
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         for mode in per_thread.modes:
             if mode.strategy is not strategy:
                 raise RuntimeError(
-                    f"replica() was called on {strategy} while {mode.strategy} is in force; strategies must not be "
-                    "mixed: leave the other strategy's scope, run or replica() first"
+                    f"replica() was called on {strategy} while {other_in_force(strategy)} is in force; strategies "
+                    "must not be mixed: leave the other strategy's scope, run or replica() first"
                 )
             if mode.replica_context is not None and not mode.in_block:
                 raise RuntimeError(
@@ -56,6 +56,7 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         self._is_nested = in_replica_block(self._extended.strategy)
         if not self._is_nested:
             self._extended.modules.before_run()
+            self._extended.given_steps.blocks += 1
             spans.current.begin_steps()
         self._entered.__enter__()
         return self._context
@@ -64,3 +65,4 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         self._entered.__exit__(*exc)
         if not self._is_nested:
             spans.current.end_steps()
+            self._extended.given_steps.blocks -= 1

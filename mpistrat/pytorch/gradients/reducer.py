@@ -29,7 +29,13 @@ import torch
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
-from mpistrat.context import AnyReplicaContext, current_mode, in_replica_block
+from mpistrat.context import (
+    AnyReplicaContext,
+    current_mode,
+    has_strategy,
+    in_cross_replica_context,
+    in_replica_block,
+)
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks
@@ -241,8 +247,12 @@ class GradientReducer:
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        examples = self._parts.strategy.step_examples
-        if examples is None or not self._parts.rule.is_mean:
+        if not self._parts.rule.is_mean:
+            return 1.0
+        strategy = self._parts.strategy
+        strategy.extended.given_steps.backward(self._communicator.rank)
+        examples = strategy.step_examples
+        if examples is None:
             return 1.0
         own, of_all = examples
         return own * self._parts.group.num_replicas_in_sync / of_all
@@ -316,8 +326,10 @@ class GradientReducer:
             if reducer is None:
                 return
             if not reducer._active:
+                in_scope = has_strategy() and in_cross_replica_context()
+                where = " (in scope(), where no replica computes)" if in_scope else ""
                 raise RuntimeError(
-                    "backward() outside run reached a mirrored parameter, where its gradient is not reduced "
+                    f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
                     "over replicas; call loss.backward() inside strategy.run(step), or inside "
                     "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
                     ".grad alone"

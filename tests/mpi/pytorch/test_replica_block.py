@@ -38,6 +38,16 @@ def strategy() -> ms.Strategy:
     return ms.MultiWorkerMirroredStrategy()
 
 
+@pytest.fixture
+def notices() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mpistrat").addHandler(handler)
+    yield said
+    logging.getLogger("mpistrat").removeHandler(handler)
+
+
 def net(*more: torch.nn.Module) -> torch.nn.Module:
     torch.manual_seed(3)
     return torch.nn.Sequential(
@@ -173,20 +183,74 @@ def test_random_numbers_are_the_programs(strategy: ms.Strategy) -> None:
         assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_part_that_counts_too_much(strategy: ms.Strategy) -> None:
+def test_a_part_that_counts_too_much(strategy: ms.Strategy, notices: list[str]) -> None:
     """Nothing says in `backward()` how large the parts of an array are: the first rank says so, once for each size."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mpistrat").addHandler(handler)
-    try:
-        with strategy.replica():
-            for size in (6 * SIZE, 7 * SIZE + 1, 7 * SIZE + 1):
-                strategy.shard(np.ones((2, size)), dim=1)
-    finally:
-        logging.getLogger("mpistrat").removeHandler(handler)
-    assert len(said) == (RANK == 0 and SIZE > 1)
-    assert all(f"dimension 1, of size {7 * SIZE + 1}, does not divide" in text for text in said)
+    with strategy.replica():
+        for size in (6 * SIZE, 7 * SIZE + 1, 7 * SIZE + 1):
+            strategy.shard(np.ones((2, size)), dim=1)
+        distributed = strategy.prepare(DataLoader(examples(5 * SIZE + 1), 5 * SIZE + 1))
+        for _ in distributed:  # noise for a batch of the loader's
+            strategy.shard(np.ones(strategy.step_examples[1]))
+    assert len(notices) == (RANK == 0 and SIZE > 1)
+    assert all(f"dimension 1, of size {7 * SIZE + 1}, does not divide" in text for text in notices)
+
+
+Step = Callable[[Any, Any], None]
+
+
+def validate_in_mid_step(batches: Any, others: Any, step: Step) -> None:
+    for x, y in batches:
+        for _ in others:
+            pass
+        step(x, y)
+
+
+def repeat_the_first(batches: Any, others: Any, step: Step) -> None:
+    x, y = next(iter(batches))
+    step(x, y)
+    step(x, y)
+
+
+def read_by_hand(batches: Any, others: Any, step: Step) -> None:
+    iterator = iter(batches)
+    while (batch := next(iterator, None)) is not None:
+        step(*batch)
+
+
+def read_ahead(batches: Any, others: Any, step: Step) -> None:
+    iterator = iter(batches)
+    batch = next(iterator)
+    while batch is not None:
+        following = next(iterator, None)
+        step(*batch)
+        batch = following
+
+
+@pytest.mark.parametrize("loop", [validate_in_mid_step, repeat_the_first, read_by_hand, read_ahead])
+def test_a_loss_counts_by_the_step_that_it_is_of(
+    strategy: ms.Strategy, loop: Callable[..., None], notices: list[str]
+) -> None:
+    """Where a program reads ahead that is not known; it is told if that makes a difference."""
+
+    def trained(model: torch.nn.Module, batches: Any, others: Any) -> torch.nn.Module:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        loop(batches, others, step)
+        return model
+
+    others = DataLoader(examples(7), 7)
+    with strategy.replica():
+        ours = trained(*strategy.prepare(net(), loader(), others))
+    is_known = loop is not read_ahead or (BATCH % SIZE == EXAMPLES % BATCH % SIZE == 0)
+    if is_known:
+        assert_equal(ours, trained(net(), loader(), others))
+    warnings = [text for text in notices if "loaders gave steps of [2, 12] examples" in text]
+    assert len(warnings) == (RANK == 0 and not is_known)
 
 
 # What is legal

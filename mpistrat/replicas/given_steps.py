@@ -1,0 +1,91 @@
+"""How many examples the step has that a program computes with: what weighs a replica's loss."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.machine.notices import tell
+from mpistrat.replicas.input_plan import StepExamples
+
+
+@dataclass
+class _Last:
+    """The last step of an iterator.
+
+    Attributes:
+        at: after how many backwards it was given.
+        totals: examples over all replicas; with those of the steps before it, if the program reads ahead.
+        is_only: the iterator has given no other, and has not ended.
+    """
+
+    iterator: weakref.ref[Any]
+    examples: StepExamples | None
+    at: int
+    totals: set[int]
+    reads_ahead: bool = False
+    is_only: bool = True
+
+
+class GivenSteps:
+    """The steps that iterators over distributed datasets have given on this rank.
+
+    The program computes with the last one of the iterators that it still has: after a loop over a loader, with what it
+    was given before that loop. `next(iter(loader))` leaves it a step, and no iterator.
+
+    Attributes:
+        examples: of that step; None if that is not known.
+        blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self.examples: StepExamples | None = None
+        self.blocks = 0
+        self._lasts: list[_Last] = []
+        self._backwards = 0
+        self._has_warned = False
+
+    def give(self, iterator: Any, examples: StepExamples | None) -> None:
+        """`iterator` gives a step with these examples."""
+        before = next((last for last in self._lasts if last.iterator() is iterator), None)
+        totals = set() if examples is None else {int(examples[-1])}
+        last = _Last(weakref.ref(iterator, self._forget), examples, self._backwards, totals)
+        if before is not None:
+            self._lasts.remove(before)
+            last.is_only = False
+            last.reads_ahead = before.reads_ahead or before.at == self._backwards
+            if last.reads_ahead:
+                last.totals |= before.totals
+        self._lasts.append(last)
+        self.examples = examples
+
+    def end(self, iterator: Any) -> None:
+        """`iterator` has no more."""
+        for last in self._lasts:
+            last.is_only &= last.iterator() is not iterator
+
+    def _forget(self, iterator: weakref.ref[Any]) -> None:
+        gone = self._lasts[-1] if self._lasts[-1].iterator is iterator else None
+        self._lasts = [last for last in self._lasts if last.iterator is not iterator]
+        if self._lasts:
+            self.examples = self._lasts[-1].examples
+        elif gone is None or not gone.is_only:
+            self.examples = None
+
+    def backward(self, rank: int) -> None:
+        """A backward weighs its loss by `examples`. Warns once where they may be those of another step."""
+        if self._lasts and not self._has_warned:
+            since = [last.totals for last in self._lasts[:-1] if last.at == self._backwards]
+            totals = self._lasts[-1].totals.union(*since)
+            if len(totals) > 1 and any(total % self._num_replicas for total in totals):
+                self._has_warned = True
+                if rank == 0:
+                    tell(
+                        f"backward() inside replica(): loaders gave steps of {sorted(totals)} examples before it, "
+                        f"not all of which divide by {self._num_replicas} replicas, and a replica's gradient counts "
+                        "by its part of the last one. Call backward() before the next step is asked for; or use "
+                        "drop_last=True; or scale the loss with compute_average_loss(…, global_batch_size=…)"
+                    )
+        self._backwards += 1
