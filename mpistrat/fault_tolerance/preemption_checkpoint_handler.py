@@ -94,7 +94,7 @@ class PreemptionCheckpointHandler:
         self._end.warn_if_near()
         self._is_called = False  # by the program, which says where steps end
         self._optimizers = _optimizer_steps_of(self._manager.checkpoint)
-        self._last_count = 0
+        self._last_count = 0 if self._optimizers is None else self._optimizers.count
         for value in self._manager.checkpoint.objects.values():
             if isinstance(value, (DistributedDataset, DistributedIterator)):
                 value.after_steps.append(weakref.WeakMethod(self._after_batch))

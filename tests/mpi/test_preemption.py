@@ -335,3 +335,59 @@ def test_training_goes_on_with_the_same_bits(folder: str) -> None:
             train(f"{folder}/interrupted", interruption)
     resumed = train(f"{folder}/interrupted", None)
     assert all(torch.equal(a, b) for a, b in zip(undisturbed, resumed, strict=True))
+
+
+class Loop(Training):
+    """A loop inside `replica()`, of `batches` of 4 examples, whose checkpoint has the loader."""
+
+    def __init__(self, strategy: Any, folder: str, batches: int) -> None:
+        super().__init__(strategy, folder)
+        self.loader = strategy.experimental_distribute_dataset([np.ones((4, 4))] * batches)
+        checkpoint = ms.checkpoint.Checkpoint(
+            model=self.model, optimizer=self.optimizer, loader=self.loader
+        )
+        config = TerminationConfig(exit_fn=leave, save_fn=self.note, end_time=math.inf)
+        self.handler = PreemptionCheckpointHandler(None, checkpoint, folder, config)
+
+    def train(self, per_step: int = 1, explicit: bool = False, most: int = MOST_STEPS) -> None:
+        """An epoch, whose steps are of `per_step` batches each; left after `most` batches."""
+        for i, x in enumerate(self.loader, start=1):
+            self.model(torch.as_tensor(x, dtype=torch.float32)).sum().backward()
+            if i % per_step == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if explicit:
+                    self.handler.save_checkpoint_if_preempted()
+            if i == most:
+                break
+
+
+def test_steps_that_a_loader_counts(folder: str) -> None:
+    """Inside `replica()`, where the loop asks for the next batch: the batches of one step count once."""
+    with ms.MultiWorkerMirroredStrategy().replica() as context:
+        loop = Loop(context.strategy, folder, batches=6)
+        loop.train()
+        assert loop.handler.total_run_calls == 6
+        loop.train(per_step=3)
+        assert loop.handler.total_run_calls == 8
+        loop.train(most=2)  # the second one ends when the next epoch begins
+        assert loop.handler.total_run_calls == 9
+        loop.train()
+        assert loop.handler.total_run_calls == 16
+        for _ in context.strategy.experimental_distribute_dataset([np.ones((4, 4))] * 3):
+            pass  # an evaluation
+        assert loop.handler.total_run_calls == 16
+        loop.train(explicit=True)  # from the first call on, the program says where steps end
+        assert loop.handler.total_run_calls == 22
+
+
+def test_a_loop_leaves_where_it_asks_for_a_batch(folder: str) -> None:
+    with ms.MultiWorkerMirroredStrategy().replica() as context:
+        loop = Loop(context.strategy, folder, batches=6)
+        loop.train(per_step=2)
+        if RANK == SIZE - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Left):
+            loop.train(per_step=2)
+        assert loop.saved == [4]  # never with gradients that wait for an optimizer
+        assert loop.loader.state_dict()["steps"] == 2
