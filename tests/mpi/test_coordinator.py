@@ -33,6 +33,8 @@ def test_every_closure_is_counted_once() -> None:
     def program(strategy: Any, coordinator: ClusterCoordinator) -> None:
         with strategy.scope():
             count = ms.Variable(0)
+        with pytest.raises(RuntimeError, match="give them to ClusterCoordinator"):
+            strategy.replica()
         for _ in range(500):
             coordinator.schedule(lambda: count.assign_add(1))
         coordinator.join()
