@@ -78,7 +78,10 @@ PROGRAMS = {
         LIBRARIES,
     ),
 }
-OTHERS = [name for name in PROGRAMS if name != "mnist"]
+# In every run each program is on two ranks; what takes longest is otherwise in `full` alone.
+OFTEN = ("word_language_model", "gpt2", "timm_model")
+SLOW = pytest.mark.slow
+OFTEN_AND_SLOW = [pytest.param(name, marks=() if name in OFTEN else SLOW) for name in PROGRAMS]
 WITHOUT_THREE_RANKS = {
     "word_language_model": "20 columns of text do not divide by 3",
     "gpt2": "the loss is float32 in transformers, and thirds are rounded",
@@ -206,18 +209,25 @@ def test_all_programs_are_tested() -> None:
         assert {path.stem for path in FOLDER.glob(f"*.{kind}")} == PROGRAMS.keys()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", OFTEN_AND_SLOW)
 def test_python_alone_runs_the_program_of_ranks(name: str) -> None:
     assert_equal(in_one_process(name, of_ranks=True), in_one_process(name), tolerance=0.0)
 
 
-@pytest.mark.parametrize(("mpi", "strategy"), [("MPICH", ""), ("Open MPI", SHARED)])
-@pytest.mark.parametrize("name", [pytest.param("mnist", marks=pytest.mark.quick), *OTHERS])
-def test_two_ranks_do_what_one_process_does(name: str, mpi: str, strategy: str) -> None:
-    assert_equal(on_ranks(name, 2, Launcher.named(mpi), strategy), in_one_process(name))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.quick if name == "mnist" else ()) for name in PROGRAMS],
+)
+def test_two_ranks_do_what_one_process_does(name: str) -> None:
+    assert_equal(on_ranks(name, 2, Launcher.named("MPICH"), ""), in_one_process(name))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", OFTEN_AND_SLOW)
+def test_two_ranks_that_share_parameters(name: str) -> None:
+    assert_equal(on_ranks(name, 2, Launcher.named("Open MPI"), SHARED), in_one_process(name))
+
+
+@pytest.mark.parametrize("name", OFTEN_AND_SLOW)
 def test_four_ranks_do_what_one_process_does(name: str, launcher: Launcher) -> None:
     assert_equal(on_ranks(name, 4, launcher, DETERMINISTIC), in_one_process(name))
 

@@ -77,6 +77,7 @@ def test_workers_of_a_loader_go_on_when_all_processes_are_signalled(
     assert f"{number.name} has come: saved" in job.stderr
 
 
+@pytest.mark.slow  # tests/mpi/test_preemption.py has steps, and leaves, in every run
 def test_the_loader_of_a_program_without_run_leaves(tmp_path: Path) -> None:
     """Inside `replica()`, at next(loader), which is all that the program calls; it goes on with the same bits."""
     mpich = Launcher.named("MPICH")
