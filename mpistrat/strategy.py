@@ -331,8 +331,8 @@ class Strategy(RankMethods):
         Returns:
             the objects, in their order; a single one itself.
         Raises:
-            TypeError, ValueError: on all ranks, for what cannot be prepared, or an optimizer of other parameters than
-            those of modules that are given, or were mirrored before.
+            TypeError, ValueError: on all ranks, for what cannot be prepared, an optimizer of other parameters than
+            those of modules that are given, or were mirrored before, or one whose steps differ between ranks.
         """
         with cross_replica(self, "prepare"):
             prepared = prepare(self, objects, local_batches)

@@ -20,6 +20,7 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
         new = _new_modules(strategy, objects)
     if new:
         extended.modules.get().mirror(new)
+    _check_optimizers_of_ranks(strategy, objects)
 
     def distributed(batches: Any) -> DistributedDataset:
         with extended.communicator.raising_together():
@@ -47,6 +48,16 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
     owner = strategy.extended.modules.get()
     check_optimizers(owner, optimizers, modules)
     return not_mirrored(owner, modules)
+
+
+def _check_optimizers_of_ranks(strategy: AnyStrategy, objects: Sequence[Any]) -> None:
+    """Raises: ValueError on all ranks, where an optimizer has made other numbers of steps on some of them."""
+    torch = sys.modules.get("torch")
+    optimizers = [o for o in objects if torch is not None and isinstance(o, torch.optim.Optimizer)]
+    if optimizers:
+        from mpistrat.pytorch.modules.preparing import check_same_steps
+
+        check_same_steps(strategy.extended.communicator, optimizers)
 
 
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:

@@ -264,3 +264,18 @@ def test_shards_are_what_the_loader_gives() -> None:
     with other.scope(), pytest.raises(RuntimeError, match="is in force"):
         strategy.shard(whole)
     assert np.array_equal(other.shard(whole["x"]), whole["x"])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_optimizer_that_one_rank_has_loaded(strategy: ms.Strategy) -> None:
+    """Others would go on without its state, and nobody would notice."""
+    model = net(0)
+    optimizer = adam(model)
+    if RANK == 0:
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"step": torch.tensor(3.0)}
+    errors = errors_of_ranks(lambda: strategy.prepare(model, optimizer))
+    assert {name for name, _, _ in errors} == {"ValueError"}, errors
+    assert all("parameters after 3 steps on rank 0" in message for _, message, _ in errors), errors
+    strategy.prepare(net(0))
+    assert_usable(strategy)

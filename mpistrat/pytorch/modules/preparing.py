@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpistrat import arrays
+from mpistrat.communicators import Communicator
+from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
 from mpistrat.pytorch import hooks
 
 if TYPE_CHECKING:
@@ -54,3 +56,27 @@ def check_optimizers(
                 f"mirrored. Make the {kind} of the parameters of the module that is trained, after copy.deepcopy, "
                 "convert_sync_batchnorm and whatever else makes others, and give prepare that module, too"
             )
+
+
+def check_same_steps(
+    communicator: Communicator, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Called by: every rank. Raises: ValueError on all, if one alone has loaded the state of an optimizer."""
+    mine = [_steps_of(optimizer) for optimizer in optimizers]
+    everyone = communicator.all_gather_object(mine, label="optimizers that are prepared")
+    for rank, theirs in enumerate(everyone):
+        for ours, other in zip(everyone[0], theirs, strict=False):
+            if other != ours:
+                error = ValueError(
+                    f"an optimizer has {ours} on rank 0 and {other} on rank {rank}: states of optimizers are not "
+                    "mirrored. Load them on every rank"
+                )
+                mark_raised_by_all(error)
+                raise error
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> str:
+    states = [state for state in optimizer.state.values() if state]
+    steps = {float(state["step"]) for state in states if "step" in state}
+    made = f" after {max(steps):g} steps" if steps else ""
+    return f"the state of {len(states)} parameters{made}"
