@@ -59,6 +59,11 @@ class Mode(NamedTuple):
     replica_context: AnyReplicaContext | None  # None: cross-replica context
     in_block: bool = False  # inside `Strategy.replica()`, and not inside `run`
 
+    @property
+    def in_run(self) -> bool:
+        """Whether a replica may not do here what all replicas do together."""
+        return self.replica_context is not None and not self.in_block
+
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
@@ -105,7 +110,7 @@ def in_cross_replica_context() -> bool:
     return current_mode().replica_context is None
 
 
-class entered(contextlib.AbstractContextManager[None]):  # noqa: N801 - used like a function: `with entered(mode):`
+class entered:  # noqa: N801 - used like a function: `with entered(mode):`
     """Puts one mode onto this thread's stack for the time of a `with` block."""
 
     __slots__ = ("mode",)
@@ -163,22 +168,23 @@ def require_cross_replica(strategy: AnyStrategy, call: str) -> None:
     if not per_thread.modes:
         return
     mode = per_thread.modes[-1]
-    if mode.strategy is not strategy:
-        raise RuntimeError(
-            f"{call} was called on {strategy} while {other_in_force(strategy)} is in force; strategies must not "
-            "be mixed: leave the other strategy's scope or run first"
-        )
-    if mode.replica_context is not None and not mode.in_block:
+    require_unmixed(strategy, call)
+    if mode.in_run:
         raise RuntimeError(
             f"{call} was called inside run ({mode.replica_context}); it acts on all replicas at once. "
             "Call it outside run, or from run through get_replica_context().merge_call(fn)"
         )
 
 
-def other_in_force(strategy: AnyStrategy) -> str:
-    """The strategy that is in force here, for a message about `strategy`."""
-    other = repr(current_mode().strategy)
-    return f"another {other}" if other == repr(strategy) else other
+def require_unmixed(strategy: AnyStrategy, call: str) -> None:
+    """Raise RuntimeError inside another strategy's scope, run or `replica()`."""
+    other = per_thread.modes[-1].strategy if per_thread.modes else strategy
+    if other is not strategy:
+        another = "another " if repr(other) == repr(strategy) else ""
+        raise RuntimeError(
+            f"{call} was called on {strategy} while {another}{other} is in force; strategies must not "
+            "be mixed: leave the other scope, run or replica() first"
+        )
 
 
 def require_iteration(strategy: AnyStrategy) -> None:
@@ -187,7 +193,7 @@ def require_iteration(strategy: AnyStrategy) -> None:
     if not per_thread.modes:
         return
     mode = per_thread.modes[-1]
-    if mode.strategy is strategy and mode.replica_context is not None and not mode.in_block:
+    if mode.strategy is strategy and mode.in_run:
         raise ValueError(
             "a step of a distributed dataset has a part for each replica: call next() outside run, and give run "
             "what it returns"

@@ -14,9 +14,9 @@ from mpistrat.context import (
     current_local_replica,
     entered,
     in_replica_block,
-    other_in_force,
     per_thread,
     require_cross_replica,
+    require_unmixed,
 )
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
@@ -374,13 +374,8 @@ class _Scope:
     def __enter__(self) -> Strategy:
         strategy = self._strategy
         if per_thread.modes:
-            mode = per_thread.modes[-1]
-            if mode.strategy is not strategy:
-                raise RuntimeError(
-                    f"the scope of {strategy} was entered inside that of {other_in_force(strategy)}; strategies "
-                    "must not be mixed: leave the other scope or run first"
-                )
-            if mode.replica_context is not None and not mode.in_block:
+            require_unmixed(strategy, "scope()")
+            if per_thread.modes[-1].in_run:
                 raise RuntimeError(
                     "scope() was entered inside run; make variables and modules before run, or use "
                     "get_replica_context().merge_call(fn), which is in the scope"

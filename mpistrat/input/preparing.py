@@ -17,10 +17,14 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
     extended = strategy.extended
     with extended.communicator.raising_together():
         are_batches = [_are_batches(value, strategy) for value in objects]
-        new = _new_modules(strategy, objects)
+        modules, optimizers = _of_torch(objects)
+        new = _new_modules(strategy, modules, optimizers)
     if new:
         extended.modules.get().mirror(new)
-    _check_optimizers_of_ranks(strategy, objects)
+    if optimizers:
+        from mpistrat.pytorch.modules.preparing import check_same_steps
+
+        check_same_steps(extended.communicator, optimizers)
 
     def distributed(batches: Any) -> DistributedDataset:
         with extended.communicator.raising_together():
@@ -34,13 +38,10 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
     ]
 
 
-def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
+def _new_modules(
+    strategy: AnyStrategy, modules: Sequence[Any], optimizers: Sequence[Any]
+) -> list[Any]:
     """The modules that are to be mirrored. Raises: ValueError: an optimizer has parameters of none."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
-    optimizers = [value for value in objects if isinstance(value, torch.optim.Optimizer)]
     if not modules and not optimizers:
         return []
     from mpistrat.pytorch.modules.preparing import check_optimizers, not_mirrored
@@ -50,14 +51,13 @@ def _new_modules(strategy: AnyStrategy, objects: Sequence[Any]) -> list[Any]:
     return not_mirrored(owner, modules)
 
 
-def _check_optimizers_of_ranks(strategy: AnyStrategy, objects: Sequence[Any]) -> None:
-    """Raises: ValueError on all ranks, where an optimizer has made other numbers of steps on some of them."""
+def _of_torch(objects: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Torch modules, and optimizers."""
     torch = sys.modules.get("torch")
-    optimizers = [o for o in objects if torch is not None and isinstance(o, torch.optim.Optimizer)]
-    if optimizers:
-        from mpistrat.pytorch.modules.preparing import check_same_steps
-
-        check_same_steps(strategy.extended.communicator, optimizers)
+    if torch is None:
+        return [], []
+    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+    return modules, [value for value in objects if isinstance(value, torch.optim.Optimizer)]
 
 
 def _are_batches(value: Any, strategy: AnyStrategy) -> bool:

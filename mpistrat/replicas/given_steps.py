@@ -11,7 +11,7 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 @dataclass
-class _Last:
+class _LastStep:
     """The last step of an iterator.
 
     Attributes:
@@ -39,49 +39,49 @@ class GivenSteps:
         blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self, num_replicas: int, is_first_rank: bool) -> None:
+        self._num_replicas, self._is_first_rank = num_replicas, is_first_rank
         self.examples: StepExamples | None = None
         self.blocks = 0
-        self._lasts: list[_Last] = []
+        self._last_steps: list[_LastStep] = []
         self._backwards = 0
         self._has_warned = False
 
     def give(self, iterator: Any, examples: StepExamples | None) -> None:
         """`iterator` gives a step with these examples."""
-        before = next((last for last in self._lasts if last.iterator() is iterator), None)
+        before = next((last for last in self._last_steps if last.iterator() is iterator), None)
         totals = set() if examples is None else {int(examples[-1])}
-        last = _Last(weakref.ref(iterator, self._forget), examples, self._backwards, totals)
+        last = _LastStep(weakref.ref(iterator, self._forget), examples, self._backwards, totals)
         if before is not None:
-            self._lasts.remove(before)
+            self._last_steps.remove(before)
             last.is_only = False
             last.reads_ahead = before.reads_ahead or before.at == self._backwards
             if last.reads_ahead:
                 last.totals |= before.totals
-        self._lasts.append(last)
+        self._last_steps.append(last)
         self.examples = examples
 
     def end(self, iterator: Any) -> None:
         """`iterator` has no more."""
-        for last in self._lasts:
+        for last in self._last_steps:
             last.is_only &= last.iterator() is not iterator
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
-        gone = self._lasts[-1] if self._lasts[-1].iterator is iterator else None
-        self._lasts = [last for last in self._lasts if last.iterator is not iterator]
-        if self._lasts:
-            self.examples = self._lasts[-1].examples
+        gone = self._last_steps[-1] if self._last_steps[-1].iterator is iterator else None
+        self._last_steps = [last for last in self._last_steps if last.iterator is not iterator]
+        if self._last_steps:
+            self.examples = self._last_steps[-1].examples
         elif gone is None or not gone.is_only:
             self.examples = None
 
-    def backward(self, rank: int) -> None:
+    def count_backward(self) -> None:
         """A backward weighs its loss by `examples`. Warns once where they may be those of another step."""
-        if self._lasts and not self._has_warned:
-            since = [last.totals for last in self._lasts[:-1] if last.at == self._backwards]
-            totals = self._lasts[-1].totals.union(*since)
+        if self._last_steps and not self._has_warned:
+            since = [last.totals for last in self._last_steps[:-1] if last.at == self._backwards]
+            totals = self._last_steps[-1].totals.union(*since)
             if len(totals) > 1 and any(total % self._num_replicas for total in totals):
                 self._has_warned = True
-                if rank == 0:
+                if self._is_first_rank:
                     tell(
                         f"backward() inside replica(): loaders gave steps of {sorted(totals)} examples before it, "
                         f"not all of which divide by {self._num_replicas} replicas, and a replica's gradient counts "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from mpistrat.context import entered, in_replica_block, other_in_force, per_thread
+from mpistrat.context import entered, per_thread, require_unmixed
 from mpistrat.trace import spans
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
     """This thread is the one replica of its rank.
 
-    A step ends at each `optimizer.step()`. Ranks agree, and what is pending is mirrored, where all of them come anyway:
-    at `next` of a distributed dataset and in `backward()`.
+    A step ends at each `optimizer.step()`. Ranks meet in `backward()`, and at `next` of a distributed dataset, where
+    what is pending is mirrored.
 
     Called by: every rank.
     Args: refusal: why this strategy has no such block; "" if it has.
@@ -39,23 +39,18 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
             raise RuntimeError(
                 f"{strategy}.replica() makes a program the work of one replica, and {refusal}"
             )
-        for mode in per_thread.modes:
-            if mode.strategy is not strategy:
-                raise RuntimeError(
-                    f"replica() was called on {strategy} while {other_in_force(strategy)} is in force; strategies "
-                    "must not be mixed: leave the other strategy's scope, run or replica() first"
-                )
-            if mode.replica_context is not None and not mode.in_block:
-                raise RuntimeError(
-                    "replica() was called inside run, which is a replica's work already: call it outside"
-                )
+        require_unmixed(strategy, "replica()")
+        if any(mode.in_run for mode in per_thread.modes):
+            raise RuntimeError(
+                "replica() was called inside run, which is a replica's work already: call it outside"
+            )
         context = extended.replicas.contexts[0]
         self._context, self._entered = context, entered(strategy, context, in_block=True)
 
     def __enter__(self) -> ReplicaContext:
-        self._is_nested = in_replica_block(self._extended.strategy)
-        if not self._is_nested:
-            self._extended.modules.before_run()
+        self._is_outermost = not any(mode.in_block for mode in per_thread.modes)
+        self._extended.modules.before_run()
+        if self._is_outermost:
             self._extended.given_steps.blocks += 1
             spans.current.begin_steps()
         self._entered.__enter__()
@@ -63,6 +58,6 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
 
     def __exit__(self, *exc: object) -> None:
         self._entered.__exit__(*exc)
-        if not self._is_nested:
+        if self._is_outermost:
             spans.current.end_steps()
             self._extended.given_steps.blocks -= 1

@@ -250,7 +250,7 @@ class GradientReducer:
         if not self._parts.rule.is_mean:
             return 1.0
         strategy = self._parts.strategy
-        strategy.extended.given_steps.backward(self._communicator.rank)
+        strategy.extended.given_steps.count_backward()
         examples = strategy.step_examples
         if examples is None:
             return 1.0

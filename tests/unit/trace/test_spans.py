@@ -38,7 +38,7 @@ def test_steps_of_a_replica_are_on_the_timeline(
 
     step()
     with strategy.replica():
-        with strategy.replica():
+        with strategy.scope(), strategy.replica():
             step()
         step()
     step()
