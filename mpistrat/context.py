@@ -183,7 +183,7 @@ def require_unmixed(strategy: AnyStrategy, call: str) -> None:
         another = "another " if repr(other) == repr(strategy) else ""
         raise RuntimeError(
             f"{call} was called on {strategy} while {another}{other} is in force; strategies must not "
-            "be mixed: leave the other scope, run or replica() first"
+            "be mixed: leave the other strategy's scope, run or replica() first"
         )
 
 

@@ -16,7 +16,6 @@ from mpistrat.context import (
     in_replica_block,
     per_thread,
     require_cross_replica,
-    require_unmixed,
 )
 from mpistrat.input import DistributedDataset, InputContext, ValueContext
 from mpistrat.input.batches import explain_empty_batch
@@ -374,8 +373,13 @@ class _Scope:
     def __enter__(self) -> Strategy:
         strategy = self._strategy
         if per_thread.modes:
-            require_unmixed(strategy, "scope()")
-            if per_thread.modes[-1].in_run:
+            mode = per_thread.modes[-1]
+            if mode.strategy is not strategy:
+                raise RuntimeError(
+                    f"the scope of {strategy} was entered inside that of {mode.strategy}; strategies "
+                    "must not be mixed: leave the other scope or run first"
+                )
+            if mode.in_run:
                 raise RuntimeError(
                     "scope() was entered inside run; make variables and modules before run, or use "
                     "get_replica_context().merge_call(fn), which is in the scope"
