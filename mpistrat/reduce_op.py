@@ -8,8 +8,8 @@ import enum
 class ReduceOp(enum.Enum):
     """How the values of several replicas become one.
 
-    Numbers have all five, booleans the last three: "any", "all" and "all". Complex numbers have no maximum and no
-    minimum, `IndexedSlices` have sums and means. The maximum and the minimum of NaN and others are NaN.
+    Numbers have all five. Booleans have MAX (any), MIN and PRODUCT (all). Complex numbers have no MAX and no MIN.
+    `IndexedSlices` have SUM and MEAN only. If one value is NaN, MAX and MIN are NaN.
     """
 
     SUM = "SUM"

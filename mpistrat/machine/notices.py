@@ -1,8 +1,8 @@
 """The one voice of this project: words for people, each in one piece, so that those of several ranks do not mix.
 
-Notices go to the logger `mpistrat`. Where the program has given that no handler, nor the root logger, they go where all
-else goes: to `sys.stderr`, or to descriptor 2 where that stream cannot be used; once. Last words and what observers say
-never go through `logging`, whose locks another thread may hold.
+Notices go to the logger `mpistrat`. If neither that nor the root logger has a handler, they go to `sys.stderr`, or to
+descriptor 2 where that stream cannot be used. Last words and what observers say never go through `logging`, whose locks
+another thread may hold.
 """
 
 from __future__ import annotations

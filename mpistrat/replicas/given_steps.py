@@ -31,8 +31,8 @@ class _LastStep:
 class GivenSteps:
     """The steps that iterators over distributed datasets have given on this rank.
 
-    The program computes with the last one of the iterators that it still has: after a loop over a loader, with what it
-    was given before that loop. `next(iter(loader))` leaves it a step, and no iterator.
+    The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch it
+    is the step from before. A step from `next(iter(loader))` counts although its iterator is gone.
 
     Attributes:
         examples: of that step; None if that is not known.

@@ -25,8 +25,8 @@ class RankMethods:
     """This process's place among the ranks of its strategy, and what they do together.
 
     The ranks are those that the strategy combines: all of the job, those of a node with `MirroredStrategy`, this one
-    alone with `OneDeviceStrategy`. With parameter servers they are the chief and the workers, in this order, which do
-    not wait for each other: there, what every rank must call is an error.
+    alone with `OneDeviceStrategy`. With parameter servers they are the chief, then the workers. These do not wait for
+    each other, so methods that every rank must call raise NotImplementedError there.
     """
 
     _extended: StrategyExtended

@@ -311,7 +311,7 @@ class MirroredVariable(DistributedVariable):
 class SyncOnReadVariable(DistributedVariable):
     """An ON_READ variable: each replica changes its own copy; reading outside `run` combines them.
 
-    Inside `Strategy.replica()` both is so: the program's loop changes its replica's copy, and reads all of them.
+    Inside `Strategy.replica()` the program's loop changes its replica's copy; reading combines all copies.
     """
 
     def read_value(self) -> Array:

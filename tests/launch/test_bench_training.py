@@ -192,3 +192,22 @@ def test_every_program_behind_the_results_runs(tmp_path: Path) -> None:
         )  # of one billion bits per second
     else:
         assert "not measured: needs" in job.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long("Each contestant starts processes that import timm.")
+def test_existing_programs_beside_their_ports(tmp_path: Path) -> None:
+    """benchmarks/existing_programs.py; DistributedDataParallel is gloo's, and needs no MPI."""
+    mpich = Launcher.named("MPICH")
+    environment = mpich.environment()
+    environment["PATH"] = os.pathsep.join([environment["PATH"], str(mpich.prefix / "bin")])
+    words = ["--sizes", "small", "--programs", "timm_model", "--rounds", "1"]
+    command = [sys.executable, "benchmarks/existing_programs.py", *words, "--json", f"{tmp_path}/"]
+    job = subprocess.run(
+        command, cwd=TOP, env=environment, capture_output=True, text=True, timeout=170
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    (file,) = tmp_path.iterdir()
+    (row,) = json.loads(file.read_text())["rows"]
+    assert {"DDP on gloo", "mpistrat", "bound"} <= row["samples"].keys()
+    assert all(row["samples"].values())
