@@ -99,7 +99,7 @@ def _widened(value: Array) -> Array:
 
 
 def _comparable(op: ReduceOp, value: Array) -> Array:
-    """Floats as integers in the same order. Other dtypes stay as they are, and so do arrays that XLA compares itself."""
+    """Floats as integers in the same order. Other dtypes stay as they are; so do arrays that XLA compares itself."""
     integer = _INTEGERS.get(arrays.dtype_name(value))
     if op is ReduceOp.PRODUCT or integer is None or arrays.is_on_xla(value):
         return value
