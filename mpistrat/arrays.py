@@ -38,6 +38,12 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def gradients_are_on() -> bool:
+    """Whether torch records on this thread what gradients need."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()
+
+
 def is_sharded(value: object) -> bool:
     """Whether it is one of torch's DTensors, of which each rank has a part."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrat import context, nest
+from mpistrat.arrays import gradients_are_on
 from mpistrat.communicators import RaisingOnAll
 from mpistrat.context import (
     at_top_level,
@@ -87,10 +88,12 @@ class Strategy(RankMethods):
         """How many examples this replica, and all replicas, have in the step that a distributed dataset gave last.
 
         That is of the iterations that the program still has: after an evaluation in mid-epoch it is the step before it.
+        While gradients are on, a step that was given inside `torch.no_grad()` does not count, if there is another.
         None where that is not known: outside every iteration; where each rank reads what it likes (a dataset function,
         files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
         """
-        examples = self._extended.given_steps.examples
+        steps = self._extended.given_steps
+        examples = steps.examples_for(gradients=gradients_are_on())
         if examples is None:
             return None
         *local, total = examples.tolist()
@@ -254,6 +257,7 @@ class Strategy(RankMethods):
             for i in range(extended.num_local_replicas)
         ]
         values = [value_fn(context) for context in contexts]
+        extended.given_steps.distributed = True
         return regroup(values, always_wrap=True) if extended.wraps_values else values[0]
 
     def experimental_distribute_dataset(

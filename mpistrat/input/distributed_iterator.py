@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpistrat import nest
+from mpistrat.arrays import gradients_are_on
 from mpistrat.context import in_replica_block, require_iteration
 from mpistrat.errors import OutOfRangeError
 from mpistrat.input.agreed_steps import AgreedSteps, has_examples
@@ -57,6 +58,12 @@ class DistributedIterator(Iterator[Any]):
         """Whose replicas it gives batches to."""
         return self._extended.strategy
 
+    @property
+    def divides(self) -> bool:
+        """Whether all of its steps are known to have as many examples, which divide by the number of replicas."""
+        reader, replicas = self._source.reader, self._extended.num_replicas_in_sync
+        return reader.drop_last and (reader.batch_size or 1) % replicas == 0
+
     def _begin(self, epoch: int, start: int) -> None:
         self.progress.begin(epoch, start)
         self._steps: AgreedSteps | None = None
@@ -98,7 +105,8 @@ class DistributedIterator(Iterator[Any]):
             batches, self.progress.position, examples = self._ahead.popleft()
             steps = self._extended.given_steps
             if in_block or not steps.blocks:
-                steps.give(self, examples if self._combines_all else None)
+                known = examples if self._combines_all else None
+                steps.give(self, known, gradients=gradients_are_on())
             self.progress.steps += 1
             if in_block:
                 self._source.is_under_way = True

@@ -86,6 +86,57 @@ def replace_data(getter: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
     torch.nn.Parameter.data = property(getter, torch.Tensor.data.__set__)  # type: ignore
 
 
+def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have `hook` called when the gradient of `parameter` has grown, before hooks of the program's that it has."""
+    required = parameter.requires_grad
+    # Torch takes hooks only then, and the parameter may be unfrozen later.
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(not_compiled(hook))
+    parameter.requires_grad_(required)
+    others = parameter._post_accumulate_grad_hooks
+    if len(others) > 1:
+        # The engine goes by the order in which a dictionary was filled, not by what `move_to_end` says.
+        kept = [(handle.id, others.pop(handle.id)), *others.items()]
+        others.clear()
+        others.update(kept)
+
+
+def has_hooks_of_program(parameter: torch.Tensor | None) -> bool:
+    """Whether something beside `first_when_accumulated` is called when its gradient comes."""
+    if parameter is None:
+        return False
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
+@contextlib.contextmanager
+def noticing_data(notices: bool) -> Iterator[Callable[[], frozenset[int]]]:
+    """Inside, if `notices`, `.data` of parameters is watched.
+
+    Gives: a function that returns the ids of the parameters that were written through a `.data` taken inside. Torch
+    counts such writes in that tensor alone, not in the parameter.
+    """
+    if not notices:
+        yield frozenset
+        return
+    taken: list[tuple[int, torch.Tensor, int]] = []
+    cls, before = torch.nn.Parameter, vars(torch.nn.Parameter).get("data")
+    getter: Callable[[Any], torch.Tensor] = original_data if before is None else before.__get__
+
+    def data(parameter: torch.nn.Parameter) -> torch.Tensor:
+        tensor = getter(parameter)
+        taken.append((id(parameter), tensor, tensor._version))
+        return tensor
+
+    replace_data(data)
+    try:
+        yield lambda: frozenset(p for p, tensor, version in taken if tensor._version != version)
+    finally:
+        if before is None:
+            del cls.data
+        else:
+            cls.data = before
+
+
 def around_calls(
     module: torch.nn.Module,
     around: Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],

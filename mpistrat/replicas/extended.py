@@ -83,7 +83,9 @@ class StrategyExtended(abc.ABC):
         self.input, self.modules = parts.input, parts.modules
         self.communicator = group.communicator
         self.given_steps = GivenSteps(
-            group.num_replicas_in_sync, is_first_rank=group.communicator.rank == 0
+            group.num_replicas_in_sync,
+            group.communicator.size,
+            is_first_rank=group.communicator.rank == 0,
         )
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks

@@ -1,9 +1,9 @@
-"""How many examples the step has that a program computes with: what weighs a replica's loss."""
+"""The examples of the steps that a program computes with: they weigh a replica's loss."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrat.machine.notices import tell
@@ -11,81 +11,190 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 @dataclass
-class _LastStep:
-    """The last step of an iterator.
+class _Iteration:
+    """The steps of an iterator.
 
     Attributes:
-        at: after how many backwards it was given.
-        totals: examples over all replicas; with those of the steps before it, if the program reads ahead.
-        is_only: the iterator has given no other, and has not ended.
+        examples: of its last step.
+        training: of its last step that was given while gradients were on; None if that is not known.
+        order: grows with each step that any iterator gives while gradients are on; that of the last such step.
+        sizes: examples over all replicas, of such steps; the last ones alone are kept.
+        since: how many of them came since the last backward.
+        ahead: how many of them, beside one, came before the first backward; None before that backward.
+        is_only: it has given no other step, and has not ended.
+        has_ended: it has no more.
     """
 
     iterator: weakref.ref[Any]
-    examples: StepExamples | None
-    at: int
-    totals: set[int]
-    reads_ahead: bool = False
+    examples: StepExamples | None = None
+    training: StepExamples | None = None
+    order: int = 0
+    sizes: list[int] = field(default_factory=list)
+    since: int = 0
+    ahead: int | None = None
     is_only: bool = True
+    has_ended: bool = False
+
+    def take_sizes(self) -> list[int]:
+        """A backward begins. Returns: the sizes of the steps that its loss may be of."""
+        if self.ahead is None and self.since:
+            self.ahead = self.since - 1
+        ahead = self.ahead or 0
+        # A program that skips its first step looks like one that reads ahead, until the end comes before a backward.
+        sizes = self.sizes[-max(self.since, 1) - (ahead if self.has_ended else 0) :]
+        self.sizes, self.since = self.sizes[-1 - ahead :], 0
+        return sizes
 
 
 class GivenSteps:
-    """The steps that iterators over distributed datasets have given on this rank.
+    """The steps that iterators over distributed datasets have given on this rank, and the arrays that it has sharded.
 
-    The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch it
-    is the step from before. A step from `next(iter(loader))` counts although its iterator is gone.
+    The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch
+    it computes with the step from before. A step from `next(iter(loader))` counts although its iterator is gone.
 
     Attributes:
-        examples: of that step; None if that is not known.
         blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
+        distributed: a distributed dataset has given a step, or values were distributed or sharded.
+        shards: calls of `Strategy.shard` inside `replica()` while gradients were on.
+        first_shard: a checksum of the arrays of the first of them; 0 once the ranks have compared it.
     """
 
-    def __init__(self, num_replicas: int, is_first_rank: bool) -> None:
-        self._num_replicas, self._is_first_rank = num_replicas, is_first_rank
-        self.examples: StepExamples | None = None
-        self.blocks = 0
-        self._last_steps: list[_LastStep] = []
-        self._backwards = 0
-        self._has_warned = False
+    def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
+        self._num_replicas, self._num_ranks = num_replicas, num_ranks
+        self._is_first_rank = is_first_rank
+        self.blocks = self.shards = self.first_shard = 0
+        self.distributed = False
+        self._iterations: list[_Iteration] = []
+        self._order = 0
+        # Since the last backward: replicas have got parts of different sizes, of steps that do not weigh it.
+        self._are_uneven = False
+        self._shards_before = 0
+        self._said: set[str] = set()
 
-    def give(self, iterator: Any, examples: StepExamples | None) -> None:
-        """`iterator` gives a step with these examples."""
-        before = next((last for last in self._last_steps if last.iterator() is iterator), None)
-        totals = set() if examples is None else {int(examples[-1])}
-        last = _LastStep(weakref.ref(iterator, self._forget), examples, self._backwards, totals)
-        if before is not None:
-            self._last_steps.remove(before)
-            last.is_only = False
-            last.reads_ahead = before.reads_ahead or before.at == self._backwards
-            if last.reads_ahead:
-                last.totals |= before.totals
-        self._last_steps.append(last)
-        self.examples = examples
+    @property
+    def examples(self) -> StepExamples | None:
+        """Of the step that was given last; None if that is not known."""
+        return self._iterations[-1].examples if self._iterations else None
+
+    def examples_for(self, *, gradients: bool) -> StepExamples | None:
+        """As `examples`; while gradients are on, of the last step that was given so, if there is any."""
+        last = self._last_of_training
+        return self.examples if last is None or not gradients else last.training
+
+    @property
+    def _last_of_training(self) -> _Iteration | None:
+        last = max(self._iterations, key=lambda iteration: iteration.order, default=None)
+        return last if last is not None and last.order else None
+
+    def give(self, iterator: Any, examples: StepExamples | None, *, gradients: bool) -> None:
+        """`iterator` gives a step with these examples. Args: gradients: whether they are on."""
+        self.distributed = True
+        iteration = self._iteration_of(iterator)
+        if iteration is None:
+            iteration = _Iteration(weakref.ref(iterator, self._forget))
+        else:
+            iteration.is_only = False
+        others = [i for i in self._iterations if i is not iteration and i.iterator() is not None]
+        self._iterations = [*others, iteration]
+        iteration.examples = examples
+        if gradients:
+            self._order += 1
+            iteration.training, iteration.order = examples, self._order
+        if examples is not None:
+            size = int(examples[-1])
+            if gradients:
+                iteration.since += 1
+                iteration.sizes.append(size)
+            else:
+                self._are_uneven |= size % self._num_replicas > 0
 
     def end(self, iterator: Any) -> None:
-        """`iterator` has no more."""
-        for last in self._last_steps:
-            last.is_only &= last.iterator() is not iterator
+        """`iterator` has no more. If no backward came since its first step, its steps were those of an evaluation."""
+        iteration = self._iteration_of(iterator)
+        if iteration is not None:
+            iteration.is_only, iteration.has_ended = False, True
+            if iteration.ahead is None and any(
+                i.order for i in self._iterations if i is not iteration
+            ):
+                self._leave(iteration)
+
+    def _iteration_of(self, iterator: Any) -> _Iteration | None:
+        return next((i for i in self._iterations if i.iterator() is iterator), None)
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
-        gone = self._last_steps[-1] if self._last_steps[-1].iterator is iterator else None
-        self._last_steps = [last for last in self._last_steps if last.iterator is not iterator]
-        if self._last_steps:
-            self.examples = self._last_steps[-1].examples
-        elif gone is None or not gone.is_only:
-            self.examples = None
+        iteration = next((i for i in self._iterations if i.iterator is iterator), None)
+        is_last = iteration is not None and iteration is self._iterations[-1]
+        if iteration is not None and not (iteration.is_only and is_last):
+            self._leave(iteration)
 
-    def count_backward(self) -> None:
-        """A backward weighs its loss by `examples`. Warns once where they may be those of another step."""
-        if self._last_steps and not self._has_warned:
-            since = [last.totals for last in self._last_steps[:-1] if last.at == self._backwards]
-            totals = self._last_steps[-1].totals.union(*since)
-            if len(totals) > 1 and any(total % self._num_replicas for total in totals):
-                self._has_warned = True
-                if self._is_first_rank:
-                    tell(
-                        f"backward() inside replica(): loaders gave steps of {sorted(totals)} examples before it, "
-                        f"not all of which divide by {self._num_replicas} replicas, and a replica's gradient counts "
-                        "by its part of the last one. Call backward() before the next step is asked for; or use "
-                        "drop_last=True; or scale the loss with compute_average_loss(…, global_batch_size=…)"
-                    )
-        self._backwards += 1
+    def _leave(self, iteration: _Iteration) -> None:
+        """Its steps weigh no backward any more."""
+        new = iteration.sizes[len(iteration.sizes) - iteration.since :]
+        self._are_uneven |= any(size % self._num_replicas for size in new)
+        self._iterations.remove(iteration)
+
+    def begin_backward(self, *, weighs: bool) -> StepExamples | None:
+        """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
+
+        Args:
+            weighs: whether they count by examples.
+        Raises:
+            RuntimeError: they do, and it is not known by which step. All ranks raise it.
+        """
+        last = self._last_of_training
+        current = [i for i in self._iterations if i.since or i is last]
+        sizes = {size for i in current for size in i.take_sizes()}
+        are_uneven, self._are_uneven = self._are_uneven, False
+        sharded, self._shards_before = self.shards != self._shards_before, self.shards
+        if not weighs:
+            return None
+        if len(sizes) > 1 and any(size % self._num_replicas for size in sizes):
+            raise RuntimeError(
+                f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
+                f"which divide by {self._num_replicas} replicas, and a replica's gradient counts by its part of one "
+                "step: the strategy does not know which. Call backward() before the next step is asked for; or use "
+                "drop_last=True; or scale the loss with compute_average_loss(…, global_batch_size=…). A step for an "
+                "evaluation is asked for inside torch.no_grad()"
+            )
+        if any(i.ahead and _may_be_uneven(i.iterator()) for i in current):
+            self._tell_once(
+                "backward() inside replica(): a loader gave several steps before the first backward(). If the program "
+                "reads ahead, gradients are wrong where a step has another size than the next, and does not divide by "
+                f"{self._num_replicas} replicas: a replica's gradient counts by its part of the last step. Call "
+                "backward() before the next step is asked for; or use drop_last=True; or scale the loss with "
+                "compute_average_loss(…, global_batch_size=…)"
+            )
+        if last is None and are_uneven and not sharded:
+            self._tell_once(
+                "backward() inside replica(): all replicas' gradients count alike, though a loader gave parts of "
+                "different sizes: it gave them inside torch.no_grad(), or it has ended since. If the loss is of such "
+                "a step, scale it with compute_average_loss(…, global_batch_size=…)"
+            )
+        return None if last is None else last.training
+
+    def reduced(self, *, same_batches: bool) -> None:
+        """Gradients are reduced, of all ranks. Args: same_batches: `first_shard` is the same on all ranks."""
+        self.first_shard = 0
+        if not same_batches:
+            self._tell_once(
+                "shard: the ranks have given it different arrays, and each has taken a part of its own. If the arrays "
+                "are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to have data "
+                "of its own, leave shard out"
+            )
+        if self._num_ranks > 1 and not self.distributed:
+            self.distributed = True
+            self._tell_once(
+                f"backward() has combined the gradients of {self._num_ranks} ranks, though no loader was distributed "
+                "and no batch was sharded. If all ranks read the same data, each example counts "
+                f"{self._num_ranks} times: use strategy.prepare(loader) or strategy.shard(batch). If each rank makes "
+                "data of its own, as in reinforcement learning, there is nothing to do"
+            )
+
+    def _tell_once(self, text: str) -> None:
+        if self._is_first_rank and text not in self._said:
+            tell(text)
+        self._said.add(text)
+
+
+def _may_be_uneven(iterator: Any) -> bool:
+    return iterator is not None and not iterator.divides

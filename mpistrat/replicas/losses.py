@@ -77,7 +77,9 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
     Raises: ValueError: the loss is of no examples, and it is not known how many others have.
     """
     own = loss.shape[0]
-    examples = get_strategy().extended.given_steps.examples if replicas > 1 else None
+    steps = get_strategy().extended.given_steps
+    gradients = bool(getattr(loss, "requires_grad", False))
+    examples = steps.examples_for(gradients=gradients) if replicas > 1 else None
     if examples is not None and arrays.is_torch(loss):
         import torch
 

@@ -185,10 +185,9 @@ class ReplicaContext:
 
 
 def _needs_gradient(leaves: Sequence[Any]) -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
+    if not arrays.gradients_are_on():
         return False
-    tensor = torch.Tensor
+    tensor = sys.modules["torch"].Tensor
     for leaf in leaves:  # noqa: SIM110 - a generator takes as long as a small reduction
         if isinstance(leaf, tensor) and leaf.requires_grad:
             return True

@@ -1,24 +1,47 @@
-"""What the ranks agree on before they reduce gradients: one MAX of a few words per parameter."""
+"""What the ranks agree on before they reduce gradients: one MAX of a few words per parameter.
+
+`StepFacts` has what is compared, and counted for it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.errors import CollectiveMismatchError
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.pytorch.gradients.piggyback import Piggyback
 from mpistrat.pytorch.modules import buffers
+from mpistrat.pytorch.modules.registry import Registry
 
 # How a gradient is laid out. The MAX over all replicas wins: what is dense anywhere is dense.
 _SPARSE, _DENSE = 1, 2
 # Dense, and accumulated once more after its bucket had left.
 _AGAIN = 3
-_HEADER = 7
+# Of a number that this rank does not know: the others' decide.
+_NOT_KNOWN = -(2**31) + 1
+_NAMED = 5  # parameters that a message names
+
+
+class StepFacts(NamedTuple):
+    """What a rank knows of the step that a backward belongs to. All but `first_shard` must be equal on all ranks.
+
+    Attributes:
+        runs: calls of `run`; inside `replica()` steps of distributed datasets.
+        steps: of optimizers.
+        shards: calls of `Strategy.shard` inside `replica()`, while gradients were on.
+        first_shard: a checksum of the arrays that the first of these calls was given; 0 if it was compared before.
+    """
+
+    runs: int
+    steps: int
+    shards: int = 0
+    first_shard: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +53,7 @@ class Agreement:
         again: the dense slots that have got something after their buckets had left.
         communicates: the program of some rank has communicated inside backward().
         alike: all replicas have used the same parameters.
+        same_batches: the first arrays given to `Strategy.shard` are equal on all ranks, as far as that was compared.
         buffers: of shape [buffers], bool: which of them are averaged.
         maxima: for each piggyback the words that it gets.
     """
@@ -39,66 +63,130 @@ class Agreement:
     again: frozenset[int]
     communicates: bool
     alike: bool
+    same_batches: bool
     buffers: np.ndarray
     maxima: list[np.ndarray]
 
 
-def agree(
-    communicator: Communicator,
-    counts: tuple[int, int],
-    contributions: Sequence[Sequence[Any]],
-    sent: frozenset[int],
-    snapshots: Sequence[buffers.Snapshot],
-    piggybacks: Sequence[Piggyback],
-    communicated: bool = False,
-) -> Agreement:
-    """Agree on what all replicas of all ranks have used and written. Called by: every rank.
+class StepAgreement:
+    """Has the ranks agree at the end of each backward.
 
     Args:
-        counts: of calls of `run`, and of optimizers' steps.
-        contributions: for each replica of this rank its gradients by slot.
-        sent: the slots of which something has left in buckets.
-        snapshots: for each replica of this rank its buffers.
-        communicated: the program has, inside backward().
-    Raises: CollectiveMismatchError when the ranks are not in the same step.
+        registry: of the mirrored parameters.
     """
-    runs, steps = counts
-    slots = len(contributions[0])
-    with communicator.raising_together():
-        words = [piggyback.words() for piggyback in piggybacks]
-    end = _HEADER + slots + buffers.FLAGS_PER_BUFFER * len(snapshots[0])
-    flags = np.concatenate([np.zeros(end, np.int32), *words])
-    used, written = flags[_HEADER : _HEADER + slots], flags[_HEADER + slots : end]
-    for gradients in contributions:
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                used[slot] = max(_SPARSE if gradient.is_sparse else _DENSE, used[slot])
+
+    def __init__(self, communicator: Communicator, registry: Registry) -> None:
+        self._communicator, self._registry = communicator, registry
+        self._used = b""  # by the last backward: a byte for each slot
+        self._frozen = 0  # a checksum of the slots that are frozen
+
+    def agree(
+        self,
+        facts: StepFacts,
+        contributions: Sequence[Sequence[Any]],
+        sent: frozenset[int],
+        snapshots: Sequence[buffers.Snapshot],
+        piggybacks: Sequence[Piggyback],
+        communicated: bool = False,
+    ) -> Agreement:
+        """Agree on what all replicas of all ranks have used and written. Called by: every rank.
+
+        Args:
+            contributions: for each replica of this rank its gradients by slot.
+            sent: the slots of which something has left in buckets.
+            snapshots: for each replica of this rank its buffers.
+            communicated: the program has, inside backward().
+        Raises:
+            CollectiveMismatchError: the ranks are not in the same step, or have frozen different parameters.
+        """
+        with self._communicator.raising_together():
+            words = [piggyback.words() for piggyback in piggybacks]
+        used = _used(contributions, sent)
+        used_at_all = (used != 0).tobytes()
+        if used_at_all != self._used:
+            self._used = used_at_all
+            self._frozen = self._checksum_of_frozen()
+        equal = [*facts, self._frozen, zlib.crc32(used_at_all) >> 1]
+        header = np.array([communicated, *equal, *(_opposite(n) for n in equal)], np.int32)
+        written = np.zeros(buffers.FLAGS_PER_BUFFER * len(snapshots[0]), np.int32)
+        buffers.flag_written(snapshots, written)
+        parts = [header, used, written, *words]
+        flags = np.concatenate(parts)
+        self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
+        ends = np.cumsum([len(part) for part in parts])
+        header, used, written, *maxima = np.split(flags, ends[:-1])
+        communicates, *bounds = header.tolist()
+        # Where all numbers are equal, the greatest and the greatest opposite add up to 0.
+        differ = [
+            a + b > 0 for a, b in zip(bounds[: len(equal)], bounds[len(equal) :], strict=True)
+        ]
+        *counts_differ, batches_differ, frozen_differ, uses_differ = differ
+        if any(counts_differ):
+            raise CollectiveMismatchError(self._who_is_where(facts))
+        if frozen_differ:
+            raise CollectiveMismatchError(self._who_has_frozen())
+        return Agreement(
+            np.flatnonzero(used >= _DENSE).tolist(),
+            np.flatnonzero(used == _SPARSE).tolist(),
+            frozenset(np.flatnonzero(used == _AGAIN).tolist()),
+            bool(communicates),
+            not uses_differ,
+            not batches_differ,
+            buffers.to_average(written),
+            maxima,
+        )
+
+    def _checksum_of_frozen(self) -> int:
+        """`_NOT_KNOWN` where the program has dropped a parameter here, but perhaps not on other ranks."""
+        slots = [slot for slot, is_used in enumerate(self._used) if not is_used]
+        parameters = self._registry.parameters()
+        unused = [parameters[slot] for slot in slots]
+        if any(parameter is None for parameter in unused):
+            return _NOT_KNOWN
+        frozen = [
+            s for s, p in zip(slots, unused, strict=True) if p is not None and not p.requires_grad
+        ]
+        return zlib.crc32(np.array(frozen, np.int32).tobytes()) >> 1
+
+    def _who_has_frozen(self) -> str:
+        parameters, slots = self._registry.parameters(), self._registry.slots
+        trainable = [p is None or p.requires_grad for p in parameters]
+        everyone = np.array(self._communicator.all_gather_object(trainable))
+        different = np.flatnonzero(everyone.any(0) & ~everyone.all(0)).tolist()
+        names = ", ".join(slots[slot].name for slot in different[:_NAMED])
+        more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+        ranks = np.flatnonzero(~everyone[:, different].all(1)).tolist()
+        return (
+            f"backward() on rank {self._communicator.rank}: some ranks alone have frozen parameters (requires_grad is "
+            f"False): {names}{more}, on {ranks_in_words(ranks)} of {len(everyone)}. A rank that has frozen a parameter "
+            "contributes nothing to its gradient, which would be too small. Call requires_grad_ on every rank alike"
+        )
+
+    def _who_is_where(self, facts: StepFacts) -> str:
+        everyone = self._communicator.all_gather_object(facts)
+        described = ", ".join(
+            f"rank {rank}: run {runs}, {steps} steps, shard {shards}"
+            for rank, (runs, steps, shards, _) in enumerate(everyone)
+        )
+        return (
+            f"backward() on rank {self._communicator.rank}: the ranks are not in the same step, counting calls of run "
+            "(inside replica() the batches of distributed datasets), optimizer steps, and calls of shard while "
+            f"gradients are on ({described}); a rank has skipped a backward. Every rank must call run, shard and "
+            "backward() as often as the others; a loss of zero contributes nothing"
+        )
+
+
+def _used(contributions: Sequence[Sequence[Any]], sent: frozenset[int]) -> np.ndarray:
+    """By slot, how the gradients of this rank's replicas are laid out; 0 of an unused parameter."""
+    kinds = [
+        [0 if g is None else _SPARSE if g.is_sparse else _DENSE for g in gradients]
+        for gradients in contributions
+    ]
+    used = np.array(kinds, np.int32).max(0)
     for slot in sent:
         used[slot] = _AGAIN if used[slot] else _DENSE
-    sum_of_used = zlib.crc32((used != 0).tobytes()) >> 1
-    flags[:_HEADER] = (steps, -steps, runs, -runs, communicated, sum_of_used, -sum_of_used)
-    buffers.flag_written(snapshots, written)
-    communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
-    if flags[0] != -flags[1] or flags[2] != -flags[3]:
-        raise CollectiveMismatchError(_who_is_where(communicator, counts))
-    return Agreement(
-        np.flatnonzero(used >= _DENSE).tolist(),
-        np.flatnonzero(used == _SPARSE).tolist(),
-        frozenset(np.flatnonzero(used == _AGAIN).tolist()),
-        bool(flags[4]),
-        bool(flags[5] == -flags[6]),
-        buffers.to_average(written),
-        np.split(flags[end:], np.cumsum([len(own) for own in words]))[:-1],
-    )
+    return used
 
 
-def _who_is_where(communicator: Communicator, counts: tuple[int, int]) -> str:
-    everyone = communicator.all_gather_object(counts)
-    described = ", ".join(
-        f"rank {rank}: run {runs}, {steps} steps" for rank, (runs, steps) in enumerate(everyone)
-    )
-    return (
-        f"backward() on rank {communicator.rank}: the ranks are not in the same step, counting calls of run (inside "
-        f"replica() the batches of distributed datasets) and optimizer steps ({described}); a rank has skipped a "
-        "backward. Every rank must call run and backward() as often as the others; a loss of zero contributes nothing"
-    )
+def _opposite(number: int) -> int:
+    return number if number == _NOT_KNOWN else -number

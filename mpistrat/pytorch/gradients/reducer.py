@@ -25,12 +25,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
 from mpistrat.context import (
     AnyReplicaContext,
+    current_local_replica,
     current_mode,
     has_strategy,
     in_cross_replica_context,
@@ -39,8 +41,8 @@ from mpistrat.context import (
 from mpistrat.cross_device_ops.packing import Packer
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks
-from mpistrat.pytorch.compilation import not_compiled
-from mpistrat.pytorch.gradients.agreement import agree
+from mpistrat.pytorch.gradients.agreement import StepAgreement, StepFacts
+from mpistrat.pytorch.gradients.arrivals import Arrivals
 from mpistrat.pytorch.gradients.buckets import Buckets, cut
 from mpistrat.pytorch.gradients.device_buckets import bucket_bytes, let_go
 from mpistrat.pytorch.gradients.overlap import Overlap
@@ -146,12 +148,14 @@ class GradientReducer:
         options = parts.ops.options
         short = None if options.wire_dtype is None else ShortFloats(options.wire_dtype)
         self.wires = Wires(options.wire_format or short, registry)
+        self._agreement = StepAgreement(self._communicator, registry)
         self._packer = Packer()
         self._sums = parts.gradient_sums or parts.ops.over_ranks
         self.overlap = Overlap(parts, self._packer, self.wires, shares=slice_steps is not None)
         self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
         self._unsynchronized = [Unsynchronized(registry) for _ in range(parts.replicas.count)]
-        self._active: set[int] = set()  # local replicas inside a backward of ours
+        self._active: dict[int, Arrivals] = {}  # by local replica that is inside a backward of ours
+        self._hooked = (0, False)  # of so many parameters, whether the program has put hooks on any
         # The last contributions, kept until the next backward takes their memory again. Freed all at once
         # they may be the top of the heap, which glibc returns to the system: page faults were a quarter of
         # a training step.
@@ -199,6 +203,7 @@ class GradientReducer:
             scale = 1.0 / replicas
         if synchronizes:
             _check_not_captured(parameters)
+        weight = self._weight(in_block)
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
@@ -206,22 +211,24 @@ class GradientReducer:
             buckets = self.overlap.begin(parameters, scale)
         communicated = True  # perhaps, as long as backward() has not ended
         try:
-            self._active.add(replica)
+            arrivals = self._active[replica] = Arrivals(self.registry)
             self._buckets = buckets
             calls = self._communicator.contract.calls
             try:
-                engine(self._weight() if in_block else 1.0)
+                with hooks.noticing_data(self._has_hooks(parameters)) as written:
+                    engine(weight)
             finally:
                 self._buckets = None
-                self._active.discard(replica)
+                del self._active[replica]
             own_calls = 0 if buckets is None else buckets.calls
             communicated = self._communicator.contract.calls - calls > own_calls
             if not synchronizes:
                 unsynchronized.keep(parameters, aside)
                 return
             sent: frozenset[int] = frozenset()
-            if buckets is not None:
-                with self._communicator.raising_together():
+            with self._communicator.raising_together():
+                arrivals.check(written(), in_run=not in_block)
+                if buckets is not None:
                     sent = buckets.finish()
             gradients = [None if p is None else p.grad for p in parameters]
             own = _Contribution(gradients, buffers.snapshot(self.registry), aside)
@@ -242,20 +249,24 @@ class GradientReducer:
         unsynchronized.clear()
         _install(parameters, reduced, aside)
 
-    def _weight(self) -> float:
+    def _weight(self, in_block: bool) -> float:
         """What this replica's loss counts in the mean of all: as much as it has of the examples of its loader's step.
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        if not self._parts.rule.is_mean:
-            return 1.0
-        strategy = self._parts.strategy
-        strategy.extended.given_steps.count_backward()
-        examples = strategy.step_examples
+        steps = self._parts.strategy.extended.given_steps
+        examples = steps.begin_backward(weighs=in_block and self._parts.rule.is_mean)
         if examples is None:
             return 1.0
-        own, of_all = examples
+        own, of_all = examples.tolist()
         return own * self._parts.group.num_replicas_in_sync / of_all
+
+    def _has_hooks(self, parameters: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the program has put hooks on some parameters, by which it may write them inside backward()."""
+        if self._hooked[0] != len(parameters):
+            found = any(map(hooks.has_hooks_of_program, parameters))
+            self._hooked = len(parameters), found
+        return self._hooked[1]
 
     def check_may_be_sharded(self, name: str) -> None:
         """Warn if the gradient of parameter `name`, a DTensor, may be scaled otherwise than those of mirrored ones.
@@ -336,12 +347,27 @@ class GradientReducer:
                 )
             if reducer._buckets is not None:
                 reducer._buckets.arrived(parameter)
+            reducer._arrivals().add(parameter)
 
-        required = parameter.requires_grad
-        # Torch takes hooks only then, and the parameter may be unfrozen later.
-        parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(not_compiled(hook))
-        parameter.requires_grad_(required)
+        hooks.first_when_accumulated(parameter, hook)
+
+    def guard_made_in_run(self, name: str, parameter: torch.Tensor) -> None:
+        """A replica has made `parameter` inside `run`: it must not be trained there as if it were mirrored."""
+        reference = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is not None and reducer._active and parameter not in reducer.registry:
+                reducer._arrivals().made_in_run.append(name)
+
+        if parameter.is_floating_point() and not is_lazy(parameter):
+            hooks.first_when_accumulated(parameter, hook)
+
+    def _arrivals(self) -> Arrivals:
+        """Of the replica whose backward calls a hook: on the host the engine does so on the replica's thread."""
+        if len(self._active) == 1:
+            return next(iter(self._active.values()))
+        return self._active[current_local_replica() or 0]
 
     def _reduce(
         self,
@@ -358,7 +384,7 @@ class GradientReducer:
             everyone: the `_Contribution` of each local replica.
             scale: multiplied to the sums, or None.
             buckets: have left, with something in the slots `sent`: contributions are what came later.
-            communicated: as of `agree`.
+            communicated: as of `StepAgreement.agree`.
         """
         parts, parameters = self._parts, list[Any](self.registry.parameters())
         contributions: list[list[Any]] = [own.gradients for own in everyone]
@@ -370,16 +396,12 @@ class GradientReducer:
                         sums_by_custom_ops(parts.ops.custom, parameters, contributions)
                     ]
             piggybacks = list(parts.piggybacks)
-            counts = context.strategy.runs, self.steps
-            agreed = agree(
-                self._communicator,
-                counts,
-                contributions,
-                sent,
-                snapshots,
-                piggybacks,
-                communicated,
+            steps = context.strategy.extended.given_steps
+            facts = StepFacts(context.strategy.runs, self.steps, steps.shards, steps.first_shard)
+            agreed = self._agreement.agree(
+                facts, contributions, sent, snapshots, piggybacks, communicated
             )
+            steps.reduced(same_batches=agreed.same_batches)
             reduced: dict[int, torch.Tensor] = {}
             if self.slice_steps is not None:
                 (own,) = everyone  # parameters are shared by ranks of one replica each

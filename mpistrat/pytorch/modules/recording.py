@@ -33,7 +33,7 @@ def _watch_registrations() -> None:
 
 def _see(module: torch.nn.Module, name: str, value: Any) -> None:
     for recorder in tuple(_recorders):
-        recorder.see(module, value)
+        recorder.see(module, name, value)
 
 
 class Recorder:
@@ -42,20 +42,26 @@ class Recorder:
     Args:
         strategy: in whose scope modules are recorded.
         is_mirrored: whether a parameter is.
+        made_in_run: is called with the name of each parameter that a replica makes inside `run`, and with it.
 
     Attributes:
         changed: a recorded module got a parameter, buffer or submodule, or has one whose shape or values are not known
             yet.
     """
 
-    def __init__(self, strategy: AnyStrategy, is_mirrored: Callable[[torch.Tensor], bool]) -> None:
-        self._strategy, self._is_mirrored = strategy, is_mirrored
+    def __init__(
+        self,
+        strategy: AnyStrategy,
+        is_mirrored: Callable[[torch.Tensor], bool],
+        made_in_run: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        self._strategy, self._is_mirrored, self._made_in_run = strategy, is_mirrored, made_in_run
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id
         self.changed = False
         _recorders.add(self)
         _watch_registrations()
 
-    def see(self, module: torch.nn.Module, value: Any) -> None:
+    def see(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """`module` gets `value`. In the scope any module counts; elsewhere, also in run, the recorded ones."""
         mode = per_thread.modes[-1] if per_thread.modes else None
         in_scope = (
@@ -68,6 +74,13 @@ class Recorder:
             self.record(module)
             if isinstance(value, torch.nn.Module):
                 self.record(value)
+        elif (
+            isinstance(value, torch.nn.Parameter)
+            and mode is not None
+            and mode.in_run
+            and mode.strategy is self._strategy
+        ):
+            self._made_in_run(f"{type(module).__name__}.{name}", value)
 
     def _check_wrapper(self, wrapper: str, module: torch.nn.Module, in_scope: bool) -> None:
         strategy = self._strategy
