@@ -38,7 +38,9 @@ class Optional:
 class DistributedIterator(Iterator[Any]):
     """The steps of one epoch; made by `iter(distributed_dataset)`. Every rank must go through it.
 
-    Attributes: after_steps: as of the dataset.
+    Attributes:
+        after_steps: as of the dataset.
+        divides: all of its steps are known to have as many examples, and these divide by the number of replicas.
     """
 
     def __init__(self, source: StepSource) -> None:
@@ -51,18 +53,14 @@ class DistributedIterator(Iterator[Any]):
         strategy = self._extended.strategy
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
         self._combines_all = combined == self._extended.input.share.num_replicas
+        reader = source.reader
+        self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
         self._begin(source.epoch, source.start)
 
     @property
     def strategy(self) -> Any:
         """Whose replicas it gives batches to."""
         return self._extended.strategy
-
-    @property
-    def divides(self) -> bool:
-        """Whether all of its steps are known to have as many examples, which divide by the number of replicas."""
-        reader, replicas = self._source.reader, self._extended.num_replicas_in_sync
-        return reader.drop_last and (reader.batch_size or 1) % replicas == 0
 
     def _begin(self, epoch: int, start: int) -> None:
         self.progress.begin(epoch, start)

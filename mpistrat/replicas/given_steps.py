@@ -66,9 +66,7 @@ class GivenSteps:
         self.distributed = False
         self._iterations: list[_Iteration] = []
         self._order = 0
-        # Since the last backward: replicas have got parts of different sizes, of steps that do not weigh it.
-        self._are_uneven = False
-        self._shards_before = 0
+        self._shards_before = 0  # the last backward
         self._said: set[str] = set()
 
     @property
@@ -100,13 +98,9 @@ class GivenSteps:
         if gradients:
             self._order += 1
             iteration.training, iteration.order = examples, self._order
-        if examples is not None:
-            size = int(examples[-1])
-            if gradients:
+            if examples is not None:
                 iteration.since += 1
-                iteration.sizes.append(size)
-            else:
-                self._are_uneven |= size % self._num_replicas > 0
+                iteration.sizes.append(int(examples[-1]))
 
     def end(self, iterator: Any) -> None:
         """`iterator` has no more. If no backward came since its first step, its steps were those of an evaluation."""
@@ -116,7 +110,7 @@ class GivenSteps:
             if iteration.ahead is None and any(
                 i.order for i in self._iterations if i is not iteration
             ):
-                self._leave(iteration)
+                self._iterations.remove(iteration)
 
     def _iteration_of(self, iterator: Any) -> _Iteration | None:
         return next((i for i in self._iterations if i.iterator() is iterator), None)
@@ -125,13 +119,7 @@ class GivenSteps:
         iteration = next((i for i in self._iterations if i.iterator is iterator), None)
         is_last = iteration is not None and iteration is self._iterations[-1]
         if iteration is not None and not (iteration.is_only and is_last):
-            self._leave(iteration)
-
-    def _leave(self, iteration: _Iteration) -> None:
-        """Its steps weigh no backward any more."""
-        new = iteration.sizes[len(iteration.sizes) - iteration.since :]
-        self._are_uneven |= any(size % self._num_replicas for size in new)
-        self._iterations.remove(iteration)
+            self._iterations.remove(iteration)
 
     def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
@@ -144,7 +132,6 @@ class GivenSteps:
         last = self._last_of_training
         current = [i for i in self._iterations if i.since or i is last]
         sizes = {size for i in current for size in i.take_sizes()}
-        are_uneven, self._are_uneven = self._are_uneven, False
         sharded, self._shards_before = self.shards != self._shards_before, self.shards
         if not weighs:
             return None
@@ -164,11 +151,11 @@ class GivenSteps:
                 "backward() before the next step is asked for; or use drop_last=True; or scale the loss with "
                 "compute_average_loss(…, global_batch_size=…)"
             )
-        if last is None and are_uneven and not sharded:
+        examples = self.examples if last is None and not sharded else None
+        if examples is not None and examples[-1] % self._num_replicas:
             self._tell_once(
                 "backward() inside replica(): all replicas' gradients count alike, though a loader gave parts of "
-                "different sizes: it gave them inside torch.no_grad(), or it has ended since. If the loss is of such "
-                "a step, scale it with compute_average_loss(…, global_batch_size=…)"
+                "different sizes inside torch.no_grad(). If the loss is of that step, ask for the step outside it"
             )
         return None if last is None else last.training
 

@@ -1,54 +1,140 @@
-"""Gradients that a program uses inside `backward()`, before they are reduced: its ranks would drift apart."""
+"""Gradients on their way from the autograd engine: which come, and which the program uses before they are reduced."""
 
 from __future__ import annotations
 
-import torch
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
+from torch.nn.parameter import is_lazy
+
+from mpistrat.context import current_local_replica, has_strategy, in_cross_replica_context
+from mpistrat.pytorch import hooks
+from mpistrat.pytorch.gradients.buckets import Buckets
 from mpistrat.pytorch.modules.registry import Registry
 
 
+@dataclasses.dataclass
+class _Backward:
+    """A backward of one replica.
+
+    Attributes:
+        buckets: take gradients as they come.
+        arrived: parameters whose gradients have come; the version of each; whether it has kept the gradient.
+        made_in_run: names of parameters, made inside `run`, whose gradients have come.
+    """
+
+    buckets: Buckets | None
+    arrived: list[tuple[torch.Tensor, int, bool]] = dataclasses.field(default_factory=list)
+    made_in_run: list[str] = dataclasses.field(default_factory=list)
+
+
 class Arrivals:
-    """The gradients that arrive in one backward of one replica.
+    """The gradients that a strategy's replicas get.
 
     Args:
         registry: of the mirrored parameters.
-
-    Attributes:
-        made_in_run: names of parameters, made inside `run`, that have got gradients.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        # Each parameter, its version, and whether it has its gradient still: buckets take gradients.
-        self._seen: list[tuple[torch.Tensor, int, bool]] = []
-        self.made_in_run: list[str] = []
+        self._backwards: dict[
+            int, _Backward
+        ] = {}  # by local replica, those that the engine computes now
+        self._hooked = (0, False)  # of so many parameters, whether any has a hook of the program's
 
-    def add(self, parameter: torch.Tensor) -> None:
-        """The gradient of `parameter` has arrived, and no hook of the program has seen it."""
-        self._seen.append((parameter, parameter._version, parameter.grad is not None))
+    def guard(self, parameter: torch.Tensor) -> None:
+        """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        reference = weakref.ref(self)
 
-    def check(self, written: frozenset[int], *, in_run: bool) -> None:
-        """The engine has ended, and nothing is reduced yet.
+        def hook(parameter: torch.Tensor) -> None:
+            """Its gradient has grown."""
+            arrivals = reference()
+            if arrivals is None:
+                return
+            if not arrivals._backwards:
+                in_scope = has_strategy() and in_cross_replica_context()
+                where = " (in scope(), where no replica computes)" if in_scope else ""
+                raise RuntimeError(
+                    f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
+                    "over replicas; call loss.backward() inside strategy.run(step), or inside "
+                    "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
+                    ".grad alone"
+                )
+            backward = arrivals._backward()
+            if backward.buckets is not None:
+                backward.buckets.arrived(parameter)
+            has_gradient = parameter.grad is not None
+            backward.arrived.append((parameter, parameter._version, has_gradient))
+
+        hooks.first_when_accumulated(parameter, hook)
+
+    def guard_made_in_run(self, name: str, parameter: torch.Tensor) -> None:
+        """A replica has made `parameter` inside `run`: it must not be trained there as if it were mirrored."""
+        reference = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            arrivals = reference()
+            if arrivals is not None and arrivals._backwards and parameter not in arrivals._registry:
+                arrivals._backward().made_in_run.append(name)
+
+        if parameter.is_floating_point() and not is_lazy(parameter):
+            hooks.first_when_accumulated(parameter, hook)
+
+    def _backward(self) -> _Backward:
+        """The one that calls a hook: on the host the engine does so on the replica's thread."""
+        if len(self._backwards) == 1:
+            return next(iter(self._backwards.values()))
+        return self._backwards[current_local_replica() or 0]
+
+    @contextlib.contextmanager
+    def watched(
+        self, replica: int, parameters: Sequence[torch.Tensor | None], buckets: Buckets | None
+    ) -> Iterator[Callable[..., None]]:
+        """Inside, the engine computes a backward of local replica `replica`.
 
         Args:
-            written: ids of the parameters whose memory was written through `.data`.
+            parameters: by slot.
+            buckets: take gradients as they come.
+        Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
+        """
+        if self._hooked[0] != len(parameters):
+            self._hooked = len(parameters), any(map(hooks.has_hooks_of_program, parameters))
+        backward = self._backwards[replica] = _Backward(buckets)
+        try:
+            with hooks.noticing_data(self._hooked[1]) as written:
+                yield functools.partial(self._check, backward, written)
+        finally:
+            del self._backwards[replica]
+
+    def _check(
+        self, backward: _Backward, written: Callable[[], frozenset[int]], *, in_run: bool
+    ) -> None:
+        """
+        Args:
+            written: gives the ids of the parameters that were written through `.data`.
             in_run: inside `run`, and not in a `replica()`, where whole programs live.
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
-        for parameter, version, had_gradient in self._seen:
+        through_data = written()
+        for parameter, version, had_gradient in backward.arrived:
             is_gone = had_gradient and parameter.grad is None
-            if is_gone or parameter._version != version or id(parameter) in written:
+            if is_gone or parameter._version != version or id(parameter) in through_data:
                 happened = "lost its gradient" if is_gone else "was changed"
                 raise RuntimeError(
-                    f"parameter {self._registry.name_of(parameter)} {happened} inside backward(), before gradients are "
-                    "reduced over replicas: with a gradient of its own each rank would make another update. Update "
-                    "parameters after backward(); or call backward() inside strategy.no_sync(), and give the hook's "
-                    "gradient to get_replica_context().all_reduce first"
+                    f"parameter {self._registry.name_of(parameter)} {happened} inside backward(), before "
+                    "gradients are reduced over replicas: each rank would make another update. Update parameters after backward(); or call "
+                    "backward() inside strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
                 )
-        if in_run and self.made_in_run:
+        if in_run and backward.made_in_run:
             raise RuntimeError(
-                f"backward() inside run reached {self.made_in_run[0]}, of a module that was made inside run: it is no "
-                "variable of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
+                f"backward() inside run reached {backward.made_in_run[0]}, of a module that was made inside run: it is "
+                "no variable of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
                 "strategy.scope(); or use torch.autograd.grad where each replica is to have a module of its own"
             )

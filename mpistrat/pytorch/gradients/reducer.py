@@ -25,17 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from mpistrat.arrays import is_on_gpu
 from mpistrat.communicators import Reduction
 from mpistrat.communicators.transports.accelerator.graph_capture import is_capturing
 from mpistrat.context import (
     AnyReplicaContext,
-    current_local_replica,
     current_mode,
-    has_strategy,
-    in_cross_replica_context,
     in_replica_block,
 )
 from mpistrat.cross_device_ops.packing import Packer
@@ -138,6 +134,7 @@ class GradientReducer:
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
         optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
         slice_steps: as given.
+        arrivals: watches the gradients that come.
     """
 
     def __init__(
@@ -152,10 +149,8 @@ class GradientReducer:
         self._packer = Packer()
         self._sums = parts.gradient_sums or parts.ops.over_ranks
         self.overlap = Overlap(parts, self._packer, self.wires, shares=slice_steps is not None)
-        self._buckets: Buckets | None = None  # while a backward runs whose gradients leave
+        self.arrivals = Arrivals(registry)
         self._unsynchronized = [Unsynchronized(registry) for _ in range(parts.replicas.count)]
-        self._active: dict[int, Arrivals] = {}  # by local replica that is inside a backward of ours
-        self._hooked = (0, False)  # of so many parameters, whether the program has put hooks on any
         # The last contributions, kept until the next backward takes their memory again. Freed all at once
         # they may be the top of the heap, which glibc returns to the system: page faults were a quarter of
         # a training step.
@@ -211,15 +206,9 @@ class GradientReducer:
             buckets = self.overlap.begin(parameters, scale)
         communicated = True  # perhaps, as long as backward() has not ended
         try:
-            arrivals = self._active[replica] = Arrivals(self.registry)
-            self._buckets = buckets
             calls = self._communicator.contract.calls
-            try:
-                with hooks.noticing_data(self._has_hooks(parameters)) as written:
-                    engine(weight)
-            finally:
-                self._buckets = None
-                del self._active[replica]
+            with self.arrivals.watched(replica, parameters, buckets) as check:
+                engine(weight)
             own_calls = 0 if buckets is None else buckets.calls
             communicated = self._communicator.contract.calls - calls > own_calls
             if not synchronizes:
@@ -227,7 +216,7 @@ class GradientReducer:
                 return
             sent: frozenset[int] = frozenset()
             with self._communicator.raising_together():
-                arrivals.check(written(), in_run=not in_block)
+                check(in_run=not in_block)
                 if buckets is not None:
                     sent = buckets.finish()
             gradients = [None if p is None else p.grad for p in parameters]
@@ -260,13 +249,6 @@ class GradientReducer:
             return 1.0
         own, of_all = examples.tolist()
         return own * self._parts.group.num_replicas_in_sync / of_all
-
-    def _has_hooks(self, parameters: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the program has put hooks on some parameters, by which it may write them inside backward()."""
-        if self._hooked[0] != len(parameters):
-            found = any(map(hooks.has_hooks_of_program, parameters))
-            self._hooked = len(parameters), found
-        return self._hooked[1]
 
     def check_may_be_sharded(self, name: str) -> None:
         """Warn if the gradient of parameter `name`, a DTensor, may be scaled otherwise than those of mirrored ones.
@@ -324,50 +306,6 @@ class GradientReducer:
         """How gradients are reduced, for people."""
         lines = [str(self._parts.rule), self.overlap.explain(), self.wires.explain()]
         return "\n".join(filter(None, lines))
-
-    def guard(self, parameter: torch.Tensor) -> None:
-        """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
-        reference = weakref.ref(self)
-
-        def hook(parameter: torch.Tensor) -> None:
-            """Its gradient has grown."""
-            reducer = reference()
-            if reducer is None:
-                return
-            if not reducer._active:
-                in_scope = has_strategy() and in_cross_replica_context()
-                where = " (in scope(), where no replica computes)" if in_scope else ""
-                raise RuntimeError(
-                    f"backward() outside run{where} reached a mirrored parameter, where its gradient is not reduced "
-                    "over replicas; call loss.backward() inside strategy.run(step), or inside "
-                    "strategy.replica(), on the thread that has entered it; or use torch.autograd.grad, which leaves "
-                    ".grad alone"
-                )
-            if reducer._buckets is not None:
-                reducer._buckets.arrived(parameter)
-            reducer._arrivals().add(parameter)
-
-        hooks.first_when_accumulated(parameter, hook)
-
-    def guard_made_in_run(self, name: str, parameter: torch.Tensor) -> None:
-        """A replica has made `parameter` inside `run`: it must not be trained there as if it were mirrored."""
-        reference = weakref.ref(self)
-
-        def hook(parameter: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is not None and reducer._active and parameter not in reducer.registry:
-                reducer._arrivals().made_in_run.append(name)
-
-        if parameter.is_floating_point() and not is_lazy(parameter):
-            hooks.first_when_accumulated(parameter, hook)
-
-    def _arrivals(self) -> Arrivals:
-        """Of the replica whose backward calls a hook: on the host the engine does so on the replica's thread."""
-        if len(self._active) == 1:
-            return next(iter(self._active.values()))
-        return self._active[current_local_replica() or 0]
 
     def _reduce(
         self,

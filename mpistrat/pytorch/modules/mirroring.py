@@ -70,7 +70,9 @@ class Mirroring(StrategyModules):
         slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
-        made_in_run = (lambda *_: None) if self._is_alone else self.reducer.guard_made_in_run
+        made_in_run = (
+            (lambda *_: None) if self._is_alone else self.reducer.arrivals.guard_made_in_run
+        )
         self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         optimizers.know(self)
         if not self._is_alone:
@@ -222,7 +224,7 @@ class Mirroring(StrategyModules):
                 if parameter not in self.registry:
                     self.registry.add_parameter(name, parameter)
                     if not self._is_alone:
-                        self.reducer.guard(parameter)
+                        self.reducer.arrivals.guard(parameter)
             for name, module, key, buffer in new.buffers:
                 slot = self.registry.buffer(module, key)
                 if slot is None:
