@@ -129,8 +129,9 @@ class Arrivals:
                 happened = "lost its gradient" if is_gone else "was changed"
                 raise RuntimeError(
                     f"parameter {self._registry.name_of(parameter)} {happened} inside backward(), before "
-                    "gradients are reduced over replicas: each rank would make another update. Update parameters after backward(); or call "
-                    "backward() inside strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
+                    "gradients are reduced over replicas: each rank would make another update. Update parameters "
+                    "after backward(); or call backward() inside strategy.no_sync(), and give the hook's gradient to "
+                    "get_replica_context().all_reduce first"
                 )
         if in_run and backward.made_in_run:
             raise RuntimeError(
