@@ -44,9 +44,6 @@ class Ranks:
         return LOOPBACK if self.topology.num_nodes == 1 else address_that_all_reach(self)
 
 
-_stores = 0  # that this process has made; all ranks make the same ones
-
-
 def store_of(ranks: Ranks) -> c10d.Store:
     """A new store for the ranks. Collective over them."""
     return opener_of_store(ranks)()
@@ -54,8 +51,6 @@ def store_of(ranks: Ranks) -> c10d.Store:
 
 def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
     """What opens a new store. Collective over the ranks, and uses MPI; what it returns is not, and does not."""
-    global _stores
-    _stores += 1
     if ranks.comm is None or ranks.size == 1:
         return c10d.HashStore
     path = ranks.comm.bcast(_new_file()) if ranks.topology.num_nodes == 1 else ""
@@ -72,9 +67,13 @@ def opener_of_store(ranks: Ranks) -> Callable[[], c10d.Store]:
 
 
 def _new_file() -> str:
-    """A file for a store in the job's folder, which is removed with the job; "" where it has none."""
+    """A file for a store in the job's folder, which is removed with the job; "" where it has none.
+
+    No other group has its name: those of other ranks of the node have their files in this folder, too.
+    """
     observed = observation.observed()
-    return os.path.join(observed.folder.path, f"store-{_stores}") if observed else ""
+    name = f"store-{os.urandom(8).hex()}"
+    return os.path.join(observed.folder.path, name) if observed else ""
 
 
 def store_at(listener: socket.socket, size: int) -> c10d.TCPStore:

@@ -132,11 +132,7 @@ class Wait:
     group: int  # the hash of its communicator's name
     first: int  # the number in the job of its communicator's rank 0
     timeout: float  # after so many seconds the waiting ranks raise an error; 0: never
-
-    @property
-    def elsewhere(self) -> int:
-        """How many of its ranks are on other nodes."""
-        return self.size - len(self.waiting) - len(self.missing)
+    elsewhere: int  # how many of its communicator's ranks are on other nodes
 
     @property
     def limit(self) -> float:
@@ -189,6 +185,7 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
                     group,
                     board.first,
                     min((each.timeout for each in inside.values() if each.timeout), default=0.0),
+                    board.size - len(members),
                 )
             )
     return sorted(found, key=lambda wait: wait.since)

@@ -136,6 +136,30 @@ def let_nccl_outlive_ranks() -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
+# What torch's watchdog of NCCL does after an error of a call: it waits for a dump, and four times so long for those of
+# other ranks; and it ends the process.
+_AFTER_AN_ERROR = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+
+
+@contextlib.contextmanager
+def nccl_that_outlives_errors() -> Iterator[None]:
+    """Inside, torch makes groups of NCCL that leave errors to us, but for what the user has set.
+
+    Groups that the program makes are not made inside: they keep their dumps, and end the process.
+    """
+    ours = {name: text for name, text in _AFTER_AN_ERROR.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
 def share_out(seen: Sequence[Sequence[str]]) -> list[int | None]:
     """Which of the accelerators that it sees each rank of a node uses, by its own numbers; None where it sees none.
 

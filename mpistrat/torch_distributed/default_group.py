@@ -40,12 +40,10 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
         comm: mpi4py's communicator of the same ranks; None for one rank without MPI.
     Raises: RuntimeError on all ranks, when the program's group has other ranks, or in another order.
     """
-    import torch.distributed as dist
-
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if not any(groups):
         with _over(comm):
-            dist.init_process_group("mpistrat", init_method="mpi://")
+            _make_default_group()
     elif difference := _difference(groups):
         raise RuntimeError(
             f"{what}(torch_distributed=True) on rank {communicator.rank} of {communicator.size}: the program's default "
@@ -81,16 +79,30 @@ def move_default_group(comm: Any, *, again: bool) -> None:
     global _ranks
     _ranks = comm
     if again:
-        dist: Any = sys.modules["torch.distributed"]
         if has_default_group():
-            dist.destroy_process_group()
-        dist.init_process_group("mpistrat", init_method="mpi://")
+            sys.modules["torch.distributed"].destroy_process_group()
+        _make_default_group()
 
 
 def leave_default_group() -> None:
     """Abort torch's default group, if there is one, and all others: calls on their way are left. Not collective."""
     if has_default_group():
         sys.modules["torch.distributed"].distributed_c10d._abort_process_group()
+
+
+def make_known_to_torch() -> None:
+    """Register our backend and `mpi://`. torch does that itself where mpistrat is installed, but not for a checkout."""
+    import mpistrat_torch
+
+    mpistrat_torch.register()
+
+
+def _make_default_group() -> None:
+    """Collective over the ranks that `ranks` gives."""
+    import torch.distributed as dist
+
+    make_known_to_torch()
+    dist.init_process_group("mpistrat", init_method="mpi://")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from mpistrat.communicators.transports.accelerator.torch_groups import make_group
+from mpistrat.communicators.transports.accelerator.torch_groups import abort_group, make_group
 
 
 class NativeGroups:
@@ -42,5 +42,5 @@ class NativeGroups:
     def abort(self) -> None:
         """Have what the groups do end at once. Called by any thread, before it is told that a rank is lost."""
         for group in list(self._groups.values()):
-            group.abort()
+            abort_group(group)
         self._groups.clear()

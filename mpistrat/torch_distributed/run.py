@@ -32,6 +32,7 @@ def run_program(
     from mpistrat.torch_distributed.default_backend import replace_default_backend
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
 
+    default_group.make_known_to_torch()
     ranks = base()
     run_id = secrets.token_hex(8)
     if ranks.comm is not None:

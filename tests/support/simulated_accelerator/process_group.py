@@ -5,11 +5,11 @@ A collective returns when it is on the group's own stream, which waits for what 
 really combined, by a thread of each group; they appear in device memory as late as they may.
 
 As NCCL it refuses tensors on other devices, of dtypes that it has no kernels for, and that leave out bytes; two ranks
-on one device; and it does not end when another rank is gone, but when somebody calls `abort()`. Each rank sums in the
-order of ranks, in the dtype of the tensors.
+on one device; and it does not end when another rank is gone, but when somebody calls `abort()`, after which its
+destructor takes long. Each rank sums in the order of ranks, in the dtype of the tensors.
 
-What it does not show: NCCL's watchdog, deadlocks of kernels that need the same multiprocessors, and the order in which
-a real group sums.
+What it does not show: what else NCCL's watchdog does, deadlocks of kernels that need the same multiprocessors, and the
+order in which a real group sums.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from torch._C import _distributed_c10d as c10d
 from support.simulated_accelerator.links import Links
 
 BACKEND = "simccl"
+SECONDS_OF_A_WATCHDOG = 10.0
 # What goes wrong on this rank: "constructor" and "connect" raise, with "hang" no kernel ends until `abort()`.
 faults = set(filter(None, os.environ.get("SIMULATED_FAULTS", "").split(",")))
 
@@ -121,6 +123,7 @@ class ProcessGroupSim(dist.ProcessGroup):
 
     def __init__(self, store: c10d.Store, rank: int, size: int, options: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self._aborted = threading.Event()
         if "constructor" in faults:
             raise RuntimeError(
                 "simulated fault: the constructor of ProcessGroupSim fails on this rank"
@@ -136,7 +139,6 @@ class ProcessGroupSim(dist.ProcessGroup):
         self._order = (
             threading.Lock()
         )  # of calls of several threads: the stream's and the thread's must be one
-        self._aborted = threading.Event()
         self._thread: threading.Thread | None = None
 
     def rank(self) -> int:
@@ -192,6 +194,12 @@ class ProcessGroupSim(dist.ProcessGroup):
         self._jobs.put(None)
         if self._connected is not None:
             self._connected.close()
+
+    def __del__(self) -> None:
+        """NCCL's destructor waits for its watchdog, which sleeps for a minute after an error of a call."""
+        if self._aborted.is_set():
+            print("an aborted group waits for its watchdog", file=sys.__stderr__, flush=True)
+            time.sleep(SECONDS_OF_A_WATCHDOG)
 
     def shutdown(self) -> None:
         """Collectives under way end first."""

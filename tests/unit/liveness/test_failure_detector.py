@@ -24,3 +24,18 @@ def test_who_is_missing(folders: Path) -> None:
     assert wait.call == 3
     assert [rank.number for rank in wait.waiting] == [0, 2]
     assert [rank.number for rank in wait.missing] == [1]
+    assert wait.elsewhere == 0
+
+
+def test_who_has_come_and_does_not_wait_is_on_this_node(folders: Path) -> None:
+    """As a rank that was stopped while its device was busy."""
+    folder, _ = JobFolder.create("job-1234")
+    for rank in range(2):
+        record = new_record(job_folder.record_of(folder.path, rank), rank)
+        board = record.new_board(7, 3)  # of three ranks
+        assert board is not None
+        record.enter(board, 3, *text_of("barrier()", "x.py:1 in f"))
+        if rank == 1:
+            record.leave(board)
+    (wait,) = waits(find_ranks(folder.path))
+    assert ([rank.number for rank in wait.waiting], wait.missing, wait.elsewhere) == ([0], [], 1)

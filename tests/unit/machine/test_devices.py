@@ -1,5 +1,6 @@
 """Device names."""
 
+import os
 import sys
 import types
 from collections import Counter
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from mpistrat.machine.devices import (
     check_device,
     check_devices,
+    nccl_that_outlives_errors,
     num_accelerators,
     seen_accelerators,
     share_all,
@@ -157,3 +159,21 @@ def test_cupy_counts_too(monkeypatch, other_library):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert num_accelerators() == 3
     assert seen_accelerators() == ("0000:00:00.0", "0000:01:00.0", "0000:02:00.0")
+
+
+def test_what_is_set_for_groups_of_ours_is_not_for_those_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_nccl() -> dict[str, str]:
+        return {name: text for name, text in os.environ.items() if name.startswith("TORCH_NCCL")}
+
+    for name in of_nccl():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the user's
+    with nccl_that_outlives_errors():
+        assert of_nccl() == {
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+        }
+    assert of_nccl() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

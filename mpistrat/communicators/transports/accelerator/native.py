@@ -24,13 +24,13 @@ from mpistrat.communicators.transports.accelerator.buffers import DeviceTranspor
 from mpistrat.communicators.transports.accelerator.calls_under_way import CallsUnderWay
 from mpistrat.communicators.transports.accelerator.joint_group import JointGroup
 from mpistrat.communicators.transports.accelerator.library import TorchLibrary
-from mpistrat.communicators.transports.accelerator.torch_groups import make_group
+from mpistrat.communicators.transports.accelerator.torch_groups import abort_group, make_group
 from mpistrat.communicators.transports.transport import Operands
 from mpistrat.errors import OpError
 from mpistrat.liveness.abort_channel import AbortChannel
 from mpistrat.liveness.job_end import job_end
 from mpistrat.liveness.watch import CommunicatorWatch
-from mpistrat.machine.devices import let_nccl_outlive_ranks
+from mpistrat.machine.devices import let_nccl_outlive_ranks, nccl_that_outlives_errors
 from mpistrat.settings import start_seconds
 
 OPS: dict[str, Any] = {
@@ -80,7 +80,7 @@ class NativeTransport(DeviceTransport):
         self._kind = kind
         self._device, self._own = torch.device(kind, index), TorchLibrary(kind, index)
         self._joint: JointGroup[Any] = JointGroup(
-            f"torch's group for {kind!r}", host, channel, watch, lambda group: group.abort()
+            f"torch's group for {kind!r}", host, channel, watch, abort_group
         )
         self._under_way = under_way(self._joint)
 
@@ -99,7 +99,7 @@ class NativeTransport(DeviceTransport):
             if self._watch.revocable_group is not None:
                 let_nccl_outlive_ranks()
             name = f"mpistrat {self._under_way.name}"
-            with self._own.device():
+            with self._own.device(), nccl_that_outlives_errors():
                 return make_group(self._kind, store, self.rank, self.size, TIMEOUT, name)
 
         def try_out() -> str:

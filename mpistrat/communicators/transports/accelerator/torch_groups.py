@@ -7,6 +7,7 @@ torch is imported at the top of this file, and this file when torch is there.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 from typing import Any
 
@@ -63,6 +64,15 @@ def make_group(
     options._timeout = timeout
     options.group_name = name
     return cls(store, rank, size, options)
+
+
+def abort_group(group: Any) -> None:
+    """End what a group's kernels do. Not collective; any thread.
+
+    The group stays for ever: the destructor of one that was aborted waits for NCCL's watchdog, which may not end.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    group.abort()
 
 
 def _plugin(name: str) -> Any:
