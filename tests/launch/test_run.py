@@ -28,9 +28,8 @@ def line_of(mark: str) -> int:
 @pytest.mark.both_mpis("launching")
 def test_a_script_for_torchrun(launcher: Launcher, tmp_path: Path) -> None:
     words = [tmp_path, "--lr", "-m", "--keep-backend"]
-    env = {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"
-    }  # torch knows as little of mpistrat as beside a checkout
+    # So torch knows as little of mpistrat as beside a checkout.
+    env = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     job = launcher.run_python(2, *RUN, TORCHRUN_SCRIPT, *words, env=env, cwd=tmp_path)
     assert job.returncode == 0, job.output
     for rank in range(2):

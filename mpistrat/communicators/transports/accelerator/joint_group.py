@@ -152,9 +152,8 @@ class JointGroup(contextlib.AbstractContextManager[T], Generic[T]):
             self.abort(error)
             return
         text = f"rank {self._host.rank}: {type(error).__name__}: {error}"
-        self._channel.send(
-            text
-        )  # first: the others' groups see that this one has gone, and not why
+        # First, because the others' groups see that this group has gone, and not why.
+        self._channel.send(text)
         self.abort(text)
         if isinstance(error, Exception):
             raise RuntimeError(f"{self.name} was aborted on all ranks: {text}") from error
