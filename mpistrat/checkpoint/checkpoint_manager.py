@@ -134,6 +134,7 @@ class CheckpointManager:
             return self.latest_checkpoint or self.directory
         self.wait()
         self.claim()
+        self.checkpoint.check_alike("save")
         # Some states are collective.
         with communicator.raising_together(), self._role.unchanging():
             state = self.checkpoint.state_dict()

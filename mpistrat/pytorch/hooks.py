@@ -255,6 +255,12 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
 
 
 @functools.cache
+def watch_scalers(before: Callable[[torch.amp.GradScaler], None]) -> None:
+    """Have every gradient scaler call `before` with itself before each of its steps."""
+    _replace_method(torch.amp.GradScaler, "step", not_compiled(before))
+
+
+@functools.cache
 def refuse_steps_of_schedulers() -> None:
     """Make schedulers, gradient scalers and averaged models refuse to step once for each of several replicas of a rank.
 
@@ -271,12 +277,7 @@ def refuse_steps_of_schedulers() -> None:
 
 
 def _refuse(cls: type, name: str, call: str) -> None:
-    original = cls.__dict__.get(name)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
         if context is not None and context.strategy.extended.replicas.count > 1 and not disabled:
@@ -285,6 +286,19 @@ def _refuse(cls: type, name: str, call: str) -> None:
                 f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "
                 "or start one rank per replica"
             )
+
+    _replace_method(cls, name, check)
+
+
+def _replace_method(cls: type, name: str, before: Callable[[Any], None]) -> None:
+    """Have the method, if `cls` itself has it, call `before` with its object first."""
+    original = cls.__dict__.get(name)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self)
         return original(self, *args, **kwargs)
 
-    setattr(cls, name, refusing)
+    setattr(cls, name, method)

@@ -13,15 +13,18 @@ import torch
 from torch.optim import Optimizer
 
 from mpistrat import arrays
-from mpistrat.context import current_mode
+from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
+from mpistrat.pytorch.modules.preparing import check_alike
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+# Those that have stepped inside run.
+_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 # Of all strategies: whose modules these are.
 _modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
 _has_warned = False
@@ -29,8 +32,9 @@ _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
 def install() -> None:
-    """Have the steps of all optimizers checked."""
+    """Have the steps of all optimizers, and of gradient scalers, checked."""
     hooks.watch_steps(_before_step, _after_step)
+    hooks.watch_scalers(_before_scaler_step)
 
 
 def know(modules: StrategyModules) -> None:
@@ -50,7 +54,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             "optimizer.step() was called by a hook inside backward(), before gradients are reduced over "
             "replicas; call it after backward()"
         )
-    _check_mirrored(optimizer, reducer)
+    _check_parameters(optimizer, context, reducer)
     replicas = context.strategy.extended.replicas
     if replicas.count > 1:
         if hooks.has_closure(args, kwargs):
@@ -84,6 +88,13 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameter.grad = gradient
 
 
+def _before_scaler_step(scaler: torch.amp.GradScaler) -> None:
+    here = replica_here()
+    if here is not None and scaler not in _scalers:
+        check_alike(here[0].strategy.extended, {"scaler.step()": scaler})
+        _scalers.add(scaler)
+
+
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     """Warn once when a program seems to have forgotten both `scope()` and `run`: its ranks train apart.
 
@@ -112,8 +123,14 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
             )
 
 
-def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
-    """RuntimeError if the step would change a parameter that is neither mirrored nor sharded by torch."""
+def _check_parameters(
+    optimizer: Optimizer, context: AnyReplicaContext, reducer: GradientReducer
+) -> None:
+    """
+    Raises:
+        RuntimeError: the step would change a parameter that is neither mirrored nor sharded by torch.
+        ValueError: on all ranks, where the optimizers of ranks differ that have not stepped these parameters yet.
+    """
     parameters = hooks.parameters_of(optimizer)
     found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
     before = _checked.get(optimizer)
@@ -133,6 +150,9 @@ def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
                     "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
                     "sees no modules if torch was not imported before it.)"
                 )
+    if before is None or [key for key, _ in before[1:]] != list(map(id, parameters)):
+        # Of the replicas of each rank the first is here: the others will find that this is done.
+        check_alike(context.strategy.extended, {"optimizer.step()": optimizer})
     if before is None or before[0] != found[0]:
         reducer.add_optimizer(optimizer)
     _checked[optimizer] = found
