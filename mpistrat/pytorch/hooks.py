@@ -255,9 +255,10 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
 
 
 @functools.cache
-def watch_scalers(before: Callable[[torch.amp.GradScaler], None]) -> None:
-    """Have every gradient scaler call `before` with itself before each of its steps."""
-    _replace_method(torch.amp.GradScaler, "step", not_compiled(before))
+def watch_other_steps(before: Callable[[Any], None]) -> None:
+    """Have every scheduler and gradient scaler call `before` with itself before each `step`."""
+    for cls in (*_scheduler_classes(), torch.amp.GradScaler):
+        _replace_method(cls, "step", not_compiled(before))
 
 
 @functools.cache
@@ -266,14 +267,18 @@ def refuse_steps_of_schedulers() -> None:
 
     A scaler that is disabled does nothing but call the optimizer's step.
     """
-    schedulers = torch.optim.lr_scheduler
-    for cls in vars(schedulers).values():
-        if isinstance(cls, type) and issubclass(cls, schedulers.LRScheduler):
-            _refuse(cls, "step", "the scheduler's step()")
+    for cls in _scheduler_classes():
+        _refuse(cls, "step", "the scheduler's step()")
     for name in ("step", "update", "unscale_"):
         _refuse(torch.amp.GradScaler, name, f"GradScaler.{name}()")
     averaged = torch.optim.swa_utils.AveragedModel
     _refuse(averaged, "update_parameters", "AveragedModel.update_parameters()")
+
+
+def _scheduler_classes() -> list[type]:
+    scheduler = torch.optim.lr_scheduler.LRScheduler
+    found = vars(torch.optim.lr_scheduler).values()
+    return [cls for cls in found if isinstance(cls, type) and issubclass(cls, scheduler)]
 
 
 def _refuse(cls: type, name: str, call: str) -> None:

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from mpistrat import arrays
 from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
-from mpistrat.pytorch.modules.preparing import check_alike
+from mpistrat.pytorch.modules.preparing import check_alike, compared
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
 
 # The parameters (by id, and whether frozen) of optimizers when all were found to be mirrored, and by which reducer.
 _checked: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-# Those that have stepped inside run.
-_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 # Of all strategies: whose modules these are.
 _modules: weakref.WeakSet[StrategyModules] = weakref.WeakSet()
 _has_warned = False
@@ -32,9 +31,9 @@ _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
 def install() -> None:
-    """Have the steps of all optimizers, and of gradient scalers, checked."""
+    """Have the steps of all optimizers, and of schedulers and gradient scalers, checked."""
     hooks.watch_steps(_before_step, _after_step)
-    hooks.watch_scalers(_before_scaler_step)
+    hooks.watch_other_steps(_before_other_step)
 
 
 def know(modules: StrategyModules) -> None:
@@ -88,11 +87,20 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameter.grad = gradient
 
 
-def _before_scaler_step(scaler: torch.amp.GradScaler) -> None:
+def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
     here = replica_here()
-    if here is not None and scaler not in _scalers:
-        check_alike(here[0].strategy.extended, {"scaler.step()": scaler})
-        _scalers.add(scaler)
+    # A scheduler of an optimizer that does not train may be one rank's alone, which prints its rates.
+    if here is not None and (not isinstance(value, LRScheduler) or value.optimizer in _checked):
+        _compare(value, *here)
+
+
+def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:
+    """Raise ValueError on all ranks where `value`, which is used in a step for the first time, differs between them.
+
+    Before the first reduction of gradients ranks may be in different steps, which it tells better.
+    """
+    if reducer.has_reduced and value not in compared:
+        check_alike(context.strategy.extended, {"in a step": value})
 
 
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
@@ -132,7 +140,8 @@ def _check_parameters(
         ValueError: on all ranks, where the optimizers of ranks differ that have not stepped these parameters yet.
     """
     parameters = hooks.parameters_of(optimizer)
-    found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
+    key = id(reducer), reducer.has_reduced
+    found = [key, *((id(p), p.requires_grad) for p in parameters)]
     before = _checked.get(optimizer)
     if before == found:
         return
@@ -150,9 +159,10 @@ def _check_parameters(
                     "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
                     "sees no modules if torch was not imported before it.)"
                 )
-    if before is None or [key for key, _ in before[1:]] != list(map(id, parameters)):
-        # Of the replicas of each rank the first is here: the others will find that this is done.
-        check_alike(context.strategy.extended, {"optimizer.step()": optimizer})
-    if before is None or before[0] != found[0]:
+    if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
+        compared.discard(optimizer)
+    # Of the replicas of each rank the first is here: the others will find that this is done.
+    _compare(optimizer, context, reducer)
+    if optimizer not in reducer.optimizers.values():
         reducer.add_optimizer(optimizer)
     _checked[optimizer] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mpistrat.replicas.extended import StrategyExtended
 
 Purpose = Literal["use", "save", "restore"]
+# Those that ranks have found to be alike; they are not compared once more when they step.
+compared: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_EVERY_SCHEDULER = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
@@ -88,6 +91,7 @@ def check_alike(
         lines = [s for n, v in found.items() for s in _described(n, v, extended, purpose)]
     everyone = of_all(communicator, lines, "optimizers, schedulers and gradient scalers")
     if not everyone or (purpose == "use" and _are_dealt_out(everyone)):
+        compared.update(found.values())
         return
     _, first, other, rank = first_difference(everyone)
     error = ValueError(

@@ -75,7 +75,7 @@ def test_groups_in_another_order(strategy: ms.Strategy, directory: Path) -> None
     assert_all_tell(lambda: strategy.prepare(model, optimizer), *order("argument 2 of prepare"))
     with strategy.replica():
         before = copy.deepcopy(model.state_dict())
-        assert_all_tell(lambda: step(model, optimizer), *order("optimizer.step()"))
+        assert_all_tell(lambda: step(model, optimizer), *order("in a step"))
         torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     manager = CheckpointManager(Checkpoint(model=model, sgd=optimizer), directory)
     assert_all_tell(lambda: manager.save(1), *order("sgd"))
@@ -195,10 +195,62 @@ def test_the_first_step_of_a_gradient_scaler(strategy: ms.Strategy) -> None:
         scaled_step(same)
         before = model["user"].weight.clone()
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0 * (1 + LAST))
-        text = "scale of GradScaler (scaler.step()) is 4.0 on rank 0"
+        text = "scale of GradScaler (in a step) is 4.0 on rank 0"
         assert_all_tell(lambda: scaled_step(scaler), text, f"is 8.0 on rank {SIZE - 1}")
         assert torch.equal(before, model["user"].weight)
     assert_usable(strategy)
+
+
+@several_ranks
+def test_the_first_step_of_a_scheduler(strategy: ms.Strategy) -> None:
+    """Where its optimizer trains; one rank alone may step one of another optimizer."""
+    model = network()
+    optimizer = grouped(model)
+    strategy.prepare(model, optimizer)
+    schedule = CosineAnnealingLR(optimizer, T_max=10 + LAST)
+    with strategy.replica():
+        if LAST:
+            copy.deepcopy(schedule).step()
+        step(model, optimizer)
+        if LAST:
+            stepped(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+        assert_all_tell(
+            schedule.step, "T_max of CosineAnnealingLR (in a step) is 10", "is 11 on rank"
+        )
+        same = StepLR(optimizer, 1)
+        same.step()
+        same.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@several_ranks
+def test_an_optimizer_that_computes_gradients_itself(strategy: ms.Strategy) -> None:
+    """Its first step comes before any reduction: it is compared at the second."""
+    model = network()
+    strategy.mirror(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1 + LAST, max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model["user"](torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    with strategy.replica():
+        optimizer.step(closure)  # type: ignore[arg-type]
+        text = "lr of group 0 of LBFGS (in a step) is 0.1 on rank 0"
+        assert_all_tell(lambda: optimizer.step(closure), text)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_steps_alone_where_nothing_is_reduced(strategy: ms.Strategy) -> None:
+    model = network()
+    strategy.mirror(model)
+    optimizer = grouped(model)
+    with strategy.replica(), strategy.no_sync():
+        if RANK == 0:
+            step(model, optimizer)
+    strategy.mirror(model)
+    assert model["user"].weight.grad is not None or RANK
 
 
 @several_ranks
@@ -208,7 +260,7 @@ def test_the_first_step_of_several_replicas_in_a_rank() -> None:
     strategy.mirror(model)
     optimizers = grouped(model), grouped(model, lr=0.1 + LAST)
     strategy.run(step, (model, optimizers[0]))
-    text = "lr of group 0 of SGD (optimizer.step()) is 0.1 on rank 0"
+    text = "lr of group 0 of SGD (in a step) is 0.1 on rank 0"
     assert_all_tell(lambda: strategy.run(step, (model, optimizers[1])), text, "is 1.1")
 
 
@@ -225,7 +277,7 @@ def test_a_group_that_comes_later(strategy: ms.Strategy, directory: Path) -> Non
         optimizer.add_param_group({"params": model["item"].parameters()})
         step(model, optimizer)
         optimizer.add_param_group({"params": model["price" if LAST else "shop"].parameters()})
-        texts = [f"(optimizer.step()) is ModuleDict.{name}.weight" for name in ("shop", "price")]
+        texts = [f"(in a step) is ModuleDict.{name}.weight" for name in ("shop", "price")]
         for _ in range(2):
             assert_all_tell(lambda: step(model, optimizer), *texts)
         if not LAST:
