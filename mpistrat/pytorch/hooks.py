@@ -239,6 +239,11 @@ def twin_of(
     return twin
 
 
+def is_twin(optimizer: Optimizer) -> bool:
+    """Whether it is a twin, whose class may call a `step` that it inherits."""
+    return any(optimizer is twin for twin in _twins.values())
+
+
 def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
     """Drop what `stepped` shares if it is the optimizer's twin, for that may refer to the optimizer."""
     if stepped is not optimizer:
