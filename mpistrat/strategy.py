@@ -335,7 +335,8 @@ class Strategy(RankMethods):
             the objects, in their order; a single one itself.
         Raises:
             TypeError, ValueError: on all ranks, for what cannot be prepared, an optimizer of other parameters than
-            those of modules that are given, or were mirrored before, or one whose steps differ between ranks.
+            those of modules that are given, or were mirrored before, or an optimizer, scheduler or gradient scaler that
+            differs between ranks: in parameters, their order, options, or how far its state is.
         """
         with cross_replica(self, "prepare"):
             prepared = prepare(self, objects, local_batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpistrat.checkpoint.lazy_mapping import LazyMapping
 from mpistrat.checkpoint.object_states import (
@@ -91,6 +91,16 @@ class Checkpoint:
                 (staying if stays_with_rank(value) else shared)[name] = value.rank_state_dict()
         return shared, staying
 
+    def check_alike(self, purpose: Literal["save", "restore"]) -> None:
+        """Raise ValueError on all ranks where optimizers, schedulers or gradient scalers differ between ranks.
+
+        Called by: every rank. Args: purpose: before a "restore" only the parameters of optimizers are compared.
+        """
+        if "torch" in sys.modules:
+            from mpistrat.pytorch.modules.preparing import check_alike
+
+            check_alike(self.strategy.extended, self.objects, purpose)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of all objects, in memory: it shares the arrays that the objects' own `state_dict()`s share.
 
@@ -109,9 +119,11 @@ class Checkpoint:
 
         An object with the attribute `may_be_absent = True` is left alone where there is no state of it, as in a
         checkpoint that an earlier version of the program has saved.
-        Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises.
+        Raises: KeyError when the state of an object is missing; what an object's `load_state_dict` raises; ValueError
+            on all ranks, before anything is loaded, where an optimizer has other parameters on another rank.
         """
         with merge_call(self.strategy):
+            self.check_alike("restore")
             self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:

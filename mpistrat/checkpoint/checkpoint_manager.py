@@ -123,6 +123,7 @@ class CheckpointManager:
                 what goes wrong there. The program does not end before it is written.
         Returns: where it is, or will be. With parameter servers the chief, or the first worker that is alive, saves,
             while the servers change nothing; other workers return at once, with the newest that there is.
+        Raises: ValueError where optimizers, torch's schedulers or gradient scalers differ between ranks.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.save"):
             return self._save(step, wait)
@@ -134,6 +135,7 @@ class CheckpointManager:
             return self.latest_checkpoint or self.directory
         self.wait()
         self.claim()
+        self.checkpoint.check_alike("save")
         # Some states are collective.
         with communicator.raising_together(), self._role.unchanging():
             state = self.checkpoint.state_dict()
@@ -220,8 +222,9 @@ class CheckpointManager:
 
         Rank 0's `path` is everybody's. What is saved of other objects is left alone. After an error, some objects may
         have been restored. With parameter servers the chief, or worker 0, reads it, and other workers wait for that.
-        Raises: ValueError for a checkpoint that is damaged, naming the file; KeyError when it has no state of an
-            object; what the objects raise.
+        Raises: ValueError for a checkpoint that is damaged, naming the file, and before anything is restored where an
+            optimizer has other parameters on another rank; KeyError when it has no state of an object; what the objects
+            raise.
         """
         with cross_replica(self.checkpoint.strategy, "CheckpointManager.restore"):
             self._restore(lambda: self._restore_from(path))

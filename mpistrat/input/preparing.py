@@ -21,10 +21,11 @@ def prepare(strategy: AnyStrategy, objects: Sequence[Any], local_batches: bool) 
         new = _new_modules(strategy, modules, optimizers)
     if new:
         extended.modules.get().mirror(new)
-    if optimizers:
-        from mpistrat.pytorch.modules.preparing import check_same_steps
+    if "torch" in sys.modules:
+        from mpistrat.pytorch.modules.preparing import check_alike
 
-        check_same_steps(extended.communicator, optimizers)
+        arguments = {f"argument {i} of prepare": value for i, value in enumerate(objects, 1)}
+        check_alike(extended, arguments)
 
     def distributed(batches: Any) -> DistributedDataset:
         with extended.communicator.raising_together():
@@ -68,16 +69,16 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
                 f"the dataset is distributed already, by {value.strategy}: give {strategy} the loader itself"
             )
         return False
-    if _is_module(value) or (hasattr(value, "step") and hasattr(value, "state_dict")):
-        return False  # an optimizer, a scheduler, a GradScaler
+    if _is_kept(value):
+        return False
     if arrays.is_array(value):
         raise TypeError(
             f"prepare takes loaders, not one array, of shape {list(value.shape)}: strategy.shard(array) is this "
             "replica's part, strategy.mirror(parameter) makes a parameter equal on all ranks"
         )
-    if isinstance(value, (list, tuple)) and any(map(_is_module, value)):
+    if isinstance(value, (list, tuple)) and any(map(_is_kept, value)):
         raise TypeError(
-            "prepare takes modules as arguments of their own, not in a list: prepare(*modules)"
+            "prepare takes modules and optimizers as arguments of their own, not in a list: prepare(*modules)"
         )
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
         return True
@@ -87,6 +88,8 @@ def _are_batches(value: Any, strategy: AnyStrategy) -> bool:
     )
 
 
-def _is_module(value: Any) -> bool:
+def _is_kept(value: Any) -> bool:
+    """Whether it is a module, or what has a `step` and a state: an optimizer, a scheduler, a gradient scaler."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    is_module = torch is not None and isinstance(value, torch.nn.Module)
+    return is_module or (hasattr(value, "step") and hasattr(value, "state_dict"))

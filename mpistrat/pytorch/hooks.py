@@ -290,6 +290,11 @@ def twin_of(
     return twin
 
 
+def is_twin(optimizer: Optimizer) -> bool:
+    """Whether it is a twin, whose class may call a `step` that it inherits."""
+    return any(optimizer is twin for twin in _twins.values())
+
+
 def dismiss_twin(optimizer: Optimizer, stepped: Optimizer) -> None:
     """Drop what `stepped` shares if it is the optimizer's twin, for that may refer to the optimizer."""
     if stepped is not optimizer:
@@ -306,28 +311,34 @@ def watch_steps(before: Callable[..., Any] | None, after: Callable[..., Any] | N
 
 
 @functools.cache
+def watch_other_steps(before: Callable[[Any], None]) -> None:
+    """Have every scheduler and gradient scaler call `before` with itself before each `step`."""
+    for cls in (*_scheduler_classes(), torch.amp.GradScaler):
+        _replace_method(cls, "step", not_compiled(before))
+
+
+@functools.cache
 def refuse_steps_of_schedulers() -> None:
     """Make schedulers, gradient scalers and averaged models refuse to step once for each of several replicas of a rank.
 
     A scaler that is disabled does nothing but call the optimizer's step.
     """
-    schedulers = torch.optim.lr_scheduler
-    for cls in vars(schedulers).values():
-        if isinstance(cls, type) and issubclass(cls, schedulers.LRScheduler):
-            _refuse(cls, "step", "the scheduler's step()")
+    for cls in _scheduler_classes():
+        _refuse(cls, "step", "the scheduler's step()")
     for name in ("step", "update", "unscale_"):
         _refuse(torch.amp.GradScaler, name, f"GradScaler.{name}()")
     averaged = torch.optim.swa_utils.AveragedModel
     _refuse(averaged, "update_parameters", "AveragedModel.update_parameters()")
 
 
-def _refuse(cls: type, name: str, call: str) -> None:
-    original = cls.__dict__.get(name)
-    if original is None:
-        return
+def _scheduler_classes() -> list[type]:
+    scheduler = torch.optim.lr_scheduler.LRScheduler
+    found = vars(torch.optim.lr_scheduler).values()
+    return [cls for cls in found if isinstance(cls, type) and issubclass(cls, scheduler)]
 
-    @functools.wraps(original)
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _refuse(cls: type, name: str, call: str) -> None:
+    def check(self: Any) -> None:
         context = get_replica_context()
         disabled = isinstance(self, torch.amp.GradScaler) and not self.is_enabled()
         if context is not None and context.strategy.extended.replicas.count > 1 and not disabled:
@@ -336,6 +347,19 @@ def _refuse(cls: type, name: str, call: str) -> None:
                 f"{context.strategy.extended.num_local_replicas} replicas of this rank; call it after run, "
                 "or start one rank per replica"
             )
+
+    _replace_method(cls, name, check)
+
+
+def _replace_method(cls: type, name: str, before: Callable[[Any], None]) -> None:
+    """Have the method, if `cls` itself has it, call `before` with its object first."""
+    original = cls.__dict__.get(name)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self)
         return original(self, *args, **kwargs)
 
-    setattr(cls, name, refusing)
+    setattr(cls, name, method)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from mpistrat import arrays
-from mpistrat.context import current_mode
+from mpistrat.context import AnyReplicaContext, current_mode
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
+from mpistrat.pytorch.modules.preparing import check_alike, compared
 
 if TYPE_CHECKING:
     from mpistrat.pytorch.modules.strategy_modules import StrategyModules
@@ -29,8 +31,9 @@ _hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
 
 def install() -> None:
-    """Have the steps of all optimizers checked."""
+    """Have the steps of all optimizers, and of schedulers and gradient scalers, checked."""
     hooks.watch_steps(_before_step, _after_step)
+    hooks.watch_other_steps(_before_other_step)
 
 
 def know(modules: StrategyModules) -> None:
@@ -50,7 +53,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             "optimizer.step() was called by a hook inside backward(), before gradients are reduced over "
             "replicas; call it after backward()"
         )
-    _check_mirrored(optimizer, reducer)
+    _check_parameters(optimizer, context, reducer)
     replicas = context.strategy.extended.replicas
     if replicas.count > 1:
         if hooks.has_closure(args, kwargs):
@@ -84,6 +87,23 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameter.grad = gradient
 
 
+def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
+    here = replica_here()
+    # A scheduler of an optimizer that does not train may be one rank's alone, which prints its rates.
+    if here is not None and (not isinstance(value, LRScheduler) or value.optimizer in _checked):
+        _compare(value, *here)
+
+
+def _compare(value: Any, context: AnyReplicaContext, reducer: GradientReducer) -> None:
+    """Raise ValueError on all ranks where `value`, which is used in a step for the first time, differs between them.
+
+    Before the first reduction of gradients ranks may be in different steps, which it tells better. A twin has slices of
+    shared parameters, of which each rank has others.
+    """
+    if reducer.has_reduced and value not in compared and not hooks.is_twin(value):
+        check_alike(context.strategy.extended, {"in a step": value})
+
+
 def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
     """Warn once when a program seems to have forgotten both `scope()` and `run`: its ranks train apart.
 
@@ -112,10 +132,17 @@ def _warn_of_lone_ranks(optimizer: Optimizer) -> None:
             )
 
 
-def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
-    """RuntimeError if the step would change a parameter that is neither mirrored nor sharded by torch."""
+def _check_parameters(
+    optimizer: Optimizer, context: AnyReplicaContext, reducer: GradientReducer
+) -> None:
+    """
+    Raises:
+        RuntimeError: the step would change a parameter that is neither mirrored nor sharded by torch.
+        ValueError: on all ranks, where the optimizers of ranks differ that have not stepped these parameters yet.
+    """
     parameters = hooks.parameters_of(optimizer)
-    found = [id(reducer), *((id(p), p.requires_grad) for p in parameters)]
+    key = id(reducer), reducer.has_reduced
+    found = [key, *((id(p), p.requires_grad) for p in parameters)]
     before = _checked.get(optimizer)
     if before == found:
         return
@@ -133,6 +160,10 @@ def _check_mirrored(optimizer: Optimizer, reducer: GradientReducer) -> None:
                     "unpickling it; a lazy module needs one run of its forward before the first step. (scope() "
                     "sees no modules if torch was not imported before it.)"
                 )
-    if before is None or before[0] != found[0]:
+    if before is not None and [key for key, _ in before[1:]] != list(map(id, parameters)):
+        compared.discard(optimizer)
+    # Of the replicas of each rank the first is here: the others will find that this is done.
+    _compare(optimizer, context, reducer)
+    if optimizer not in reducer.optimizers.values():
         reducer.add_optimizer(optimizer)
     _checked[optimizer] = found

@@ -145,6 +145,7 @@ def test_what_cannot_be_prepared(strategy: ms.Strategy) -> None:
         ((adam(others),), "ValueError", "prepared with it .none."),
         ((torch.zeros(3),), "TypeError", "strategy.shard"),
         (([model, others],), "TypeError", r"prepare\(\*modules\)"),
+        ((model, [adam(model)]), "TypeError", "modules and optimizers as arguments of their own"),
         (({"model": model},), "TypeError", "prepare takes torch modules, optimizers"),
         ((examples(),), "TypeError", "DataLoaders or other iterables of batches; got <torch"),
         ((DataLoader(examples(), sampler=sampler),), "ValueError", r"prepare\(loader, local_batches=True\)"),

@@ -132,6 +132,7 @@ class GradientReducer:
 
     Attributes:
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
+        has_reduced: whether all ranks have come to the end of a backward.
         optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
         slice_steps: as given.
         arrivals: watches the gradients that come.
@@ -157,6 +158,7 @@ class GradientReducer:
         self._spent: list[torch.Tensor] = []
         self._warned_of_scale = False
         self.steps = 0
+        self.has_reduced = False
         self.optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
             weakref.WeakValueDictionary()
         )
@@ -340,6 +342,7 @@ class GradientReducer:
                 facts, contributions, sent, snapshots, piggybacks, communicated
             )
             steps.reduced(same_batches=agreed.same_batches)
+            self.has_reduced = True
             reduced: dict[int, torch.Tensor] = {}
             if self.slice_steps is not None:
                 (own,) = everyone  # parameters are shared by ranks of one replica each

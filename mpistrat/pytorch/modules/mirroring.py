@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from mpistrat.pytorch.modules.placing import (
     place,
     place_tensors,
 )
+from mpistrat.pytorch.modules.preparing import first_difference, of_all
 from mpistrat.pytorch.modules.recording import Recorder
 from mpistrat.pytorch.modules.registry import Registry
 from mpistrat.pytorch.modules.strategy_modules import StrategyModules
@@ -235,11 +235,13 @@ class Mirroring(StrategyModules):
                 self._shared.share([parameter for _, parameter in new.parameters], self.registry)
 
     def _agree(self, described: list[str]) -> None:
-        digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
-        digests = self._communicator.all_gather_object(digest, label="mirrored parameters")
-        if len(set(digests)) > 1:
-            everyone = self._communicator.all_gather_object(described, label="mirrored parameters")
-            raise CollectiveMismatchError(_first_difference(everyone))
+        everyone = of_all(self._communicator, described, "mirrored parameters")
+        if everyone:
+            number, first, other, rank = first_difference(everyone)
+            raise CollectiveMismatchError(
+                f"the ranks' models differ, so they cannot be mirrored: parameter or buffer {number} is {first} on "
+                f"rank 0 and {other} on rank {rank}. Build the same modules, in the same order, on every rank"
+            )
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Rank 0's values to all, packed into as few messages as fit in `_BYTES_PER_BROADCAST`."""
@@ -303,16 +305,3 @@ def _is_pending(tensor: torch.Tensor) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     host = tensor.cpu().contiguous()
     return host.reshape(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def _first_difference(everyone: list[list[str]]) -> str:
-    for rank, described in enumerate(everyone[1:], start=1):
-        pairs = itertools.zip_longest(everyone[0], described, fillvalue="nothing")
-        for i, (ours, theirs) in enumerate(pairs):
-            if theirs != ours:
-                return (
-                    "the ranks' models differ, so they cannot be mirrored: parameter or buffer "
-                    f"{i} is {ours} on rank 0 and {theirs} on rank {rank}. Build the same modules, in the "
-                    "same order, on every rank"
-                )
-    return "the ranks' models differ"

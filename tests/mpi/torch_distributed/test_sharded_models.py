@@ -309,3 +309,19 @@ def test_a_preempted_job_saves_its_parts(signals: None, directory: Path) -> None
     assert_close(whole_state(model), state, most=0)
     handler.run(step, *own[left_at])
     assert_close(whole_state(model), trained_alone(left_at + 1)[0])
+
+
+@several_ranks
+def test_optimizers_of_sharded_parameters_that_differ() -> None:
+    """Sharded over all ranks: by their shapes. What torch has sharded over some ranks is theirs alone."""
+    strategy = ms.MultiWorkerMirroredStrategy(gradients="mean")
+    model = sharded(network())
+    parameters = list(model.parameters())
+    own = parameters[::-1] if RANK == SIZE - 1 else parameters
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in own])
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 of AdamW .* is torch.float32\["):
+        strategy.prepare(model, optimizer)
+    meshes = [init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("stage", "data"))["data"]]
+    stage = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(1 + RANK)])
+    fully_shard(stage, mesh=meshes[0])
+    strategy.prepare(stage, torch.optim.AdamW(stage.parameters()))
