@@ -134,6 +134,7 @@ class GradientReducer:
 
     Attributes:
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
+        share: what this replica's loss counts in that of all, by the last backward; None before the first.
         optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
         slice_steps: as given.
     """
@@ -158,6 +159,7 @@ class GradientReducer:
         self._spent: list[torch.Tensor] = []
         self._warned_of_scale = False
         self.steps = 0
+        self.share: float | None = None
         self.optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
             weakref.WeakValueDictionary()
         )
@@ -210,7 +212,9 @@ class GradientReducer:
             self._buckets = buckets
             calls = self._communicator.contract.calls
             try:
-                engine(self._weight() if in_block else 1.0)
+                weight = self._weight() if in_block else 1.0
+                self.share = weight / replicas if parts.rule.is_mean else weight
+                engine(weight)
             finally:
                 self._buckets = None
                 self._active.discard(replica)
