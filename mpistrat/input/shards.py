@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 from mpistrat import arrays, nest
 from mpistrat.context import AnyStrategy, current_mode, require_cross_replica
 from mpistrat.input.splitting import slice_bounds
-from mpistrat.machine.notices import tell
 
 
 def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
@@ -18,30 +16,20 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
-    if extended.communicator.rank == 0 and not _is_compiling():
+    if extended.communicator.rank == 0 and share.num_replicas > 1 and _computes_gradients():
         # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
         examples = extended.given_steps.examples
         known = None if examples is None else examples[-1]
-        for leaf in nest.flatten(values):
+        for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
             if leaf.shape[dim] != known:
-                _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
+                extended.given_steps.shards.add((int(part.shape[dim]), int(leaf.shape[dim]), dim))
     return parts
 
 
-def _is_compiling() -> bool:
+def _computes_gradients() -> bool:
+    """Whether the parts may be those of a loss; what is compiled asks nothing."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
-
-
-@functools.lru_cache(1024)
-def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
-    """Once for each size: a loader says how large the parts of its batches are, and this does not."""
-    if size % num_replicas:
-        tell(
-            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
-            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
-            "compute_average_loss(per_example_loss, global_batch_size=...)"
-        )
+    return torch is None or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
 
 
 def _local_replica(strategy: AnyStrategy) -> int:

@@ -201,6 +201,7 @@ class GradientReducer:
             scale = 1.0 / replicas
         if synchronizes:
             _check_not_captured(parameters)
+            parts.strategy.extended.given_steps.combine_shards(alike=parts.rule.is_mean)
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
