@@ -127,14 +127,16 @@ class _Normalized(torch.autograd.Function):
         input, weight, mean, rate, count = ctx.saved_tensors
         shape, axes = _shape(input), _axes(input)
 
+        replicas, label = ctx.context.strategy.extended.replicas, "gradient of SyncBatchNorm"
+        has_graph = torch.is_grad_enabled()  # with create_graph=True
+        all_reduce = differentiable.all_reduce if has_graph else replicas.all_reduce
+
         def mean_of_all(sums: torch.Tensor) -> torch.Tensor:
             differentiable.check_device(ctx.context, [sums])
-            label = "gradient of SyncBatchNorm"
-            (total,) = differentiable.all_reduce(ctx.context, ReduceOp.SUM, [sums], None, label)
-            return total / count
+            return all_reduce(ctx.context, ReduceOp.SUM, [sums], None, label)[0] / count
 
         x = input.to(mean.dtype)
-        if torch.is_grad_enabled():  # the statistics are functions of the input, too
+        if has_graph:  # the statistics are functions of the input, too
             mean = mean_of_all(x.sum(axes))
             variance = mean_of_all((x - mean.view(shape)).square().sum(axes))
             rate = torch.rsqrt(variance + ctx.eps)
@@ -145,7 +147,7 @@ class _Normalized(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             constant, slope = mean_of_all(own).view(2, *shape)
             scale = rate if weight is None else rate * weight
-            of_input = normalized.clone() if torch.is_grad_enabled() else normalized
+            of_input = normalized.clone() if has_graph else normalized
             of_input = of_input.mul_(-slope).add_(upstream).sub_(constant).mul_(scale.view(shape))
         _, _, weight_too, bias_too, *rest = ctx.needs_input_grad
         of_bias, of_weight = own[0] if bias_too else None, own[1] if weight_too else None
