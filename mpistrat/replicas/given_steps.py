@@ -118,8 +118,7 @@ class GivenSteps:
         """
         totals = {whole for part, whole, _ in self.shards if part == own}
         *parts, total = [0, 0] if self.examples is None else map(int, self.examples)
-        if total and own in parts:
-            totals.add(total)
+        totals |= {total for part in parts if total and part == own}
         is_known = any(s.examples is not None and s.examples[-1] == size for s in self._last_steps)
         if len(totals) == 1 and self._is_first_rank and not is_known:
             (total,) = totals
