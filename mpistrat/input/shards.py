@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import zlib
 from typing import Any
@@ -15,7 +14,6 @@ from mpistrat.context import (
     require_cross_replica,
 )
 from mpistrat.input.splitting import slice_bounds
-from mpistrat.machine.notices import tell
 
 _SAMPLED = 256  # elements of an array, at most
 
@@ -26,21 +24,27 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
-    if _is_compiling():
-        return parts
-    extended.given_steps.distributed = True
-    if in_replica_block(strategy) and arrays.gradients_are_on():
-        extended.given_steps.shards += 1
-        if extended.given_steps.shards == 1:
-            extended.given_steps.first_shard = _checksum(values)
-    if extended.communicator.rank == 0:
-        # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
-        examples = extended.given_steps.examples
-        known = None if examples is None else examples[-1]
-        for leaf in nest.flatten(values):
-            if leaf.shape[dim] != known:
-                _warn_of_rest(int(leaf.shape[dim]), dim, share.num_replicas)
+    if not _is_compiling():
+        extended.given_steps.distributed = True
+        if arrays.gradients_are_on():
+            _remember(strategy, values, parts, dim)
     return parts
+
+
+def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
+    """The parts may be those of a loss."""
+    extended = strategy.extended
+    sharded = extended.sharded
+    if in_replica_block(strategy):
+        sharded.count += 1
+        if sharded.count == 1:
+            sharded.first = _checksum(values)
+    # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
+    examples = extended.given_steps.examples
+    known = None if examples is None else examples[-1]
+    for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
+        if leaf.shape[dim] != known:
+            sharded.cuts.add((int(part.shape[dim]), int(leaf.shape[dim]), dim))
 
 
 def _checksum(values: Any) -> int:
@@ -56,17 +60,6 @@ def _checksum(values: Any) -> int:
 def _is_compiling() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
-
-
-@functools.lru_cache(1024)
-def _warn_of_rest(size: int, dim: int, num_replicas: int) -> None:
-    """Once for each size: a loader says how large the parts of its batches are, and this does not."""
-    if size % num_replicas:
-        tell(
-            f"shard: dimension {dim}, of size {size}, does not divide by {num_replicas} replicas. A mean over a part "
-            "gives what is in short parts more weight; choose a size that divides, or scale the loss with "
-            "compute_average_loss(per_example_loss, global_batch_size=...)"
-        )
 
 
 def _local_replica(strategy: AnyStrategy) -> int:

@@ -275,6 +275,14 @@ def has_closure(args: Any, kwargs: Any) -> bool:
     return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 
+def with_closure(args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
+    """The arguments of a step, as `has_closure` gets them, with `call(closure)` in the place of what the step calls."""
+    others = [functools.partial(call, a) if callable(a) else a for a in args[1:]]
+    if kwargs.get("closure") is not None:
+        kwargs = {**kwargs, "closure": functools.partial(call, kwargs["closure"])}
+    return (args[0], *others), kwargs
+
+
 def twin_of(
     optimizer: Optimizer, instead: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Optimizer:

@@ -1,12 +1,15 @@
-"""Optimizer steps inside `run`: only of mirrored parameters, and once per rank. And who steps without any strategy.
+"""Optimizer steps inside `run`: only of mirrored parameters, once per rank, alike on all. And who steps without `run`.
 
 Torch calls global hooks before and after each `optimizer.step()`.
 """
 
 from __future__ import annotations
 
+import functools
+import numbers
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpistrat import arrays
 from mpistrat.context import AnyReplicaContext, current_mode
+from mpistrat.errors import CollectiveMismatchError
 from mpistrat.pytorch import hooks, virtual_replicas
 from mpistrat.pytorch.gradients.reducer import GradientReducer, replica_here
 from mpistrat.pytorch.modules.preparing import check_alike, compared
@@ -68,9 +72,46 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             _hidden[id(optimizer)] = [(p, p.grad) for p in hooks.parameters_of(optimizer)]
             for parameter, _ in _hidden[id(optimizer)]:
                 parameter.grad = None
+    instead = None
+    if isinstance(optimizer, torch.optim.LBFGS):  # decides by what its closure returns
+        loss_of_all = functools.partial(_loss_of_all, reducer, context.strategy.extended)
+        instead = args, kwargs = hooks.with_closure(args, kwargs, loss_of_all)
     if reducer.slice_steps is not None:
-        return reducer.slice_steps.before(optimizer, args, kwargs)
-    return None
+        return reducer.slice_steps.before(optimizer, args, kwargs) or instead
+    return instead
+
+
+def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], Any]) -> Any:
+    """What `closure` returns on all ranks together: each rank's loss counts as the gradient of its last backward did.
+
+    Losses that are equal on all ranks, to the bit, stay: the program has combined them itself. Collective.
+    """
+    loss = closure()
+    kind, value = _kind_and_value(loss)
+    everyone = extended.communicator.all_gather_object((kind, value, reducer.share))
+    kinds, values, shares = zip(*everyone, strict=True)
+    if len(set(map(repr, zip(kinds, values, strict=True)))) == 1:  # NaN does not equal NaN
+        return loss
+    if len(set(kinds)) > 1 or None in (*values, *shares):
+        returned = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise CollectiveMismatchError(
+            f"optimizer.step(closure) on rank {extended.communicator.rank}: LBFGS decides by the loss that its closure "
+            f"returns, and those of the ranks cannot be combined ({returned}). Have the closure call backward() on the "
+            "loss of this rank's part, and return that, a tensor of one number; or return the same on all ranks"
+        )
+    # A part without examples counts nothing: its mean is NaN.
+    total = sum(share * part for share, part in zip(shares, values, strict=True) if share)
+    return torch.full_like(loss.detach(), total) if arrays.is_torch(loss) else total
+
+
+def _kind_and_value(loss: Any) -> tuple[str, float | None]:
+    """In words, and as a number, if it is one."""
+    if isinstance(loss, numbers.Real):
+        return "a number", float(loss)
+    if not arrays.is_torch(loss):
+        return repr(loss)[:60], None
+    is_number = loss.numel() == 1 and not loss.is_complex()
+    return f"a tensor of shape {list(loss.shape)}", float(loss.item()) if is_number else None
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -56,7 +55,7 @@ def _normalize(self: SyncBatchNorm, context: Any, input: torch.Tensor) -> torch.
             )
         _update_statistics(self, mean, variance * (count / (count - 1)))
         rate = torch.rsqrt(variance + self.eps)
-    return _normalized(context, input, self.weight, self.bias, mean, rate, count)
+    return _normalized(context, input, self.weight, self.bias, mean, rate, count, self.eps)
 
 
 def _statistics(
@@ -98,7 +97,8 @@ def _statistics_of_sums(
 class _Normalized(torch.autograd.Function):
     """(input - mean) · rate · weight + bias, where mean and rate are those of the inputs of all replicas.
 
-    Its gradient is the whole one: the input of each replica is in the statistics of all. One collective.
+    Its gradient is the whole one: the input of each replica is in the statistics of all. One collective; and two more
+    with `create_graph=True`, for a gradient that has one in turn.
     """
 
     @staticmethod
@@ -111,8 +111,9 @@ class _Normalized(torch.autograd.Function):
         mean: torch.Tensor,
         rate: torch.Tensor,
         count: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
-        ctx.context = context
+        ctx.context, ctx.eps = context, eps
         ctx.save_for_backward(input, weight, mean, rate, count)
         shape = _shape(input)
         scale = rate if weight is None else rate * weight
@@ -122,23 +123,32 @@ class _Normalized(torch.autograd.Function):
         return output.to(input.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         input, weight, mean, rate, count = ctx.saved_tensors
         shape, axes = _shape(input), _axes(input)
-        normalized = (input.to(mean.dtype) - mean.view(shape)).mul_(rate.view(shape))
+
+        replicas, label = ctx.context.strategy.extended.replicas, "gradient of SyncBatchNorm"
+        has_graph = torch.is_grad_enabled()  # with create_graph=True
+        all_reduce = differentiable.all_reduce if has_graph else replicas.all_reduce
+
+        def mean_of_all(sums: torch.Tensor) -> torch.Tensor:
+            differentiable.check_device(ctx.context, [sums])
+            return all_reduce(ctx.context, ReduceOp.SUM, [sums], None, label)[0] / count
+
+        x = input.to(mean.dtype)
+        if has_graph:  # the statistics are functions of the input, too
+            mean = mean_of_all(x.sum(axes))
+            variance = mean_of_all((x - mean.view(shape)).square().sum(axes))
+            rate = torch.rsqrt(variance + ctx.eps)
+        normalized = (x - mean.view(shape)).mul_(rate.view(shape))
         upstream = upstream.to(mean.dtype)
         own = torch.stack([upstream.sum(axes), (upstream * normalized).sum(axes)])
         of_input = None
         if ctx.needs_input_grad[1]:
-            differentiable.check_device(ctx.context, [upstream])
-            (total,) = ctx.context.strategy.extended.replicas.all_reduce(
-                ctx.context, ReduceOp.SUM, [own], None, "gradient of SyncBatchNorm"
-            )
-            constant, slope = (total / count).view(2, *shape)
+            constant, slope = mean_of_all(own).view(2, *shape)
             scale = rate if weight is None else rate * weight
-            of_input = normalized.mul_(-slope).add_(upstream).sub_(constant)
-            of_input.mul_(scale.view(shape))
+            of_input = normalized.clone() if has_graph else normalized
+            of_input = of_input.mul_(-slope).add_(upstream).sub_(constant).mul_(scale.view(shape))
         _, _, weight_too, bias_too, *rest = ctx.needs_input_grad
         of_bias, of_weight = own[0] if bias_too else None, own[1] if weight_too else None
         return None, of_input, of_weight, of_bias, *[None] * len(rest)

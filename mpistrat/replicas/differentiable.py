@@ -14,23 +14,25 @@ from mpistrat.reduce_op import ReduceOp
 
 
 class _AllReduce(torch.autograd.Function):
-    """The gradient of a sum (mean) over replicas is the sum (mean) of the upstream gradients."""
+    """The gradient of a sum (mean) over replicas is the sum (mean) of the upstream gradients.
+
+    So its backward is the function itself, which has a gradient in turn.
+    """
 
     @staticmethod
     def forward(ctx: Any, context: Any, op: Any, options: Any, label: str, *leaves: Any) -> Any:
-        ctx.call = (context, op, options)
+        ctx.call = (context, op, options, label)
         return tuple(
             context.strategy.extended.replicas.all_reduce(context, op, leaves, options, label)
         )
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        context, op, options = ctx.call
+        context, op, options, label = ctx.call
         check_device(context, upstream)
-        gradients = context.strategy.extended.replicas.all_reduce(
-            context, op, upstream, options, "gradient of all_reduce"
-        )
-        return None, None, None, None, *gradients
+        # Ranks that differentiate unequally often then call different collectives, which is an error.
+        label = "gradient of " + (label if label.startswith("gradient of ") else "all_reduce")
+        return None, None, None, None, *_AllReduce.apply(context, op, options, label, *upstream)
 
 
 class _AllGather(torch.autograd.Function):
@@ -57,9 +59,8 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, upstream: Any) -> Any:
         context, axis, options, first, length = ctx.call
         check_device(context, [upstream])
-        (total,) = context.strategy.extended.replicas.all_reduce(
-            context, ReduceOp.SUM, [upstream], options, "gradient of all_gather"
-        )
+        label = "gradient of all_gather"
+        (total,) = _AllReduce.apply(context, ReduceOp.SUM, options, label, upstream)
         rows = first.to(total.device) + torch.arange(length, device=total.device)
         return None, None, None, total.index_select(axis, rows)
 

@@ -29,6 +29,7 @@ from mpistrat.replicas.given_steps import GivenSteps
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan
 from mpistrat.replicas.multi_step import MultiStepContext
+from mpistrat.replicas.sharded_arrays import ShardedArrays
 from mpistrat.replicas.torch_modules import TorchModules
 from mpistrat.values import DistributedValues, Mirrored, select_replica
 from mpistrat.variables.arguments import checked_arguments
@@ -65,6 +66,7 @@ class StrategyExtended(abc.ABC):
         input: what this rank reads.
         modules: what is done about torch modules.
         given_steps: of distributed datasets, on this rank.
+        sharded: what `Strategy.shard` has cut, on this rank.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -87,6 +89,7 @@ class StrategyExtended(abc.ABC):
             group.communicator.size,
             is_first_rank=group.communicator.rank == 0,
         )
+        self.sharded = ShardedArrays(group.num_replicas_in_sync, group.communicator.rank == 0)
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas

@@ -47,7 +47,7 @@ class _Iteration:
 
 
 class GivenSteps:
-    """The steps that iterators over distributed datasets have given on this rank, and the arrays that it has sharded.
+    """The steps that iterators over distributed datasets have given on this rank.
 
     The program computes with the last step of the iterators that it still holds. So after an evaluation in mid-epoch
     it computes with the step from before. A step from `next(iter(loader))` counts although its iterator is gone.
@@ -55,18 +55,15 @@ class GivenSteps:
     Attributes:
         blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
         distributed: a distributed dataset has given a step, or values were distributed or sharded.
-        shards: calls of `Strategy.shard` inside `replica()` while gradients were on.
-        first_shard: a checksum of the arrays of the first of them; 0 once the ranks have compared it.
     """
 
     def __init__(self, num_replicas: int, num_ranks: int, is_first_rank: bool) -> None:
         self._num_replicas, self._num_ranks = num_replicas, num_ranks
         self._is_first_rank = is_first_rank
-        self.blocks = self.shards = self.first_shard = 0
+        self.blocks = 0
         self.distributed = False
         self._iterations: list[_Iteration] = []
         self._order = 0
-        self._shards_before = 0  # the last backward
         self._said: set[str] = set()
 
     @property
@@ -121,18 +118,18 @@ class GivenSteps:
         if iteration is not None and not (iteration.is_only and is_last):
             self._iterations.remove(iteration)
 
-    def begin_backward(self, *, weighs: bool) -> StepExamples | None:
+    def begin_backward(self, *, weighs: bool, sharded: bool) -> StepExamples | None:
         """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
 
         Args:
             weighs: whether they count by examples.
+            sharded: the loss may be of arrays that were sharded.
         Raises:
             RuntimeError: they do, and it is not known by which step. All ranks raise it.
         """
         last = self._last_of_training
         current = [i for i in self._iterations if i.since or i is last]
         sizes = {size for i in current for size in i.take_sizes()}
-        sharded, self._shards_before = self.shards != self._shards_before, self.shards
         if not weighs:
             return None
         if len(sizes) > 1 and any(size % self._num_replicas for size in sizes):
@@ -144,7 +141,7 @@ class GivenSteps:
                 "evaluation is asked for inside torch.no_grad()"
             )
         if any(i.ahead and _may_be_uneven(i.iterator()) for i in current):
-            self._tell_once(
+            self.tell_once(
                 "backward() inside replica(): a loader gave several steps before the first backward(). If the program "
                 "reads ahead, gradients are wrong where a step has another size than the next, and does not divide by "
                 f"{self._num_replicas} replicas: a replica's gradient counts by its part of the last step. Call "
@@ -153,31 +150,30 @@ class GivenSteps:
             )
         examples = self.examples if last is None and not sharded else None
         if examples is not None and examples[-1] % self._num_replicas:
-            self._tell_once(
+            self.tell_once(
                 "backward() inside replica(): all replicas' gradients count alike, though a loader gave parts of "
                 "different sizes inside torch.no_grad(). If the loss is of that step, ask for the step outside it"
             )
         return None if last is None else last.training
 
-    def reduced(self, *, same_batches: bool) -> None:
-        """Gradients are reduced, of all ranks. Args: same_batches: `first_shard` is the same on all ranks."""
-        self.first_shard = 0
-        if not same_batches:
-            self._tell_once(
-                "shard: the ranks have given it different arrays, and each has taken a part of its own. If the arrays "
-                "are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to have data "
-                "of its own, leave shard out"
-            )
+    def reduced(self) -> None:
+        """The ranks have combined gradients."""
         if self._num_ranks > 1 and not self.distributed:
             self.distributed = True
-            self._tell_once(
+            self.tell_once(
                 f"backward() has combined the gradients of {self._num_ranks} ranks, though no loader was distributed "
                 "and no batch was sharded. If all ranks read the same data, each example counts "
                 f"{self._num_ranks} times: use strategy.prepare(loader) or strategy.shard(batch). If each rank makes "
                 "data of its own, as in reinforcement learning, there is nothing to do"
             )
 
-    def _tell_once(self, text: str) -> None:
+    def has_given(self, size: int) -> bool:
+        """Whether the last step of an iterator has so many examples over all replicas."""
+        examples = (iteration.examples for iteration in self._iterations)
+        return any(known is not None and known[-1] == size for known in examples)
+
+    def tell_once(self, text: str) -> None:
+        """Have the first rank say `text`."""
         if self._is_first_rank and text not in self._said:
             tell(text)
         self._said.add(text)

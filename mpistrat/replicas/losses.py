@@ -59,15 +59,16 @@ def compute_average_loss(
                 f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
+    is_guess = False
     if global_batch_size is None:
         global_batch_size = _global_batch_size(loss, replicas)
-        contradicts_mean = replicas > 1
+        contradicts_mean, is_guess = replicas > 1, not arrays.is_torch(global_batch_size)
     else:
         _check_positive_integer(global_batch_size)
         # A replica's own mean is right with gradients="mean".
         contradicts_mean = bool(replicas > 1 and global_batch_size != loss.shape[0])
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
-        choose_sum(contradicts_mean, get_strategy().extended.modules.rule.name)
+        _check_scale(loss.shape[0], global_batch_size, contradicts_mean, is_guess)
     return loss.sum() / global_batch_size
 
 
@@ -95,14 +96,58 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
     return own * replicas
 
 
-def choose_sum(contradicts_mean: bool, rule: str) -> None:
+def _check_scale(own: int, size: int, contradicts_mean: bool, is_guess: bool) -> None:
+    """Gradients of the losses of `own` examples, divided by `size`, are to be summed; tell where `size` is wrong.
+
+    A graph is for many sizes, and looks at none of them: only that `size` is a guess is known when it is compiled.
+    """
+    import torch
+
+    extended = get_strategy().extended
+    is_compiling = torch.compiler.is_compiling()
+    choose_sum(contradicts_mean, extended.modules.rule.name, is_compiling and is_guess)
+    if not is_compiling and not extended.modules.rule.is_mean:
+        _tell_of_size(extended, own, size)
+
+
+def _tell_of_size(extended: Any, own: int, size: int) -> None:
+    """Say once where `size` is that of the part of `own` examples, and not that of the step or array that was divided.
+
+    Other sizes are the program's: it accumulates, or scales by the step of another loader.
+    """
+    steps, cuts, replicas = (
+        extended.given_steps,
+        extended.sharded.cuts,
+        extended.num_replicas_in_sync,
+    )
+    totals = {whole for part, whole, _ in cuts if part == own}
+    examples = steps.examples_for(gradients=True)
+    *parts, total = [0, 0] if examples is None else examples.tolist()
+    totals |= {total} if total and own in parts else set()
+    if len(totals) == 1 and not steps.has_given(size):
+        (total,) = totals
+        if size == own * replicas:
+            extended.sharded.tell_of_uneven(own)
+        elif size in (own, sum(parts), total / replicas):
+            steps.tell_once(
+                f"compute_average_loss: global_batch_size={size} is the size of one part; the batch has {total} "
+                f"examples over all {replicas} replicas. Gradients, which are summed over replicas, are "
+                f"{total / size:.3g} times as large as those of the mean: pass global_batch_size={total}"
+            )
+    cuts.clear()
+
+
+def choose_sum(contradicts_mean: bool, rule: str, is_guess: bool) -> None:
     """Gradients of the loss that `compute_average_loss` scales here are to be summed; some would be wrong averaged.
 
     Args:
         rule: the name of the strategy's rule. `torch.compile` takes what this function does for a constant of its
             arguments, so another strategy has it compile once more.
+        is_guess: parts count alike that may be those of an array.
     """
     extended = get_strategy().extended
+    if is_guess:
+        extended.sharded.tell_of_uneven()
     warn = contradicts_mean and extended.communicator.rank == 0
     extended.modules.rule.ask_for("sum", "compute_average_loss", warn=warn)
 

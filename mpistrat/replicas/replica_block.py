@@ -61,3 +61,5 @@ class ReplicaBlock(contextlib.AbstractContextManager["ReplicaContext"]):
         if self._is_outermost:
             spans.current.end_steps()
             self._extended.given_steps.blocks -= 1
+            if exc[0] is None:  # nothing has said how parts count
+                self._extended.sharded.tell_of_uneven()

@@ -108,8 +108,8 @@ class ReplicaContext:
             value: a nest of arrays, numbers and `IndexedSlices`; same structure, shapes and dtypes on
                 every replica.
         Returns:
-            the same structure, equal on every replica. Sums and means are differentiable for torch tensors: the
-            gradient is the same reduction of the upstream gradients.
+            the same structure, equal on every replica. Sums and means of torch tensors are differentiable to any
+            order: the gradient is the same reduction of the upstream gradients.
         Raises:
             CollectiveMismatchError: on all ranks, when the ranks' operands differ.
             InvalidArgumentError: when those of one rank's replicas differ.
@@ -153,8 +153,8 @@ class ReplicaContext:
             value: a nest of arrays of at least one dimension; sizes may differ along `axis` only.
             axis: counted from the end if negative.
         Returns:
-            the same structure, equal on every replica. Differentiable for torch tensors: each replica
-            gets its own slice of the sum of the upstream gradients.
+            the same structure, equal on every replica. Differentiable to any order for torch tensors: each
+            replica gets its own slice of the sum of the upstream gradients.
         Raises:
             ValueError: `axis` is out of range. InvalidArgumentError: shapes differ elsewhere.
             NotImplementedError: for `IndexedSlices`.

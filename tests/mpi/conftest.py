@@ -1,5 +1,6 @@
 """Every test in this folder is an MPI test: right at 1, 2, 3 and 4 ranks, run under `mpiexec … pytest --with-mpi`."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -29,3 +30,14 @@ def directory() -> Iterator[Path]:
     world.Barrier()
     if world.rank == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def notices() -> Iterator[list[str]]:
+    """What the package says for people while the test runs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mpistrat").addHandler(handler)
+    yield said
+    logging.getLogger("mpistrat").removeHandler(handler)

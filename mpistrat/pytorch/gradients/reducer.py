@@ -133,6 +133,7 @@ class GradientReducer:
     Attributes:
         steps: optimizer steps taken inside `run`; a rank whose count differs has skipped a backward.
         has_reduced: whether all ranks have come to the end of a backward.
+        share: what this replica's loss counts in that of all, by the last backward; None before the first.
         optimizers: those that have stepped inside `run` and are still alive, by number in the order of first steps.
         slice_steps: as given.
         arrivals: watches the gradients that come.
@@ -159,6 +160,7 @@ class GradientReducer:
         self._warned_of_scale = False
         self.steps = 0
         self.has_reduced = False
+        self.share: float | None = None
         self.optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
             weakref.WeakValueDictionary()
         )
@@ -201,6 +203,7 @@ class GradientReducer:
         if synchronizes:
             _check_not_captured(parameters)
         weight = self._weight(in_block)
+        self.share = weight / replicas if parts.rule.is_mean else weight
         unsynchronized = self._unsynchronized[replica]
         aside = unsynchronized.set_aside(parameters)
         self._spent = []
@@ -245,8 +248,10 @@ class GradientReducer:
 
         So the gradient of the mean over a replica's own part becomes that of the mean over the global batch.
         """
-        steps = self._parts.strategy.extended.given_steps
-        examples = steps.begin_backward(weighs=in_block and self._parts.rule.is_mean)
+        extended, is_mean = self._parts.strategy.extended, self._parts.rule.is_mean
+        steps, sharded = extended.given_steps, extended.sharded
+        examples = steps.begin_backward(weighs=in_block and is_mean, sharded=bool(sharded.cuts))
+        sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
         if examples is None:
             return 1.0
         own, of_all = examples.tolist()
@@ -336,12 +341,14 @@ class GradientReducer:
                         sums_by_custom_ops(parts.ops.custom, parameters, contributions)
                     ]
             piggybacks = list(parts.piggybacks)
-            steps = context.strategy.extended.given_steps
-            facts = StepFacts(context.strategy.runs, self.steps, steps.shards, steps.first_shard)
+            extended = context.strategy.extended
+            sharded = extended.sharded
+            facts = StepFacts(context.strategy.runs, self.steps, sharded.count, sharded.first)
             agreed = self._agreement.agree(
                 facts, contributions, sent, snapshots, piggybacks, communicated
             )
-            steps.reduced(same_batches=agreed.same_batches)
+            sharded.compared(same=agreed.same_batches)
+            extended.given_steps.reduced()
             self.has_reduced = True
             reduced: dict[int, torch.Tensor] = {}
             if self.slice_steps is not None:

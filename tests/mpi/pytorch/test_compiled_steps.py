@@ -309,3 +309,13 @@ def test_batch_norm_over_all_replicas_in_a_compiled_model(one_per_rank: ms.Strat
     assert_same_parameters(model, alone)
     assert graphs.count
     assert equal_on_all_ranks(one_per_rank, model[1].running_var)
+
+
+def test_a_guess_of_the_batch_s_size_where_parts_differ(
+    one_per_rank: ms.Strategy, notices: list[str]
+) -> None:
+    """The first rank says that parts count alike."""
+    average = torch.compile(ms.compute_average_loss, backend="eager")
+    size = 16 * one_per_rank.num_replicas_in_sync + 1
+    one_per_rank.run(lambda: average(one_per_rank.shard(torch.ones(size)).requires_grad_()))
+    assert len(notices) == (one_per_rank.is_first and one_per_rank.num_replicas_in_sync > 1)

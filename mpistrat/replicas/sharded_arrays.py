@@ -1,0 +1,51 @@
+"""The arrays that `Strategy.shard` has cut: parts do not say how much they count."""
+
+from __future__ import annotations
+
+from mpistrat.machine.notices import tell
+
+
+class ShardedArrays:
+    """The arrays that this rank has cut.
+
+    Attributes:
+        count: calls of `shard` inside `replica()`, while gradients were on.
+        first: a checksum of the arrays of the first of these calls; 0 once the ranks have compared it.
+        cuts: the arrays that were cut since the last backward, while gradients were on, unless they are as long as a
+            loader's step: the size of this replica's part, that of the whole, and the dimension.
+    """
+
+    def __init__(self, num_replicas: int, is_first_rank: bool) -> None:
+        self._num_replicas, self._is_first_rank = num_replicas, is_first_rank
+        self.count = self.first = 0
+        self.cuts: set[tuple[int, int, int]] = set()
+        self._said: set[tuple[int, int]] = set()
+
+    def compared(self, *, same: bool) -> None:
+        """The ranks have compared `first`. Args: same: it is equal on all of them."""
+        self.first = 0
+        if not same and self._is_first_rank:
+            tell(
+                "shard: the ranks have given it different arrays, and each has taken a part of its own. If the arrays "
+                "are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to have data "
+                "of its own, leave shard out"
+            )
+
+    def combine(self, *, alike: bool) -> None:
+        """A backward combines the gradients of all parts. Args: alike: parts count alike, whatever their sizes."""
+        if alike:
+            self.tell_of_uneven()
+        self.cuts.clear()
+
+    def tell_of_uneven(self, part: int | None = None) -> None:
+        """Parts count alike, all or those of `part` examples: the first rank says so once where their sizes differ."""
+        for own, size, dim in self.cuts:
+            is_new = (size, dim) not in self._said and part in (None, own)
+            if self._is_first_rank and is_new and size % self._num_replicas:
+                self._said.add((size, dim))
+                tell(
+                    f"shard: dimension {dim}, of size {size}, does not divide by {self._num_replicas} replicas. A mean "
+                    "over a part gives the examples of short parts more weight; choose a size that divides, or scale "
+                    "the loss with compute_average_loss(per_example_loss, global_batch_size=...)"
+                )
+        self.cuts.clear()
