@@ -64,9 +64,12 @@ class AgreedSteps(Iterator[Step]):
         step = next(self._source, None)
         if step is None:
             return None
+        position, examples = getattr(step, "position", None), examples_in(step)
+        if examples is not None and self._reader.dropped is not None:
+            step, examples = self._reader.dropped.count(step, examples, self._communicator)
         if any(entry is MISSING for entry in step) and not (self._partial and _is_batched(step)):
             return None
-        self.position, self.examples = getattr(step, "position", None), examples_in(step)
+        self.position, self.examples = position, examples
         return step
 
     def _agreed(self) -> Step | None:

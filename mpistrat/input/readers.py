@@ -1,8 +1,4 @@
-"""How a dataset is read: for each epoch, an iterator over the steps of one rank.
-
-A step holds an entry for each replica of the rank: its batch, EMPTY for a piece without examples, or MISSING where the
-data ends before the step is full.
-"""
+"""How a dataset is read: for each epoch, an iterator over the steps of one rank."""
 
 from __future__ import annotations
 
@@ -18,21 +14,19 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
-from mpistrat.input.splitting import (
-    Kind,
-    Lists,
-    pieces_of_each,
-    pieces_of_stream,
-    steps_of_stream,
-)
+from mpistrat.input.dropped_examples import DroppedExamples
+from mpistrat.input.splitting import EMPTY as EMPTY
+from mpistrat.input.splitting import MISSING as MISSING
+from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
+from mpistrat.input.splitting import Step as Step
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share, StepExamples
 
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
 
-EMPTY, MISSING = object(), None
-Step = list[Any]
+# Policies by which each global batch is shared out by itself: it is known how many examples of it each replica has.
+SHARED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 UNKNOWN_CARDINALITY = -2
 _STEPS_KNOWN = 4
@@ -93,9 +87,11 @@ class Reader(abc.ABC):
         batch_size: examples of a global batch, or None.
         drop_last: every batch is full.
         reads_ahead: on a thread of its own.
+        dropped: of a dataset with a `collate_fn` of the program's; all ranks have it, or none.
     """
 
     reads_ahead = False
+    dropped: DroppedExamples | None = None
     ends_together = True
     steps_agreed = False
     same_for_any_ranks = True
@@ -209,8 +205,7 @@ def steps_of_batches(
     None where there are no more.
     """
     n = share.num_replicas
-    is_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-    if is_shared or batch_size is None or n == 1:
+    if policy in SHARED or batch_size is None or n == 1:
         if not reads_all(share, policy):
             batches = itertools.islice(batches, start, None)
             return pieces_of_each(batches, kind, share.pieces, n)
@@ -229,6 +224,8 @@ class IndexReader(Reader):
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         self.reads_ahead = not dataset.of_arrays
+        if dataset.own_collate and policy in SHARED:
+            self.dropped = DroppedExamples(dataset.own_collate)
         check_policy(share, policy)
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
@@ -236,7 +233,11 @@ class IndexReader(Reader):
         rule = Lists(), self._share, self._policy, self.batch_size, start
         for step in steps_of_batches(batches, *rule) if len(self._dataset) else ():
             entries = (
-                MISSING if piece is None else self._dataset.load(piece) if piece else EMPTY
+                MISSING
+                if piece is None
+                else self._dataset.load(piece, self.dropped)
+                if piece
+                else EMPTY
                 for piece in step
             )
             yield StepAt(None, entries, examples_in(step))
@@ -245,7 +246,7 @@ class IndexReader(Reader):
         return len(self._dataset)
 
     def template(self) -> Any:
-        return self._dataset.load([0])
+        return self._dataset.template()
 
 
 class BatchReader(Reader):
