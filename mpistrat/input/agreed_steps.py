@@ -53,6 +53,9 @@ class AgreedSteps(Iterator[Step]):
         if self._reader.ends_together:
             with self._communicator.raising_together():
                 step = self._read()
+                if step is None and self._reader.compares_ends:
+                    end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
+                    self._communicator.barrier(label=end)
         else:
             step = self._agreed()
         if step is None:

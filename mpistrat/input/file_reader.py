@@ -65,7 +65,7 @@ class FileReader(Reader):
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self._splits_each = policy is AutoShardPolicy.DATA
         self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
-        self.ends_together = self._splits_each or share.workers == 1
+        self.ends_together = self.compares_ends = self._splits_each or share.workers == 1
         if dataset.own_collate and self._splits_each:
             self.dropped = DroppedExamples(dataset.own_collate)
         self.same_for_any_ranks = policy is not AutoShardPolicy.OFF or share.workers == 1

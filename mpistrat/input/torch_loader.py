@@ -30,8 +30,10 @@ from mpistrat.input.readers import (
     Reader,
     Restartable,
     StepAt,
+    check_alike,
     check_policy,
     examples_in,
+    length_of,
     reads_all,
     set_epoch,
     steps_of_batches,
@@ -293,7 +295,7 @@ class LoaderReader(Reader):
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
         if self.ends_together:
-            self._agree()
+            self._agree()  # before there are workers, which an error would end while they begin
         for part in _parts_of(self._user):
             set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
@@ -364,16 +366,16 @@ class LoaderReader(Reader):
             length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
-        """All ranks count the examples that came, if any of them has to."""
-        counting = self._communicator.all_gather_object(self.dropped is not None, label=_SAMPLER)
+        """On how long the dataset is. All ranks count the examples that came, if any of them has to."""
+        mine = length_of(self._user.dataset), self.dropped is not None
+        everyone = self._communicator.all_gather_object(mine, label=_SAMPLER)
+        lengths, counting = zip(*everyone, strict=True)
+        check_alike("examples", lengths)
         if any(counting) and self.dropped is None:
             self.dropped = DroppedExamples(self._user.collate_fn)
 
     def cardinality(self) -> int:
-        try:
-            return len(self._user)
-        except TypeError:
-            return super().cardinality()
+        return length_of(self._user)
 
     def template(self) -> Any:
         if self._template is None and self._loader is not None:
