@@ -39,7 +39,7 @@ from mpistrat.input.readers import (
     steps_of_batches,
 )
 from mpistrat.input.splitting import Lists
-from mpistrat.input.worker_processes import Shielded, starting_workers, worker_context
+from mpistrat.input.worker_processes import WorkerInit, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share, StepExamples
 
@@ -101,18 +101,24 @@ class _WholePipe(data.IterableDataset[Any]):
 class WholeLoader(Restartable):
     """A DataLoader that is read as it is, but with workers that can live beside MPI.
 
-    Args: whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
-        out over the ranks of a default group; None: as torch does.
+    Args:
+        whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
+            out over the ranks of a default group; None: as torch does.
+        reader: as of `WorkerInit`; but of a stream, which ranks may shuffle alike to take turns, workers keep torch's
+            seeds.
     """
 
-    def __init__(self, loader: data.DataLoader[Any], whole_on: Communicator | None = None) -> None:
+    def __init__(
+        self, loader: data.DataLoader[Any], whole_on: Communicator | None = None, reader: int = 0
+    ) -> None:
         self._loader = loader
         self._whole_on = whole_on
-        if loader.num_workers and loader.multiprocessing_context is None:
+        reader *= not isinstance(loader.dataset, data.IterableDataset)
+        if loader.num_workers and (reader or loader.multiprocessing_context is None):
             self._loader = copy.copy(loader)
             self._loader._iterator = None  # persistent workers of the user's own
             self._loader.multiprocessing_context = worker_context(loader)
-            self._loader.worker_init_fn = Shielded(loader.worker_init_fn)
+            self._loader.worker_init_fn = WorkerInit(loader, reader)
         self._user = loader
         self._known_epochs = {
             id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
@@ -165,15 +171,14 @@ def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
     return (*samplers_of(loader), loader.dataset)
 
 
-def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
-    """A DataLoader of the same dataset, workers and random numbers."""
-    shielded = loader.num_workers and loader.multiprocessing_context is None
+def _like(loader: data.DataLoader[Any], reader: int, **how: Any) -> data.DataLoader[Any]:
+    """A DataLoader of the same dataset and workers. Args: reader: as of `WorkerInit`."""
     return data.DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=Shielded(loader.worker_init_fn) if shielded else loader.worker_init_fn,
+        worker_init_fn=WorkerInit(loader, reader),
         multiprocessing_context=worker_context(loader),
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
@@ -300,7 +305,7 @@ class LoaderReader(Reader):
             set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
             how = {"batch_sampler": _Pieces(), "collate_fn": self._collate}
-            self._loader = _like(self._user, **how)
+            self._loader = _like(self._user, self._share.pieces[0], **how)
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
         with self._random.of_epoch():
             pieces.begin(self._steps_of(self._index_batches(pieces), start))
