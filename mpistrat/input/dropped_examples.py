@@ -1,6 +1,6 @@
 """Examples that a dataset gives as None, for a `collate_fn` of the program's to leave out: they did not come.
 
-A replica's loss counts as much as examples came. Each rank counts its own, and the ranks add them up at `next`.
+A replica's loss counts as much as its examples that came. Each rank counts its own, and `next` adds them up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class Collated(NamedTuple):
-    """What a `collate_fn` made of examples of which `dropped` are None. A DataLoader pins the parts of such a tuple.
+    """The batch that a `collate_fn` made of examples, and how many of the examples are None.
 
-    Attributes: batch: None, too, where the function failed because no example came.
+    A DataLoader pins the parts of such a tuple. The batch is None where the function failed for lack of examples.
     """
 
     batch: Any
@@ -50,14 +50,14 @@ class DroppedExamples:
         except Exception:
             if not is_nothing:
                 raise
-            return Collated(None, dropped)  # it is no error if other replicas have examples
+            return Collated(None, dropped)  # no error if other replicas have examples
 
     def count(
         self, step: Step, expected: StepExamples, communicator: Communicator
     ) -> tuple[Step, StepExamples]:
-        """The batches of a step in which entries may be `Collated`, and how many examples it has.
+        """The batches of `step`, in `Collated` or not, and how many examples came.
 
-        Called by: every rank. Raises: what the function does where no example of the step came, on no rank.
+        Called by: every rank. Raises: the function's own error, where no example of the step came on any rank.
         """
         own = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
         step = [*map(batch_of, step)]

@@ -26,7 +26,7 @@ from mpistrat.replicas.input_plan import Share, StepExamples
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
 
-# Policies by which each global batch is shared out by itself: it is known how many examples of it each replica has.
+# Policies that share out each global batch by itself: then all ranks know how many examples each replica has of it.
 SHARED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 UNKNOWN_CARDINALITY = -2
@@ -89,7 +89,7 @@ class Reader(abc.ABC):
         drop_last: every batch is full.
         reads_ahead: on a thread of its own.
         dropped: of a dataset with a `collate_fn` of the program's; all ranks have it, or none.
-        compares_ends: each rank finds the end of what all of them read for itself.
+        compares_ends: all ranks read the same data, and each finds the end for itself.
     """
 
     reads_ahead = False
@@ -307,7 +307,7 @@ class BatchReader(Reader):
 
 
 def length_of(dataset: Any) -> int:
-    """-2 where it is not known, which each class says with an exception of its own."""
+    """`len(dataset)`; -2 where it is not known. Classes say so by exceptions of their own."""
     try:
         return len(dataset)
     except Exception:
@@ -336,7 +336,7 @@ def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> I
 
 
 def check_alike(unit: str, lengths: Sequence[Any]) -> None:
-    """Of what each rank reads, -2 where it is not known. Raises: ValueError when the ranks' are different."""
+    """Args: lengths: of the dataset by rank, -2 where it is not known. Raises: ValueError when they are different."""
     if len({*lengths} - {UNKNOWN_CARDINALITY}) > 1:
         runs = itertools.groupby(range(len(lengths)), lengths.__getitem__)
         by_rank = [f"{ranks_in_words(ranks)}: {length} {unit}" for length, ranks in runs]

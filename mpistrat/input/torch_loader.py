@@ -104,8 +104,7 @@ class WholeLoader(Restartable):
     Args:
         whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
             out over the ranks of a default group; None: as torch does.
-        reader: as of `WorkerInit`; but of a stream, which ranks may shuffle alike to take turns, workers keep torch's
-            seeds.
+        reader: as of `WorkerInit`. Workers of a stream keep torch's seeds: ranks may shuffle it alike and take turns.
     """
 
     def __init__(
@@ -191,7 +190,7 @@ class _Pieces:
     """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
 
     In place of a piece without examples it gives the first of `some`: so every rank's loader asks for as many pieces at
-    the same times. `read` says, of each step, which those are, and how many examples it has.
+    the same times. `read` says, of each step, which pieces have examples, and how many.
     """
 
     def __init__(self) -> None:
@@ -300,7 +299,7 @@ class LoaderReader(Reader):
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
         if self.ends_together:
-            self._agree()  # before there are workers, which an error would end while they begin
+            self._agree()  # before there are workers: an error would end them while they start
         for part in _parts_of(self._user):
             set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
@@ -371,7 +370,7 @@ class LoaderReader(Reader):
             length = min(2 * length, _BATCHES_OF_LONGEST)
 
     def _agree(self) -> None:
-        """On how long the dataset is. All ranks count the examples that came, if any of them has to."""
+        """Compare the lengths of the datasets. All ranks count the examples that came, if one of them has to."""
         mine = length_of(self._user.dataset), self.dropped is not None
         everyone = self._communicator.all_gather_object(mine, label=_SAMPLER)
         lengths, counting = zip(*everyone, strict=True)

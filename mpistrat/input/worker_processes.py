@@ -43,12 +43,12 @@ def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
 
 
 class WorkerInit:
-    """A `worker_init_fn` that calls that of the user's `loader`.
+    """A `worker_init_fn` that calls the one of the user's `loader`.
 
-    Of a forkserver, its worker only ends with its rank, or when that says so.
+    A worker of a forkserver only ends with its rank, or when the rank says so.
 
-    Args: reader: of each rank that loads examples of its own another number, for random numbers that others do not
-        draw; 0 keeps torch's.
+    Args: reader: a number that no other rank has, so that workers of each rank draw other random numbers; 0 keeps
+        torch's seeds.
     """
 
     def __init__(self, loader: data.DataLoader[Any], reader: int) -> None:
@@ -67,9 +67,9 @@ class WorkerInit:
 
 
 def _seed_for(reader: int) -> None:
-    """Seed as a worker does; ranks that seed alike have workers with the same seeds. No two readers share one here.
+    """Seed anew: where all ranks seed alike, torch seeds the workers of all ranks alike.
 
-    They differ modulo 2**32, too, as programs take them for NumPy.
+    Seeds of different readers differ, also modulo 2**32, as programs take them for NumPy.
     """
     info = cast("Any", data.get_worker_info())
     seed = (info.seed + reader * _MOST_WORKERS) % (1 << 63)

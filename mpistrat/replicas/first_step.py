@@ -10,20 +10,23 @@ from mpistrat.replicas.input_plan import StepExamples
 
 
 class FirstStep:
-    """Says it once for each strategy of several ranks, on the first of them, where it takes its first step."""
+    """Says it once for each strategy of several ranks, on the first rank, at the first step."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
 
     def begin(self, batch_size: int | None = None, examples: StepExamples | None = None) -> None:
-        """A step begins, of a loader that gave it `examples` of batches of `batch_size`, if it did. Not collective."""
+        """A step begins. Not collective.
+
+        Args: batch_size, examples: of the loader that gave the step; None if no loader did, or it does not know.
+        """
         if self._is_told:
             return
         self._is_told = True
         ranks, nodes = self._group.communicator.size, self._group.topology.num_nodes
         text = f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
-        if examples is not None:  # of which some may have been dropped
+        if examples is not None:  # some of them may have been dropped
             batch, replicas = batch_size or int(examples[-1]), self._group.num_replicas_in_sync
             most = -(-batch // replicas)  # as `input.splitting.slice_bounds` cuts it
             sizes = Counter(min(most, max(0, batch - most * i)) for i in range(replicas))
