@@ -20,6 +20,7 @@ import torch.utils.data as data
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from mpistrat.communicators import Communicator
+from mpistrat.input.batches import collate
 from mpistrat.input.datasets import fetch, first_that_came
 from mpistrat.input.dropped_examples import Collated, DroppedExamples, batch_of
 from mpistrat.input.random_state import STATE_SCHEMA, RandomState, samplers_of
@@ -45,6 +46,7 @@ from mpistrat.replicas.input_plan import Share, StepExamples
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
+_OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 
 
@@ -283,7 +285,7 @@ class LoaderReader(Reader):
         self._communicator = communicator
         self._loader: data.DataLoader[Any] | None = None
         self._collate = loader.collate_fn
-        if policy in SHARED and loader.collate_fn is not data.default_collate:
+        if policy in SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES:
             self.dropped = DroppedExamples(loader.collate_fn)
             self._collate = self.dropped
         self._template: Any = None
