@@ -53,6 +53,9 @@ class AgreedSteps(Iterator[Step]):
         if self._reader.ends_together:
             with self._communicator.raising_together():
                 step = self._read()
+                if step is None and self._reader.compares_ends:
+                    end = f"end of the dataset after {self._steps_done} steps, as many on all ranks"
+                    self._communicator.barrier(label=end)
         else:
             step = self._agreed()
         if step is None:
@@ -64,9 +67,12 @@ class AgreedSteps(Iterator[Step]):
         step = next(self._source, None)
         if step is None:
             return None
+        position, examples = getattr(step, "position", None), examples_in(step)
+        if examples is not None and self._reader.dropped is not None:
+            step, examples = self._reader.dropped.count(step, examples, self._communicator)
         if any(entry is MISSING for entry in step) and not (self._partial and _is_batched(step)):
             return None
-        self.position, self.examples = getattr(step, "position", None), examples_in(step)
+        self.position, self.examples = position, examples
         return step
 
     def _agreed(self) -> Step | None:

@@ -55,6 +55,7 @@ class BatchedDataset:
                 "list of examples to torch's DataLoader, or as an object with __len__ and __getitem__"
             )
         self.of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
+        self.own_collate = None if self.of_arrays else collate_fn
         if self.of_arrays:
             self._examples = Batches().size(dataset)
         elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
@@ -69,7 +70,7 @@ class BatchedDataset:
         """What must be the same on all ranks."""
         return (
             f"BatchedDataset({self._examples} examples, batch_size={self.batch_size}, drop_last={self.drop_last}, "
-            f"shuffle={self._shuffle}, seed={self._seed})"
+            f"shuffle={self._shuffle}, seed={self._seed}{', collate_fn' * bool(self.own_collate)})"
         )
 
     def __len__(self) -> int:
@@ -93,8 +94,8 @@ class BatchedDataset:
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             yield order[first : first + self.batch_size].tolist()
 
-    def load(self, indices: list[int]) -> Any:
-        """The batch of the examples `indices`, one or more."""
+    def load(self, indices: list[int], collate: Callable[[list[Any]], Any] | None = None) -> Any:
+        """The batch of the examples `indices`, one or more. Args: collate: called in place of the dataset's."""
         if self.of_arrays:
             first, last = indices[0], indices[-1]
             # Consecutive examples are not copied.
@@ -102,7 +103,13 @@ class BatchedDataset:
                 slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
             )
             return nest.map_structure(lambda leaf: leaf[where], self._dataset)
-        return self._collate(fetch(self._dataset, indices))
+        return (collate or self._collate)(fetch(self._dataset, indices))
+
+    def template(self) -> Any:
+        """A batch of one example."""
+        if self.own_collate is None:
+            return self.load([0])
+        return self.own_collate(first_that_came(self._dataset, range(self._examples)))
 
 
 class FileDataset:
@@ -141,7 +148,7 @@ class FileDataset:
         self.reader = reader
         self.batch_size = _positive("batch_size", batch_size)
         self.drop_last = drop_last
-        self.collate = collate_fn or collate
+        self.own_collate, self.collate = collate_fn, collate_fn or collate
         self.epoch = 0
         self._shuffle, self._seed = shuffle, operator.index(seed)
 
@@ -150,7 +157,8 @@ class FileDataset:
         names = "\n".join(os.path.basename(str(file)) for file in self.files)
         return (
             f"FileDataset({len(self.files)} files, checksum of their names {zlib.crc32(names.encode()):08x}, "
-            f"batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, seed={self._seed})"
+            f"batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, seed={self._seed}"
+            f"{', collate_fn' * bool(self.own_collate)})"
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -177,6 +185,17 @@ def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
         examples: list[Any] = dataset.__getitems__(indices)
         return examples
     return [dataset[index] for index in indices]
+
+
+def dropped_in(examples: Any) -> int:
+    """How many are None; 0 but for a list, for `__getitems__` may give anything: a batch, too."""
+    return sum(example is None for example in examples) if isinstance(examples, list) else 0
+
+
+def first_that_came(dataset: Any, indices: Iterable[Any]) -> list[Any]:
+    """The list of the first example that is not None; [] where all are."""
+    some = (fetch(dataset, [index]) for index in indices)
+    return next((examples for examples in some if not dropped_in(examples)), [])
 
 
 def _positive(name: str, value: int) -> int:

@@ -146,16 +146,17 @@ def distribute_from_function(
                 "a dataset function must return a dataset, which must be an iterable of batches; got "
                 f"{dataset!r:.60}"
             )
-    reader = FunctionReader([*map(with_safe_workers, datasets)], extended.num_local_replicas)
+    number = extended.input.share.pieces[0]
+    safe = [with_safe_workers(dataset, reader=number) for dataset in datasets]
+    reader = FunctionReader(safe, extended.num_local_replicas)
     source = StepSource(reader, extended, options, partial and extended.input.partial_steps)
     return DistributedDataset(source, datasets[0])
 
 
 def distribute_local(batches: Any, extended: StrategyExtended) -> DistributedDataset:
     """The replicas of this rank get the batches of this rank's `batches`, in turn. Called by: every rank."""
-    reader = LocalReader(
-        with_safe_workers(batches), extended.num_local_replicas, extended.communicator
-    )
+    safe = with_safe_workers(batches, reader=extended.input.share.pieces[0])
+    reader = LocalReader(safe, extended.num_local_replicas, extended.communicator)
     return DistributedDataset(StepSource(reader, extended, InputOptions(), partial=False), batches)
 
 
@@ -174,17 +175,19 @@ def _reader_of(
     if communicator.size > 1 and policy is not AutoShardPolicy.OFF:
         _warn_of_reading_everything(dataset, communicator)
         return BatchReader(with_safe_workers(dataset, communicator), share, policy, communicator)
-    return BatchReader(with_safe_workers(dataset), share, policy)
+    number = share.pieces[0] if policy is AutoShardPolicy.OFF else 0
+    return BatchReader(with_safe_workers(dataset, reader=number), share, policy)
 
 
-def with_safe_workers(dataset: Any, whole_on: Communicator | None = None) -> Any:
-    """`dataset`; a DataLoader with workers that can live beside MPI. `whole_on`: as of `WholeLoader`."""
+def with_safe_workers(dataset: Any, whole_on: Communicator | None = None, reader: int = 0) -> Any:
+    """`dataset`; a DataLoader with workers that can live beside MPI. `whole_on`, `reader`: as of `WholeLoader`."""
     if "torch" in sys.modules:
         from torch.utils.data import DataLoader
 
         from mpistrat.input.torch_loader import WholeLoader
 
-        return WholeLoader(dataset, whole_on) if isinstance(dataset, DataLoader) else dataset
+        if isinstance(dataset, DataLoader):
+            return WholeLoader(dataset, whole_on, reader)
     return dataset
 
 

@@ -101,6 +101,7 @@ class DistributedIterator(Iterator[Any]):
                 self._extended.given_steps.end(self)
                 raise StopIteration
             batches, self.progress.position, examples = self._ahead.popleft()
+            self._extended.first_step.begin(self._source.reader.batch_size, examples)
             steps = self._extended.given_steps
             if in_block or not steps.blocks:
                 known = examples if self._combines_all else None

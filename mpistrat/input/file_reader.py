@@ -11,6 +11,7 @@ from typing import Any
 from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
+from mpistrat.input.dropped_examples import DroppedExamples
 from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
 from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
 from mpistrat.options import AutoShardPolicy
@@ -64,7 +65,9 @@ class FileReader(Reader):
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self._splits_each = policy is AutoShardPolicy.DATA
         self._by_file = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.FILE)
-        self.ends_together = self._splits_each or share.workers == 1
+        self.ends_together = self.compares_ends = self._splits_each or share.workers == 1
+        if dataset.own_collate and self._splits_each:
+            self.dropped = DroppedExamples(dataset.own_collate)
         self.same_for_any_ranks = policy is not AutoShardPolicy.OFF or share.workers == 1
         if self._by_file and len(dataset.files) < share.workers:
             raise InvalidArgumentError(
@@ -100,10 +103,10 @@ class FileReader(Reader):
             steps = steps_of_stream(kept, share, drop_last=dataset.drop_last)
         if not self._by_file:
             steps = itertools.islice(steps, start, None)
+        collate = self.dropped or dataset.collate
         for step in steps:
             entries = (
-                MISSING if piece is None else dataset.collate(piece) if piece else EMPTY
-                for piece in step
+                MISSING if piece is None else collate(piece) if piece else EMPTY for piece in step
             )
             yield StepAt(replace(place), entries, examples_in(step))
 

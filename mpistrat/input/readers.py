@@ -1,8 +1,4 @@
-"""How a dataset is read: for each epoch, an iterator over the steps of one rank.
-
-A step holds an entry for each replica of the rank: its batch, EMPTY for a piece without examples, or MISSING where the
-data ends before the step is full.
-"""
+"""How a dataset is read: for each epoch, an iterator over the steps of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import abc
 import collections
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import arrays, nest
@@ -18,21 +14,20 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
-from mpistrat.input.splitting import (
-    Kind,
-    Lists,
-    pieces_of_each,
-    pieces_of_stream,
-    steps_of_stream,
-)
+from mpistrat.input.dropped_examples import DroppedExamples
+from mpistrat.input.splitting import EMPTY as EMPTY
+from mpistrat.input.splitting import MISSING as MISSING
+from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
+from mpistrat.input.splitting import Step as Step
+from mpistrat.machine.notices import ranks_in_words
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share, StepExamples
 
 if TYPE_CHECKING:
     from mpistrat.input.random_state import RandomState
 
-EMPTY, MISSING = object(), None
-Step = list[Any]
+# Policies that share out each global batch by itself: then all ranks know how many examples each replica has of it.
+SHARED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
 UNKNOWN_CARDINALITY = -2
 _STEPS_KNOWN = 4
@@ -93,9 +88,13 @@ class Reader(abc.ABC):
         batch_size: examples of a global batch, or None.
         drop_last: every batch is full.
         reads_ahead: on a thread of its own.
+        dropped: of a dataset with a `collate_fn` of the program's; all ranks have it, or none.
+        compares_ends: all ranks read the same data, and each finds the end for itself.
     """
 
     reads_ahead = False
+    dropped: DroppedExamples | None = None
+    compares_ends = False
     ends_together = True
     steps_agreed = False
     same_for_any_ranks = True
@@ -209,8 +208,7 @@ def steps_of_batches(
     None where there are no more.
     """
     n = share.num_replicas
-    is_shared = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-    if is_shared or batch_size is None or n == 1:
+    if policy in SHARED or batch_size is None or n == 1:
         if not reads_all(share, policy):
             batches = itertools.islice(batches, start, None)
             return pieces_of_each(batches, kind, share.pieces, n)
@@ -229,6 +227,8 @@ class IndexReader(Reader):
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         self.reads_ahead = not dataset.of_arrays
+        if dataset.own_collate and policy in SHARED:
+            self.dropped = DroppedExamples(dataset.own_collate)
         check_policy(share, policy)
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
@@ -236,7 +236,11 @@ class IndexReader(Reader):
         rule = Lists(), self._share, self._policy, self.batch_size, start
         for step in steps_of_batches(batches, *rule) if len(self._dataset) else ():
             entries = (
-                MISSING if piece is None else self._dataset.load(piece) if piece else EMPTY
+                MISSING
+                if piece is None
+                else self._dataset.load(piece, self.dropped)
+                if piece
+                else EMPTY
                 for piece in step
             )
             yield StepAt(None, entries, examples_in(step))
@@ -245,7 +249,7 @@ class IndexReader(Reader):
         return len(self._dataset)
 
     def template(self) -> Any:
-        return self._dataset.load([0])
+        return self._dataset.template()
 
 
 class BatchReader(Reader):
@@ -254,8 +258,8 @@ class BatchReader(Reader):
     It may say more of itself: `batch_size`, `drop_last`, a length, or `cardinality` (-1 for one that never ends).
 
     Args:
-        compared_over: the ranks that compare the first batch of each epoch, if any do: a shuffle of each rank's own
-            shows there. Later batches are not compared; it would cost reading them once more.
+        compared_over: the ranks that compare the first batch of each epoch, and their lengths, if any do: a shuffle of
+            each rank's own shows there. Later batches are not compared; it would cost reading them once more.
     """
 
     def __init__(
@@ -272,12 +276,13 @@ class BatchReader(Reader):
         self.drop_last = bool(getattr(batches, "drop_last", False))
         check_policy(share, policy)
         self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
+        self.compares_ends = compared_over is not None
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         set_epoch(self._batches, epoch)
         batches = iter(self._batches)
         if self._compared_over is not None:
-            batches = _equal_on_all_ranks(batches, self._compared_over)
+            batches = _alike(batches, self.cardinality(), self._compared_over)
         rule = Batches(), self._share, self._policy, self.batch_size, start
         yield from _at(steps_of_batches(batches, *rule), lambda: _began(self._batches))
 
@@ -298,22 +303,28 @@ class BatchReader(Reader):
 
     def cardinality(self) -> int:
         cardinality = getattr(self._batches, "cardinality", None)
-        if isinstance(cardinality, int):
-            return cardinality
-        try:
-            return len(self._batches)  # type: ignore[arg-type]
-        except TypeError:
-            return UNKNOWN_CARDINALITY
+        return cardinality if isinstance(cardinality, int) else length_of(self._batches)
 
 
-def _equal_on_all_ranks(batches: Iterator[Any], communicator: Communicator) -> Iterator[Any]:
-    """Raises: ValueError when the ranks' first batches differ."""
+def length_of(dataset: Any) -> int:
+    """`len(dataset)`; -2 where it is not known. Classes say so by exceptions of their own."""
+    try:
+        return len(dataset)
+    except Exception:
+        return UNKNOWN_CARDINALITY
+
+
+def _alike(batches: Iterator[Any], length: int, communicator: Communicator) -> Iterator[Any]:
+    """`batches`. Raises: ValueError when the ranks' first ones differ, or how many they have."""
     first = list(itertools.islice(batches, 1))
     digest = 0
     for leaf in nest.leaves(first):
         if arrays.is_array(leaf):
             digest = zlib.crc32(arrays.to_numpy(leaf).tobytes(), digest)
-    digests = communicator.all_gather_object(digest, label="first batch of the dataset")
+    mine = digest, length
+    everyone = communicator.all_gather_object(mine, label="first batch of the dataset")
+    digests, lengths = zip(*everyone, strict=True)
+    check_alike("batches", lengths)
     if len(set(digests)) > 1:
         raise ValueError(
             "the ranks read different first batches, so some examples would be read twice and others never: an "
@@ -322,6 +333,18 @@ def _equal_on_all_ranks(batches: Iterator[Any], communicator: Communicator) -> I
             f"{digests[:16]}"
         )
     return itertools.chain(first, batches)
+
+
+def check_alike(unit: str, lengths: Sequence[Any]) -> None:
+    """Args: lengths: of the dataset by rank, -2 where it is not known. Raises: ValueError when they are different."""
+    if len({*lengths} - {UNKNOWN_CARDINALITY}) > 1:
+        runs = itertools.groupby(range(len(lengths)), lengths.__getitem__)
+        by_rank = [f"{ranks_in_words(ranks)}: {length} {unit}" for length, ranks in runs]
+        raise ValueError(
+            f"the ranks read datasets of different lengths ({'; '.join(by_rank[:16])}), so some examples would never "
+            "be read. Give every rank the same dataset: the same files, filtered alike; or, if each rank is to have "
+            "data of its own, strategy.prepare(loader, local_batches=True)"
+        )
 
 
 class FunctionReader(Reader):

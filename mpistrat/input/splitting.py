@@ -21,6 +21,11 @@ import numpy as np
 
 from mpistrat.replicas.input_plan import Share, StepExamples
 
+# A step holds an entry for each replica of the rank: its batch, EMPTY for a piece without examples, or MISSING where
+# the data ends before the step is full.
+EMPTY, MISSING = object(), None
+Step = list[Any]
+
 _END = object()
 
 

@@ -20,27 +20,33 @@ import torch.utils.data as data
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from mpistrat.communicators import Communicator
-from mpistrat.input.datasets import fetch
+from mpistrat.input.batches import collate
+from mpistrat.input.datasets import fetch, first_that_came
+from mpistrat.input.dropped_examples import Collated, DroppedExamples, batch_of
 from mpistrat.input.random_state import STATE_SCHEMA, RandomState, samplers_of
 from mpistrat.input.readers import (
     EMPTY,
     MISSING,
+    SHARED,
     Reader,
     Restartable,
     StepAt,
+    check_alike,
     check_policy,
     examples_in,
+    length_of,
     reads_all,
     set_epoch,
     steps_of_batches,
 )
 from mpistrat.input.splitting import Lists
-from mpistrat.input.worker_processes import Shielded, starting_workers, worker_context
+from mpistrat.input.worker_processes import WorkerInit, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share, StepExamples
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
+_OF_ALL_EXAMPLES = data.default_collate, data.default_convert, collate
 _SAMPLER = "sampler of the distributed dataset: every rank must call next()"
 
 
@@ -97,18 +103,23 @@ class _WholePipe(data.IterableDataset[Any]):
 class WholeLoader(Restartable):
     """A DataLoader that is read as it is, but with workers that can live beside MPI.
 
-    Args: whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
-        out over the ranks of a default group; None: as torch does.
+    Args:
+        whole_on: the ranks each of which gets all elements, in the same order, of a datapipe that torch would share
+            out over the ranks of a default group; None: as torch does.
+        reader: as of `WorkerInit`. Workers of a stream keep torch's seeds: ranks may shuffle it alike and take turns.
     """
 
-    def __init__(self, loader: data.DataLoader[Any], whole_on: Communicator | None = None) -> None:
+    def __init__(
+        self, loader: data.DataLoader[Any], whole_on: Communicator | None = None, reader: int = 0
+    ) -> None:
         self._loader = loader
         self._whole_on = whole_on
-        if loader.num_workers and loader.multiprocessing_context is None:
+        reader *= not isinstance(loader.dataset, data.IterableDataset)
+        if loader.num_workers and (reader or loader.multiprocessing_context is None):
             self._loader = copy.copy(loader)
             self._loader._iterator = None  # persistent workers of the user's own
             self._loader.multiprocessing_context = worker_context(loader)
-            self._loader.worker_init_fn = Shielded(loader.worker_init_fn)
+            self._loader.worker_init_fn = WorkerInit(loader, reader)
         self._user = loader
         self._known_epochs = {
             id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
@@ -161,16 +172,14 @@ def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
     return (*samplers_of(loader), loader.dataset)
 
 
-def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
-    """A DataLoader of the same dataset, workers and random numbers."""
-    shielded = loader.num_workers and loader.multiprocessing_context is None
+def _like(loader: data.DataLoader[Any], reader: int, **how: Any) -> data.DataLoader[Any]:
+    """A DataLoader of the same dataset and workers. Args: reader: as of `WorkerInit`."""
     return data.DataLoader(
         loader.dataset,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=Shielded(loader.worker_init_fn) if shielded else loader.worker_init_fn,
+        worker_init_fn=WorkerInit(loader, reader),
         multiprocessing_context=worker_context(loader),
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
@@ -182,13 +191,13 @@ def _like(loader: data.DataLoader[Any], **how: Any) -> data.DataLoader[Any]:
 class _Pieces:
     """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
 
-    In place of a piece without examples it gives `some` example: so every rank's loader asks for as many pieces at the
-    same times. `read` says, of each step, which those are, and how many examples it has.
+    In place of a piece without examples it gives the first of `some`: so every rank's loader asks for as many pieces at
+    the same times. `read` says, of each step, which pieces have examples, and how many.
     """
 
     def __init__(self) -> None:
         self.read: collections.deque[tuple[list[Any], StepExamples | None]] = collections.deque()
-        self.some: list[Any] = []
+        self.some: Sequence[Any] = ()
         self.steps: Iterator[list[list[Any] | None]] = iter(())
 
     def begin(self, steps: Iterator[list[list[Any] | None]]) -> None:
@@ -204,7 +213,7 @@ class _Pieces:
             kinds = [True if piece else EMPTY if piece is not None else MISSING for piece in step]
             self.read.append((kinds, examples_in(step)))
             for piece in step:
-                yield piece or self.some
+                yield piece or list(self.some[:1])
 
 
 @dataclass(frozen=True)
@@ -275,6 +284,10 @@ class LoaderReader(Reader):
         self._share, self._policy = share, policy
         self._communicator = communicator
         self._loader: data.DataLoader[Any] | None = None
+        self._collate = loader.collate_fn
+        if policy in SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES:
+            self.dropped = DroppedExamples(loader.collate_fn)
+            self._collate = self.dropped
         self._template: Any = None
         self._random = RandomState(loader)
         self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
@@ -287,10 +300,13 @@ class LoaderReader(Reader):
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
+        if self.ends_together:
+            self._agree()  # before there are workers: an error would end them while they start
         for part in _parts_of(self._user):
             set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
-            self._loader = _like(self._user, batch_sampler=_Pieces())
+            how = {"batch_sampler": _Pieces(), "collate_fn": self._collate}
+            self._loader = _like(self._user, self._share.pieces[0], **how)
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
         with self._random.of_epoch():
             pieces.begin(self._steps_of(self._index_batches(pieces), start))
@@ -306,7 +322,8 @@ class LoaderReader(Reader):
             return
         k = len(self._share.replicas)
         while len(loaded := list(itertools.islice(batches, k))) == k:
-            self._template = loaded[0]
+            if not (isinstance(loaded[0], Collated) and loaded[0].dropped):
+                self._template = batch_of(loaded[0])
             kinds, examples = pieces.read.popleft()
             entries = zip(loaded, kinds, strict=True)
             whole = (batch if kind is True else kind for batch, kind in entries)
@@ -319,21 +336,21 @@ class LoaderReader(Reader):
     def _loaded(self, piece: list[Any] | None) -> Any:
         if not piece:
             return MISSING if piece is None else EMPTY
-        return self._user.collate_fn(fetch(self._user.dataset, piece))
+        return self._collate(fetch(self._user.dataset, piece))
 
     def _index_batches(self, pieces: _Pieces) -> Iterator[list[Any]]:
-        """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some example."""
+        """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some examples."""
         communicator = self._communicator
         if reads_all(self._share, self._policy):
             for batch in map(list, self._batch_sampler):
-                pieces.some = pieces.some or batch[:1]
+                pieces.some = pieces.some or batch
                 yield batch
             return
         with communicator.raising_together():
             plan = _Plan.of(self._user)
         plan = communicator.broadcast_object(plan, label=_SAMPLER)
         if plan is not None:
-            pieces.some = [0]
+            pieces.some = range(plan.examples)
             yield from plan.index_batches(getattr(self._user.sampler, "generator", None))
             return
         batches = iter(self._batch_sampler)
@@ -348,22 +365,29 @@ class LoaderReader(Reader):
                 if communicator.rank == 0:
                     block = [list(batch) for batch in itertools.islice(batches, length)]
             block = communicator.broadcast_object(block, label=_SAMPLER)
-            pieces.some = pieces.some or next((batch[:1] for batch in block if batch), [])
+            pieces.some = pieces.some or next(filter(None, block), ())
             yield from block
             if len(block) < length:
                 return
             length = min(2 * length, _BATCHES_OF_LONGEST)
 
+    def _agree(self) -> None:
+        """Compare the lengths of the datasets. All ranks count the examples that came, if one of them has to."""
+        mine = length_of(self._user.dataset), self.dropped is not None
+        everyone = self._communicator.all_gather_object(mine, label=_SAMPLER)
+        lengths, counting = zip(*everyone, strict=True)
+        check_alike("examples", lengths)
+        if any(counting) and self.dropped is None:
+            self.dropped = DroppedExamples(self._user.collate_fn)
+
     def cardinality(self) -> int:
-        try:
-            return len(self._user)
-        except TypeError:
-            return super().cardinality()
+        return length_of(self._user)
 
     def template(self) -> Any:
         if self._template is None and self._loader is not None:
             some = cast("_Pieces", self._loader.batch_sampler).some
-            self._template = self._loaded(some) if some else None
+            examples = first_that_came(self._user.dataset, some)
+            self._template = self._user.collate_fn(examples) if examples else None
         return self._template
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:

@@ -13,20 +13,24 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import torch
 import torch.utils.data as data
 
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _ANNOUNCEMENTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
+_MOST_WORKERS = 1 << 20  # of a rank
 
 
 def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
@@ -38,18 +42,41 @@ def worker_context(loader: data.DataLoader[Any]) -> BaseContext | str | None:
     return context
 
 
-class Shielded:
-    """A `worker_init_fn` that calls the user's; its worker only ends with its rank, or when that says so."""
+class WorkerInit:
+    """A `worker_init_fn` that calls the one of the user's `loader`.
 
-    def __init__(self, function: Callable[[int], Any] | None) -> None:
-        self._function = function
+    A worker of a forkserver only ends with its rank, or when the rank says so.
+
+    Args: reader: a number that no other rank has, so that workers of each rank draw other random numbers; 0 keeps
+        torch's seeds.
+    """
+
+    def __init__(self, loader: data.DataLoader[Any], reader: int) -> None:
+        self._function, self._reader = loader.worker_init_fn, reader
+        self._is_shielded = loader.multiprocessing_context is None
 
     def __call__(self, worker_id: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
-        rank = multiprocessing.parent_process()
-        threading.Thread(target=_end_with_rank, args=(rank,), daemon=True).start()
+        if self._is_shielded:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
+            rank = multiprocessing.parent_process()
+            threading.Thread(target=_end_with_rank, args=(rank,), daemon=True).start()
+        if self._reader:
+            _seed_for(self._reader)
         if self._function is not None:
             self._function(worker_id)
+
+
+def _seed_for(reader: int) -> None:
+    """Seed anew: where all ranks seed alike, torch seeds the workers of all ranks alike.
+
+    Seeds of different readers differ, also modulo 2**32, as programs take them for NumPy.
+    """
+    info = cast("Any", data.get_worker_info())
+    seed = (info.seed + reader * _MOST_WORKERS) % (1 << 63)
+    object.__setattr__(info, "seed", seed)  # it is frozen
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(np.random.SeedSequence(seed).generate_state(4))
 
 
 def _end_with_rank(rank: BaseProcess) -> None:

@@ -25,6 +25,7 @@ from mpistrat.cross_device_ops.cross_device_ops import check_pairs
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.replicas.checkpoint_role import CheckpointRole
+from mpistrat.replicas.first_step import FirstStep
 from mpistrat.replicas.given_steps import GivenSteps
 from mpistrat.replicas.group import ReplicaGroup
 from mpistrat.replicas.input_plan import InputPlan
@@ -67,6 +68,7 @@ class StrategyExtended(abc.ABC):
         modules: what is done about torch modules.
         given_steps: of distributed datasets, on this rank.
         sharded: what `Strategy.shard` has cut, on this rank.
+        first_step: says how many ranks work together.
         experimental_between_graph: whether each rank runs a program of its own.
         experimental_should_init: whether this rank makes the first values of variables.
         experimental_require_static_shapes: whether shapes must not depend on values.
@@ -90,6 +92,7 @@ class StrategyExtended(abc.ABC):
             is_first_rank=group.communicator.rank == 0,
         )
         self.sharded = ShardedArrays(group.num_replicas_in_sync, group.communicator.rank == 0)
+        self.first_step = FirstStep(group)
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas

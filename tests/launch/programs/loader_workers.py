@@ -22,7 +22,7 @@ class Numbers(Dataset[Any]):
         assert get_worker_info() is not None
         confusing = [name for name in os.environ if confuses_children(name)]
         assert not confusing, confusing
-        return index, os.getppid()
+        return index, os.getppid(), torch.initial_seed() % 2**32
 
 
 class Stream(IterableDataset[Any]):
@@ -52,8 +52,9 @@ def loader() -> DataLoader[Any]:
 
 def main() -> None:
     strategy = ms.MultiWorkerMirroredStrategy()
+    torch.manual_seed(1)
     distributed = strategy.experimental_distribute_dataset(loader())
-    parents = set()
+    parents, seeds = set(), set()
     for _ in range(2):
         total = 0
         for step in distributed:
@@ -61,11 +62,16 @@ def main() -> None:
             total += int(torch.as_tensor(numbers).sum())
             if case != "iterable":
                 parents |= set(torch.as_tensor(step[1]).tolist())
+                seeds |= set(step[2].tolist())
         assert strategy.reduce("sum", np.float64(total), axis=None) == 66
     if case in ("forkserver", "persistent"):
         assert os.getpid() not in parents, "the workers are children of a rank"
     if case == "fork":
         assert parents == {os.getpid()}
+    # Of two workers in each epoch, or in all: other ranks' are other ones, though the program has seeded alike.
+    of_ranks = strategy.extended.communicator.all_gather_object(seeds)
+    assert len(set().union(*of_ranks)) == sum(map(len, of_ranks)), of_ranks
+    assert case == "iterable" or len(seeds) == (2 if case == "persistent" else 4), seeds
     print("read everything", flush=True)
 
 

@@ -1,0 +1,90 @@
+"""Examples that a dataset gives as None, for a `collate_fn` of the program's to leave out: they did not come.
+
+A replica's loss counts as much as its examples that came. Each rank counts its own, and `next` adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat import arrays, nest
+from mpistrat.communicators import Communicator, reducing
+from mpistrat.input.datasets import dropped_in
+from mpistrat.input.splitting import EMPTY, Step
+from mpistrat.machine.notices import tell
+from mpistrat.replicas.input_plan import StepExamples
+
+
+class Collated(NamedTuple):
+    """The batch that a `collate_fn` made of examples, and how many of the examples are None.
+
+    A DataLoader pins the parts of such a tuple. The batch is None where the function failed for lack of examples.
+    """
+
+    batch: Any
+    dropped: int
+
+
+def batch_of(entry: Any) -> Any:
+    return entry.batch if isinstance(entry, Collated) else entry
+
+
+class DroppedExamples:
+    """In the place of a `collate_fn` of the program's: it counts. A DataLoader sends a copy to its workers.
+
+    Args: collate: this rank's `collate_fn`.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._has_told = False
+
+    def __call__(self, examples: Any) -> Collated:
+        dropped = dropped_in(examples)  # now: the function may take them out of the list
+        is_nothing = dropped and dropped == len(examples)
+        try:
+            return Collated(self._collate(examples), dropped)
+        except Exception:
+            if not is_nothing:
+                raise
+            return Collated(None, dropped)  # no error if other replicas have examples
+
+    def count(
+        self, step: Step, expected: StepExamples, communicator: Communicator
+    ) -> tuple[Step, StepExamples]:
+        """The batches of `step`, in `Collated` or not, and how many examples came.
+
+        Called by: every rank. Raises: the function's own error, where no example of the step came on any rank.
+        """
+        own = expected[:-1] - [e.dropped if isinstance(e, Collated) else 0 for e in step]
+        step = [*map(batch_of, step)]
+        words = np.array([own.sum(), sum(map(_rows, step, own.tolist()))])
+        mine = words.tolist()
+        communicator.all_reduce(words, reducing("sum", "examples that came"))
+        total, rows = words.tolist()
+        if not total:  # as in one process
+            entries = zip(step, expected.tolist(), strict=False)
+            return [self._collate([None] * n) if b is None else b for b, n in entries], expected
+        if communicator.rank == 0 and not self._has_told and mine[1] * total != rows * mine[0]:
+            self._has_told = True
+            tell(
+                f"a loader's collate_fn made {rows} rows of the {total} examples of a step, {mine[1]} of {mine[0]} on "
+                "the first rank. Gradients count each rank by its examples. If collate_fn leaves some out, let the "
+                "dataset give None for them: None does not count. If it packs examples, nothing is wrong"
+            )
+        return [b if n else EMPTY for b, n in zip(step, own, strict=True)], np.append(own, total)
+
+
+def _rows(batch: Any, count: int) -> int:
+    """The first dimension that all arrays of a batch share; `count`, of its examples, where it may be another one.
+
+    The batch may be a list of examples, or have them in another dimension.
+    """
+    shapes = [tuple(leaf.shape) for leaf in nest.flatten(batch) if arrays.is_array(leaf)]
+    firsts = {shape[:1] for shape in shapes}
+    if not count or len(shapes) % count == 0 or len(firsts) != 1 or () in firsts:
+        return count
+    return count if all(count in shape for shape in shapes) else int(shapes[0][0])
