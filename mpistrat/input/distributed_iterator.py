@@ -101,7 +101,11 @@ class DistributedIterator(Iterator[Any]):
                 self._extended.given_steps.end(self)
                 raise StopIteration
             batches, self.progress.position, examples = self._ahead.popleft()
-            self._extended.first_step.begin(self._source.reader.batch_size, examples)
+            # Some examples may have been dropped.
+            batch = (
+                None if examples is None else self._source.reader.batch_size or int(examples[-1])
+            )
+            self._extended.first_step.begin(batch)
             steps = self._extended.given_steps
             if in_block or not steps.blocks:
                 known = examples if self._combines_all else None

@@ -6,7 +6,6 @@ from collections import Counter
 
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.group import ReplicaGroup
-from mpistrat.replicas.input_plan import StepExamples
 
 
 class FirstStep:
@@ -16,18 +15,15 @@ class FirstStep:
         self._group = group
         self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
 
-    def begin(self, batch_size: int | None = None, examples: StepExamples | None = None) -> None:
-        """A step begins. Not collective.
-
-        Args: batch_size, examples: of the loader that gave the step; None if no loader did, or it does not know.
-        """
+    def begin(self, batch: int | None) -> None:
+        """A step begins. Not collective. Args: batch: examples of a global batch; None if that is not known."""
         if self._is_told:
             return
         self._is_told = True
         ranks, nodes = self._group.communicator.size, self._group.topology.num_nodes
         text = f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
-        if examples is not None:  # some of them may have been dropped
-            batch, replicas = batch_size or int(examples[-1]), self._group.num_replicas_in_sync
+        if batch:
+            replicas = self._group.num_replicas_in_sync
             most = -(-batch // replicas)  # as `input.splitting.slice_bounds` cuts it
             sizes = Counter(min(most, max(0, batch - most * i)) for i in range(replicas))
             parts = (f"{n} x {size}" if n > 1 else f"{size}" for size, n in sizes.items())

@@ -349,6 +349,7 @@ class GradientReducer:
             )
             sharded.compared(same=agreed.same_batches)
             extended.given_steps.reduced()
+            extended.first_step.begin(None)
             self.has_reduced = True
             reduced: dict[int, torch.Tensor] = {}
             if self.slice_steps is not None:
