@@ -110,31 +110,26 @@ def has_hooks_of_program(parameter: torch.Tensor | None) -> bool:
 
 @contextlib.contextmanager
 def noticing_data(notices: bool) -> Iterator[Callable[[], frozenset[int]]]:
-    """Inside, if `notices`, `.data` of parameters is watched.
+    """Inside, if `notices`, `.data` of parameters is watched, unless `replace_data` has replaced it.
 
     Gives: a function that returns the ids of the parameters that were written through a `.data` taken inside. Torch
     counts such writes in that tensor alone, not in the parameter.
     """
-    if not notices:
-        yield frozenset
-        return
     taken: list[tuple[int, torch.Tensor, int]] = []
-    cls, before = torch.nn.Parameter, vars(torch.nn.Parameter).get("data")
-    getter: Callable[[Any], torch.Tensor] = original_data if before is None else before.__get__
 
     def data(parameter: torch.nn.Parameter) -> torch.Tensor:
-        tensor = getter(parameter)
+        tensor = original_data(parameter)
         taken.append((id(parameter), tensor, tensor._version))
         return tensor
 
-    replace_data(data)
+    notices = notices and "data" not in vars(torch.nn.Parameter)
+    if notices:
+        replace_data(data)
     try:
         yield lambda: frozenset(p for p, tensor, version in taken if tensor._version != version)
     finally:
-        if before is None:
-            del cls.data
-        else:
-            cls.data = before
+        if notices:
+            del torch.nn.Parameter.data
 
 
 def around_calls(

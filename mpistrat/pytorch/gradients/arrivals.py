@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpistrat.context import current_local_replica, has_strategy, in_cross_replica_context
 from mpistrat.pytorch import hooks
@@ -24,12 +24,10 @@ class _Backward:
     Attributes:
         buckets: take gradients as they come.
         arrived: parameters whose gradients have come; the version of each; whether it has kept the gradient.
-        made_in_run: names of parameters, made inside `run`, whose gradients have come.
     """
 
     buckets: Buckets | None
     arrived: list[tuple[torch.Tensor, int, bool]] = dataclasses.field(default_factory=list)
-    made_in_run: list[str] = dataclasses.field(default_factory=list)
 
 
 class Arrivals:
@@ -37,9 +35,13 @@ class Arrivals:
 
     Args:
         registry: of the mirrored parameters.
+
+    Attributes:
+        made_in_run: names of the parameters that replicas have made inside `run`.
     """
 
     def __init__(self, registry: Registry) -> None:
+        self.made_in_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._registry = registry
         self._backwards: dict[
             int, _Backward
@@ -74,18 +76,6 @@ class Arrivals:
 
         hooks.first_when_accumulated(parameter, hook)
 
-    def guard_made_in_run(self, name: str, parameter: torch.Tensor) -> None:
-        """A replica has made `parameter` inside `run`: it must not be trained there as if it were mirrored."""
-        reference = weakref.ref(self)
-
-        def hook(parameter: torch.Tensor) -> None:
-            arrivals = reference()
-            if arrivals is not None and arrivals._backwards and parameter not in arrivals._registry:
-                arrivals._backward().made_in_run.append(name)
-
-        if parameter.is_floating_point() and not is_lazy(parameter):
-            hooks.first_when_accumulated(parameter, hook)
-
     def _backward(self) -> _Backward:
         """The one that calls a hook: on the host the engine does so on the replica's thread."""
         if len(self._backwards) == 1:
@@ -106,36 +96,45 @@ class Arrivals:
         if self._hooked[0] != len(parameters):
             self._hooked = len(parameters), any(map(hooks.has_hooks_of_program, parameters))
         backward = self._backwards[replica] = _Backward(buckets)
+        unmirrored = [p for p in self.made_in_run if p.grad is None and p not in self._registry]
         try:
             with hooks.noticing_data(self._hooked[1]) as written:
-                yield functools.partial(self._check, backward, written)
+                yield functools.partial(self._check, backward.arrived, written, unmirrored)
         finally:
             del self._backwards[replica]
 
     def _check(
-        self, backward: _Backward, written: Callable[[], frozenset[int]], *, in_run: bool
+        self,
+        arrived: Sequence[tuple[torch.Tensor, int, bool]],
+        written: Callable[[], frozenset[int]],
+        unmirrored: Sequence[torch.Tensor],
+        *,
+        in_run: bool,
     ) -> None:
         """
         Args:
+            arrived: as of `_Backward`.
             written: gives the ids of the parameters that were written through `.data`.
+            unmirrored: the parameters of `made_in_run` that had no gradient.
             in_run: inside `run`, and not in a `replica()`, where whole programs live.
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
         through_data = written()
-        for parameter, version, had_gradient in backward.arrived:
+        for parameter, version, had_gradient in arrived:
             is_gone = had_gradient and parameter.grad is None
             if is_gone or parameter._version != version or id(parameter) in through_data:
+                name = self._registry.name_of(parameter)
                 happened = "lost its gradient" if is_gone else "was changed"
                 raise RuntimeError(
-                    f"parameter {self._registry.name_of(parameter)} {happened} inside backward(), before "
-                    "gradients are reduced over replicas: each rank would make another update. Update parameters "
-                    "after backward(); or call backward() inside strategy.no_sync(), and give the hook's gradient to "
-                    "get_replica_context().all_reduce first"
+                    f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
+                    "rank would make another update. Update parameters after backward(); or call backward() inside "
+                    "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
                 )
-        if in_run and backward.made_in_run:
+        reached = [self.made_in_run[p] for p in unmirrored if p.grad is not None]
+        if in_run and reached:
             raise RuntimeError(
-                f"backward() inside run reached {backward.made_in_run[0]}, of a module that was made inside run: it is "
-                "no variable of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
+                f"backward() inside run reached {reached[0]}, of a module that was made inside run: it is no variable "
+                "of the strategy, so nothing keeps it equal on all ranks. Build the module before run, in "
                 "strategy.scope(); or use torch.autograd.grad where each replica is to have a module of its own"
             )

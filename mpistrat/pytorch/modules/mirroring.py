@@ -70,10 +70,9 @@ class Mirroring(StrategyModules):
         slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
-        made_in_run = (
-            (lambda *_: None) if self._is_alone else self.reducer.arrivals.guard_made_in_run
+        self.recorder = Recorder(
+            parts.strategy, registry.__contains__, self.reducer.arrivals.made_in_run
         )
-        self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         optimizers.know(self)
         if not self._is_alone:
             gradients.install()

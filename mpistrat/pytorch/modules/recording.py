@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Recorder:
     Args:
         strategy: in whose scope modules are recorded.
         is_mirrored: whether a parameter is.
-        made_in_run: is called with the name of each parameter that a replica makes inside `run`, and with it.
+        made_in_run: gets the name of each parameter that a replica makes inside `run`.
 
     Attributes:
         changed: a recorded module got a parameter, buffer or submodule, or has one whose shape or values are not known
@@ -53,7 +53,7 @@ class Recorder:
         self,
         strategy: AnyStrategy,
         is_mirrored: Callable[[torch.Tensor], bool],
-        made_in_run: Callable[[str, torch.Tensor], None],
+        made_in_run: MutableMapping[torch.Tensor, str],
     ) -> None:
         self._strategy, self._is_mirrored, self._made_in_run = strategy, is_mirrored, made_in_run
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # by id
@@ -80,7 +80,7 @@ class Recorder:
             and mode.in_run
             and mode.strategy is self._strategy
         ):
-            self._made_in_run(f"{type(module).__name__}.{name}", value)
+            self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
     def _check_wrapper(self, wrapper: str, module: torch.nn.Module, in_scope: bool) -> None:
         strategy = self._strategy

@@ -12,9 +12,7 @@ from mpistrat.pytorch.modules.recording import Recorder  # noqa: E402
 
 
 def test_a_strategy_may_be_collected_while_a_module_gets_parameters():
-    kept = [
-        Recorder(types.SimpleNamespace(), lambda parameter: False, lambda name, parameter: None)
-    ]
+    kept = [Recorder(types.SimpleNamespace(), lambda parameter: False, {})]
     hooks = [
         register_module_parameter_registration_hook(hook)
         for hook in (lambda *_: kept.clear(), lambda *_: None)
