@@ -93,7 +93,7 @@ class Strategy(RankMethods):
         files of its own, `AutoShardPolicy.OFF`); and of a rank with several replicas outside `run`.
         """
         steps = self._extended.given_steps
-        examples = steps.examples_for(gradients=gradients_are_on())
+        examples = steps.examples_with_gradients if gradients_are_on() else steps.examples
         if examples is None:
             return None
         *local, total = examples.tolist()

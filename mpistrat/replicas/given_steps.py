@@ -53,6 +53,9 @@ class GivenSteps:
     it computes with the step from before. A step from `next(iter(loader))` counts although its iterator is gone.
 
     Attributes:
+        examples: of the step that was given last; None if that is not known.
+        examples_with_gradients: as `examples`, but of the last step that was given while gradients were on, if there is
+            any.
         blocks: how many threads are inside `Strategy.replica()`; steps that other threads are given are not theirs.
         distributed: a distributed dataset has given a step, or values were distributed or sharded.
     """
@@ -62,19 +65,11 @@ class GivenSteps:
         self._is_first_rank = is_first_rank
         self.blocks = 0
         self.distributed = False
+        self.examples: StepExamples | None = None  # no property: compiled losses read it
+        self.examples_with_gradients: StepExamples | None = None
         self._iterations: list[_Iteration] = []
         self._order = 0
         self._said: set[str] = set()
-
-    @property
-    def examples(self) -> StepExamples | None:
-        """Of the step that was given last; None if that is not known."""
-        return self._iterations[-1].examples if self._iterations else None
-
-    def examples_for(self, *, gradients: bool) -> StepExamples | None:
-        """As `examples`; while gradients are on, of the last step that was given so, if there is any."""
-        last = self._last_of_training
-        return self.examples if last is None or not gradients else last.training
 
     @property
     def _last_of_training(self) -> _Iteration | None:
@@ -90,7 +85,6 @@ class GivenSteps:
         else:
             iteration.is_only = False
         others = [i for i in self._iterations if i is not iteration and i.iterator() is not None]
-        self._iterations = [*others, iteration]
         iteration.examples = examples
         if gradients:
             self._order += 1
@@ -98,6 +92,13 @@ class GivenSteps:
             if examples is not None:
                 iteration.since += 1
                 iteration.sizes.append(int(examples[-1]))
+        self._keep([*others, iteration])
+
+    def _keep(self, iterations: list[_Iteration]) -> None:
+        self._iterations = iterations
+        last = self._last_of_training
+        self.examples = iterations[-1].examples if iterations else None
+        self.examples_with_gradients = self.examples if last is None else last.training
 
     def end(self, iterator: Any) -> None:
         """`iterator` has no more. If no backward came since its first step, its steps were those of an evaluation."""
@@ -107,7 +108,7 @@ class GivenSteps:
             if iteration.ahead is None and any(
                 i.order for i in self._iterations if i is not iteration
             ):
-                self._iterations.remove(iteration)
+                self._keep([i for i in self._iterations if i is not iteration])
 
     def _iteration_of(self, iterator: Any) -> _Iteration | None:
         return next((i for i in self._iterations if i.iterator() is iterator), None)
@@ -116,7 +117,7 @@ class GivenSteps:
         iteration = next((i for i in self._iterations if i.iterator is iterator), None)
         is_last = iteration is not None and iteration is self._iterations[-1]
         if iteration is not None and not (iteration.is_only and is_last):
-            self._iterations.remove(iteration)
+            self._keep([i for i in self._iterations if i is not iteration])
 
     def begin_backward(self, *, weighs: bool, sharded: bool) -> StepExamples | None:
         """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.

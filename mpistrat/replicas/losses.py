@@ -79,8 +79,9 @@ def _global_batch_size(loss: Any, replicas: int) -> Any:
     """
     own = loss.shape[0]
     steps = get_strategy().extended.given_steps
-    gradients = bool(getattr(loss, "requires_grad", False))
-    examples = steps.examples_for(gradients=gradients) if replicas > 1 else None
+    has_gradients = getattr(loss, "requires_grad", False)
+    examples = steps.examples_with_gradients if has_gradients else steps.examples
+    examples = examples if replicas > 1 else None
     if examples is not None and arrays.is_torch(loss):
         import torch
 
@@ -121,7 +122,7 @@ def _tell_of_size(extended: Any, own: int, size: int) -> None:
         extended.num_replicas_in_sync,
     )
     totals = {whole for part, whole, _ in cuts if part == own}
-    examples = steps.examples_for(gradients=True)
+    examples = steps.examples_with_gradients
     *parts, total = [0, 0] if examples is None else examples.tolist()
     totals |= {total} if total and own in parts else set()
     if len(totals) == 1 and not steps.has_given(size):
