@@ -229,7 +229,7 @@ def test_an_update_of_all_parameters_by_the_hook_of_one() -> None:
         for parameter in model.parameters():
             parameter.register_hook(update)
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-        raised_everywhere(lambda: backward(model, strategy.shard(examples())), "parameter")
+        raised_everywhere(lambda: backward(model, strategy.shard(examples())), "inside backward()")
     assert_usable(strategy)
 
 
