@@ -9,13 +9,56 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat import arrays, nest
 from mpistrat.input.batches import Batches, collate
 from mpistrat.input.splitting import pieces_of_examples
 
 
-class BatchedDataset:
+class _Batching:
+    """How a dataset makes batches of examples, in each epoch in an order of its own.
+
+    Attributes:
+        epoch: the number of the next iteration.
+        own_collate: the program's function; None for `batches.collate`.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        drop_last: bool,
+        shuffle: bool,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        if isinstance(batch_size, bool) or operator.index(batch_size) < 1:
+            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r:.60}")
+        self.batch_size = operator.index(batch_size)
+        self.drop_last = drop_last
+        self.own_collate, self.collate = collate_fn, collate_fn or collate
+        self.epoch = 0
+        self._shuffle, self._seed = shuffle, operator.index(seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that epoch."""
+        self.epoch = epoch
+
+    def _order_of(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
+        """The order in which an epoch reads so many things: an array of their indices."""
+        order = np.arange(number)
+        if self._shuffle:
+            np.random.default_rng([self._seed, epoch]).shuffle(order)
+        return order
+
+    def _summary(self, contents: str) -> str:
+        return (
+            f"{contents}, batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, "
+            f"seed={self._seed}{', collate_fn' * bool(self.own_collate)})"
+        )
+
+
+class BatchedDataset(_Batching):
     """GLOBAL batches of arrays, or of a map-style dataset, without torch.
 
     Iterating over it gives an epoch of whole batches; given to `experimental_distribute_dataset`, each rank reads only
@@ -43,23 +86,21 @@ class BatchedDataset:
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self.batch_size = _positive("batch_size", batch_size)
-        self.drop_last = drop_last
-        self.epoch = 0
-        self._shuffle, self._seed = shuffle, operator.index(seed)
-        self._collate = collate_fn or collate
+        self.of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
+        own_collate = None if self.of_arrays else collate_fn
+        super().__init__(batch_size, drop_last, shuffle, seed, own_collate)
+        if self.of_arrays:
+            self.collate = _as_it_is
         self._dataset = dataset
         if isinstance(dataset, list):
             raise TypeError(
                 "BatchedDataset got a list: of examples, or of arrays? Give arrays as a tuple or dict of them, and a "
                 "list of examples to torch's DataLoader, or as an object with __len__ and __getitem__"
             )
-        self.of_arrays = nest.is_structure(dataset) or arrays.is_array(dataset)
-        self.own_collate = None if self.of_arrays else collate_fn
         if self.of_arrays:
-            self._examples = Batches().size(dataset)
+            self.examples = Batches().size(dataset)
         elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-            self._examples = len(dataset)
+            self.examples = len(dataset)
         else:
             raise TypeError(
                 "BatchedDataset takes arrays, or a dataset with __len__ and __getitem__; got "
@@ -68,34 +109,25 @@ class BatchedDataset:
 
     def summary(self) -> str:
         """What must be the same on all ranks."""
-        return (
-            f"BatchedDataset({self._examples} examples, batch_size={self.batch_size}, drop_last={self.drop_last}, "
-            f"shuffle={self._shuffle}, seed={self._seed}{', collate_fn' * bool(self.own_collate)})"
-        )
+        return self._summary(f"BatchedDataset({self.examples} examples")
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        whole, rest = divmod(self._examples, self.batch_size)
+        whole, rest = divmod(self.examples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        return map(self.load, self.index_batches(epoch))
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that epoch."""
-        self.epoch = epoch
+        return map(self.collate, map(self.fetch, self.index_batches(epoch)))
 
     def index_batches(self, epoch: int) -> Iterator[list[int]]:
         """The examples of each batch of an epoch."""
-        order = np.arange(self._examples)
-        if self._shuffle:
-            np.random.default_rng([self._seed, epoch]).shuffle(order)
+        order = self._order_of(self.examples, epoch)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             yield order[first : first + self.batch_size].tolist()
 
-    def load(self, indices: list[int], collate: Callable[[list[Any]], Any] | None = None) -> Any:
-        """The batch of the examples `indices`, one or more. Args: collate: called in place of the dataset's."""
+    def fetch(self, indices: list[int]) -> Any:
+        """The examples `indices`, one or more, of which `collate` makes a batch."""
         if self.of_arrays:
             first, last = indices[0], indices[-1]
             # Consecutive examples are not copied.
@@ -103,16 +135,10 @@ class BatchedDataset:
                 slice(first, last + 1) if indices == list(range(first, last + 1)) else indices
             )
             return nest.map_structure(lambda leaf: leaf[where], self._dataset)
-        return (collate or self._collate)(fetch(self._dataset, indices))
-
-    def template(self) -> Any:
-        """A batch of one example."""
-        if self.own_collate is None:
-            return self.load([0])
-        return self.own_collate(first_that_came(self._dataset, range(self._examples)))
+        return fetch(self._dataset, indices)
 
 
-class FileDataset:
+class FileDataset(_Batching):
     """GLOBAL batches of the examples in files.
 
     Iterating over it gives an epoch of whole batches. Given to `experimental_distribute_dataset`, each worker reads
@@ -146,31 +172,17 @@ class FileDataset:
             raise TypeError(f"reader must be a function of a file, got {reader!r:.60}")
         self.files = list(files)
         self.reader = reader
-        self.batch_size = _positive("batch_size", batch_size)
-        self.drop_last = drop_last
-        self.own_collate, self.collate = collate_fn, collate_fn or collate
-        self.epoch = 0
-        self._shuffle, self._seed = shuffle, operator.index(seed)
+        super().__init__(batch_size, drop_last, shuffle, seed, collate_fn)
 
     def summary(self) -> str:
         """What must be the same on all ranks: not the folders, which may be each node's own."""
         names = "\n".join(os.path.basename(str(file)) for file in self.files)
-        return (
-            f"FileDataset({len(self.files)} files, checksum of their names {zlib.crc32(names.encode()):08x}, "
-            f"batch_size={self.batch_size}, drop_last={self.drop_last}, shuffle={self._shuffle}, seed={self._seed}"
-            f"{', collate_fn' * bool(self.own_collate)})"
-        )
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that epoch."""
-        self.epoch = epoch
+        checksum = f"checksum of their names {zlib.crc32(names.encode()):08x}"
+        return self._summary(f"FileDataset({len(self.files)} files, {checksum}")
 
     def order(self, epoch: int) -> list[int]:
         """The numbers of the files, in the order in which an epoch reads them."""
-        order = np.arange(len(self.files))
-        if self._shuffle:
-            np.random.default_rng([self._seed, epoch]).shuffle(order)
-        return order.tolist()
+        return self._order_of(len(self.files), epoch).tolist()
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
@@ -179,26 +191,14 @@ class FileDataset:
         return map(self.collate, batches)
 
 
+def _as_it_is(batch: Any) -> Any:
+    """The parts of arrays are a batch already."""
+    return batch
+
+
 def fetch(dataset: Any, indices: list[Any]) -> list[Any]:
     """The examples of a map-style dataset, at once if it can give several, as a DataLoader asks for them."""
     if getattr(dataset, "__getitems__", None):
         examples: list[Any] = dataset.__getitems__(indices)
         return examples
     return [dataset[index] for index in indices]
-
-
-def dropped_in(examples: Any) -> int:
-    """How many are None; 0 but for a list, for `__getitems__` may give anything: a batch, too."""
-    return sum(example is None for example in examples) if isinstance(examples, list) else 0
-
-
-def first_that_came(dataset: Any, indices: Iterable[Any]) -> list[Any]:
-    """The list of the first example that is not None; [] where all are."""
-    some = (fetch(dataset, [index]) for index in indices)
-    return next((examples for examples in some if not dropped_in(examples)), [])
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or operator.index(value) < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r:.60}")
-    return operator.index(value)

@@ -101,11 +101,7 @@ class DistributedIterator(Iterator[Any]):
                 self._extended.given_steps.end(self)
                 raise StopIteration
             batches, self.progress.position, examples = self._ahead.popleft()
-            # Some examples may have been dropped.
-            batch = (
-                None if examples is None else self._source.reader.batch_size or int(examples[-1])
-            )
-            self._extended.first_step.begin(batch)
+            self._extended.first_step.begin(examples, self._source.reader.batch_size)
             steps = self._extended.given_steps
             if in_block or not steps.blocks:
                 known = examples if self._combines_all else None

@@ -5,14 +5,13 @@ A replica's loss counts as much as its examples that came. Each rank counts its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat import arrays, nest
 from mpistrat.communicators import Communicator, reducing
-from mpistrat.input.datasets import dropped_in
 from mpistrat.input.splitting import EMPTY, Step
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.input_plan import StepExamples
@@ -21,7 +20,7 @@ from mpistrat.replicas.input_plan import StepExamples
 class Collated(NamedTuple):
     """The batch that a `collate_fn` made of examples, and how many of the examples are None.
 
-    A DataLoader pins the parts of such a tuple. The batch is None where the function failed for lack of examples.
+    A DataLoader pins the parts of such a tuple. The batch is None where all examples are.
     """
 
     batch: Any
@@ -43,14 +42,11 @@ class DroppedExamples:
         self._has_told = False
 
     def __call__(self, examples: Any) -> Collated:
-        dropped = dropped_in(examples)  # now: the function may take them out of the list
+        # `__getitems__` may give anything: a batch, too. The function may take examples out of the list.
+        dropped = sum(e is None for e in examples) if isinstance(examples, list) else 0
+        # The function is not asked for a batch of nothing: other replicas may have examples.
         is_nothing = dropped and dropped == len(examples)
-        try:
-            return Collated(self._collate(examples), dropped)
-        except Exception:
-            if not is_nothing:
-                raise
-            return Collated(None, dropped)  # no error if other replicas have examples
+        return Collated(None if is_nothing else self._collate(examples), dropped)
 
     def count(
         self, step: Step, expected: StepExamples, communicator: Communicator
@@ -83,8 +79,17 @@ def _rows(batch: Any, count: int) -> int:
 
     The batch may be a list of examples, or have them in another dimension.
     """
-    shapes = [tuple(leaf.shape) for leaf in nest.flatten(batch) if arrays.is_array(leaf)]
-    firsts = {shape[:1] for shape in shapes}
-    if not count or len(shapes) % count == 0 or len(firsts) != 1 or () in firsts:
+    leaves = [leaf for leaf in nest.flatten(batch) if arrays.is_array(leaf) and leaf.ndim]
+    firsts = {int(leaf.shape[0]) for leaf in leaves}
+    if not count or len(firsts) != 1 or all(count in leaf.shape for leaf in leaves):
         return count
-    return count if all(count in shape for shape in shapes) else int(shapes[0][0])
+    return count if len(leaves) % count == 0 else firsts.pop()
+
+
+def batch_of_one(
+    collate: Callable[[Any], Any], load: Callable[[list[Any]], Any], indices: Iterable[Any]
+) -> Any:
+    """A batch of the first example that came; None where none did. Args: load: gives the examples of indices."""
+    counting = DroppedExamples(collate)
+    batches = (counting(load([index])).batch for index in indices)
+    return next((batch for batch in batches if batch is not None), None)

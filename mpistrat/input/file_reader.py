@@ -12,7 +12,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.input.datasets import FileDataset
 from mpistrat.input.dropped_examples import DroppedExamples
-from mpistrat.input.readers import EMPTY, MISSING, Reader, Step, StepAt, examples_in
+from mpistrat.input.readers import Reader, Step, StepAt
 from mpistrat.input.splitting import Lists, pieces_of_each, pieces_of_examples, steps_of_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.replicas.input_plan import Share
@@ -105,10 +105,7 @@ class FileReader(Reader):
             steps = itertools.islice(steps, start, None)
         collate = self.dropped or dataset.collate
         for step in steps:
-            entries = (
-                MISSING if piece is None else collate(piece) if piece else EMPTY for piece in step
-            )
-            yield StepAt(replace(place), entries, examples_in(step))
+            yield StepAt.of(replace(place), step, collate)
 
     def _examples(self, place: _Place) -> Iterator[Any]:
         for i, number in enumerate(place.files):

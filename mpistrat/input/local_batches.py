@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrat.communicators import Communicator
-from mpistrat.input.readers import FunctionReader, StepAt
+from mpistrat.input.readers import UNKNOWN_CARDINALITY, FunctionReader, StepAt, length_of
 from mpistrat.machine.notices import tell
 
 
@@ -22,10 +22,8 @@ class LocalReader(FunctionReader):
         self, batches: Iterable[Any], num_replicas: int, communicator: Communicator
     ) -> None:
         super().__init__([batches], num_replicas)
-        try:
-            own: int | None = len(batches) // num_replicas  # type: ignore[arg-type]
-        except TypeError:
-            own = None
+        length = length_of(batches)
+        own = None if length == UNKNOWN_CARDINALITY else length // num_replicas
         self._rank, self._has_told = communicator.rank, False
         everyone = communicator.all_gather_object(own, label="steps of local batches")
         self._steps = None if None in everyone else min(everyone)

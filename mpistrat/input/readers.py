@@ -14,7 +14,7 @@ from mpistrat.communicators import Communicator
 from mpistrat.errors import NotFoundError
 from mpistrat.input.batches import Batches
 from mpistrat.input.datasets import BatchedDataset
-from mpistrat.input.dropped_examples import DroppedExamples
+from mpistrat.input.dropped_examples import DroppedExamples, batch_of_one
 from mpistrat.input.splitting import EMPTY as EMPTY
 from mpistrat.input.splitting import MISSING as MISSING
 from mpistrat.input.splitting import Kind, Lists, pieces_of_each, pieces_of_stream, steps_of_stream
@@ -49,6 +49,14 @@ class StepAt(Step):
         super().__init__(entries)
         self.position, self.examples = position, examples
         self.following, self.fails = 0, False
+
+    @classmethod
+    def of(cls, position: Any, pieces: Step, make: Callable[[Any], Any]) -> StepAt:
+        """Of `pieces` as `splitting` gives them, None where there are no more. Args: make: makes a piece an entry."""
+        entries = (
+            make(piece) if piece else MISSING if piece is None else EMPTY for piece in pieces
+        )
+        return cls(position, entries, examples_in(pieces))
 
 
 def examples_in(step: Step) -> StepExamples | None:
@@ -181,78 +189,73 @@ def set_epoch(batches: Any, epoch: int) -> None:
         batches.set_epoch(epoch)
 
 
-def check_policy(share: Share, policy: AutoShardPolicy) -> None:
-    """Of a dataset that is not made of files. Raises: NotFoundError."""
-    if policy is AutoShardPolicy.FILE and share.workers > 1:
-        raise NotFoundError(
-            "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, whose files can be shared out; this dataset is "
-            "none. Use AUTO or DATA"
-        )
+class GlobalReader(Reader):
+    """Of a dataset of global batches, which is not made of files.
 
+    With AutoShardPolicy.OFF, each worker goes through the whole dataset for itself.
 
-def reads_all(share: Share, policy: AutoShardPolicy) -> bool:
-    """Whether each worker goes through the whole dataset for itself, and none takes part of what another read."""
-    return policy is AutoShardPolicy.OFF and share.workers > 1
-
-
-def steps_of_batches(
-    batches: Iterable[Any],
-    kind: Kind,
-    share: Share,
-    policy: AutoShardPolicy,
-    batch_size: int | None,
-    start: int,
-) -> Iterator[list[Any | None]]:
-    """What the replicas of this rank get of global batches, by one of the rules of `splitting`, from step `start` on.
-
-    None where there are no more.
+    Raises: NotFoundError: under a policy that shares out files.
     """
-    n = share.num_replicas
-    if policy in SHARED or batch_size is None or n == 1:
-        if not reads_all(share, policy):
-            batches = itertools.islice(batches, start, None)
-            return pieces_of_each(batches, kind, share.pieces, n)
-        all_pieces = pieces_of_each(batches, kind, range(n), n)
-        pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
-    else:
-        pieces = pieces_of_stream(batches, kind, share.sizes(batch_size))
-    return itertools.islice(steps_of_stream(pieces, share), start, None)
+
+    def __init__(self, share: Share, policy: AutoShardPolicy) -> None:
+        if policy is AutoShardPolicy.FILE and share.workers > 1:
+            raise NotFoundError(
+                "AutoShardPolicy.FILE needs a mpistrat.input.FileDataset, whose files can be shared out; this dataset "
+                "is none. Use AUTO or DATA"
+            )
+        self._share, self._policy = share, policy
+        self._reads_all = policy is AutoShardPolicy.OFF and share.workers > 1
+        self.same_for_any_ranks = self.ends_together = not self._reads_all
+
+    def _steps_of(
+        self, batches: Iterable[Any], kind: Kind, start: int
+    ) -> Iterator[list[Any | None]]:
+        """What the replicas of this rank get of `batches`, by one of the rules of `splitting`, from step `start` on.
+
+        None where there are no more.
+        """
+        share, n = self._share, self._share.num_replicas
+        if self._policy in SHARED or self.batch_size is None or n == 1:
+            if not self._reads_all:
+                batches = itertools.islice(batches, start, None)
+                return pieces_of_each(batches, kind, share.pieces, n)
+            all_pieces = pieces_of_each(batches, kind, range(n), n)
+            pieces: Iterator[Any] = itertools.chain.from_iterable(all_pieces)
+        else:
+            pieces = pieces_of_stream(batches, kind, share.sizes(self.batch_size))
+        return itertools.islice(steps_of_stream(pieces, share), start, None)
 
 
-class IndexReader(Reader):
+class IndexReader(GlobalReader):
     """Of a BatchedDataset: each rank loads the examples of its own replicas."""
 
     def __init__(self, dataset: BatchedDataset, share: Share, policy: AutoShardPolicy) -> None:
-        self._dataset, self._share, self._policy = dataset, share, policy
+        super().__init__(share, policy)
+        self._dataset = dataset
         self.batch_size, self.drop_last = dataset.batch_size, dataset.drop_last
-        self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         self.reads_ahead = not dataset.of_arrays
         if dataset.own_collate and policy in SHARED:
             self.dropped = DroppedExamples(dataset.own_collate)
-        check_policy(share, policy)
+        self._collate = self.dropped or dataset.collate
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         batches = self._dataset.index_batches(epoch)
-        rule = Lists(), self._share, self._policy, self.batch_size, start
-        for step in steps_of_batches(batches, *rule) if len(self._dataset) else ():
-            entries = (
-                MISSING
-                if piece is None
-                else self._dataset.load(piece, self.dropped)
-                if piece
-                else EMPTY
-                for piece in step
-            )
-            yield StepAt(None, entries, examples_in(step))
+        for step in self._steps_of(batches, Lists(), start) if len(self._dataset) else ():
+            yield StepAt.of(None, step, self._loaded)
+
+    def _loaded(self, indices: list[int]) -> Any:
+        return self._collate(self._dataset.fetch(indices))
 
     def cardinality(self) -> int:
         return len(self._dataset)
 
     def template(self) -> Any:
-        return self._dataset.template()
+        return batch_of_one(
+            self._dataset.collate, self._dataset.fetch, range(self._dataset.examples)
+        )
 
 
-class BatchReader(Reader):
+class BatchReader(GlobalReader):
     """Of an iterable of global batches, which every rank reads whole.
 
     It may say more of itself: `batch_size`, `drop_last`, a length, or `cardinality` (-1 for one that never ends).
@@ -269,13 +272,11 @@ class BatchReader(Reader):
         policy: AutoShardPolicy,
         compared_over: Communicator | None = None,
     ) -> None:
-        self._batches, self._share, self._policy = batches, share, policy
-        self._compared_over = compared_over
+        super().__init__(share, policy)
+        self._batches, self._compared_over = batches, compared_over
         size = getattr(batches, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self.drop_last = bool(getattr(batches, "drop_last", False))
-        check_policy(share, policy)
-        self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
         self.compares_ends = compared_over is not None
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
@@ -283,8 +284,8 @@ class BatchReader(Reader):
         batches = iter(self._batches)
         if self._compared_over is not None:
             batches = _alike(batches, self.cardinality(), self._compared_over)
-        rule = Batches(), self._share, self._policy, self.batch_size, start
-        yield from _at(steps_of_batches(batches, *rule), lambda: _began(self._batches))
+        steps = self._steps_of(batches, Batches(), start)
+        yield from _at(steps, lambda: _began(self._batches))
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:
         random = _begins(self._batches) if position is None else position
@@ -379,9 +380,8 @@ class FunctionReader(Reader):
             yield step + [MISSING] * (self._num_replicas - len(step))
 
     def num_steps(self) -> int | None:
-        try:
-            lengths = [len(dataset) for dataset in self._datasets]  # type: ignore[arg-type]
-        except TypeError:
+        lengths = [*map(length_of, self._datasets)]
+        if UNKNOWN_CARDINALITY in lengths:
             return None
         return max(-(-length * len(self._datasets) // self._num_replicas) for length in lengths)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,28 +22,22 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from mpistrat.communicators import Communicator
 from mpistrat.input.batches import collate
-from mpistrat.input.datasets import fetch, first_that_came
-from mpistrat.input.dropped_examples import Collated, DroppedExamples, batch_of
+from mpistrat.input.datasets import fetch
+from mpistrat.input.dropped_examples import DroppedExamples, batch_of, batch_of_one
 from mpistrat.input.random_state import STATE_SCHEMA, RandomState, samplers_of
 from mpistrat.input.readers import (
-    EMPTY,
-    MISSING,
     SHARED,
-    Reader,
+    GlobalReader,
     Restartable,
     StepAt,
     check_alike,
-    check_policy,
-    examples_in,
     length_of,
-    reads_all,
     set_epoch,
-    steps_of_batches,
 )
 from mpistrat.input.splitting import Lists
 from mpistrat.input.worker_processes import WorkerInit, starting_workers, worker_context
 from mpistrat.options import AutoShardPolicy
-from mpistrat.replicas.input_plan import Share, StepExamples
+from mpistrat.replicas.input_plan import Share
 
 # Ranks wait for the slowest of them at each message: few are sent. Rank 0's sampler runs ahead by as much.
 _BATCHES_OF_FIRST_MESSAGE, _BATCHES_OF_LONGEST = 256, 4096
@@ -116,10 +111,8 @@ class WholeLoader(Restartable):
         self._whole_on = whole_on
         reader *= not isinstance(loader.dataset, data.IterableDataset)
         if loader.num_workers and (reader or loader.multiprocessing_context is None):
-            self._loader = copy.copy(loader)
+            self._loader = _copy_of(loader, reader)
             self._loader._iterator = None  # persistent workers of the user's own
-            self._loader.multiprocessing_context = worker_context(loader)
-            self._loader.worker_init_fn = WorkerInit(loader, reader)
         self._user = loader
         self._known_epochs = {
             id(s): s.epoch for s in samplers_of(loader) if isinstance(s, data.DistributedSampler)
@@ -172,31 +165,24 @@ def _parts_of(loader: data.DataLoader[Any]) -> tuple[Any, ...]:
     return (*samplers_of(loader), loader.dataset)
 
 
-def _like(loader: data.DataLoader[Any], reader: int, **how: Any) -> data.DataLoader[Any]:
-    """A DataLoader of the same dataset and workers. Args: reader: as of `WorkerInit`."""
-    return data.DataLoader(
-        loader.dataset,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=WorkerInit(loader, reader),
-        multiprocessing_context=worker_context(loader),
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        **how,
-    )
+def _copy_of(loader: data.DataLoader[Any], reader: int, **changes: Any) -> data.DataLoader[Any]:
+    """A copy whose workers can live beside MPI. Args: reader: as of `WorkerInit`."""
+    made = copy.copy(loader)
+    vars(made).update(changes)  # torch refuses to set some
+    made.multiprocessing_context = worker_context(loader)
+    made.worker_init_fn = WorkerInit(loader, reader)
+    return made
 
 
 class _Pieces:
     """A batch sampler: the indices of this rank's pieces, in turn, of the epoch that was begun last.
 
     In place of a piece without examples it gives the first of `some`: so every rank's loader asks for as many pieces at
-    the same times. `read` says, of each step, which pieces have examples, and how many.
+    the same times. Of each step, `read` has True in place of the pieces with examples, and says how many these are.
     """
 
     def __init__(self) -> None:
-        self.read: collections.deque[tuple[list[Any], StepExamples | None]] = collections.deque()
+        self.read: collections.deque[StepAt] = collections.deque()
         self.some: Sequence[Any] = ()
         self.steps: Iterator[list[list[Any] | None]] = iter(())
 
@@ -210,8 +196,7 @@ class _Pieces:
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step in self.steps:
-            kinds = [True if piece else EMPTY if piece is not None else MISSING for piece in step]
-            self.read.append((kinds, examples_in(step)))
+            self.read.append(StepAt.of(None, step, bool))
             for piece in step:
                 yield piece or list(self.some[:1])
 
@@ -270,7 +255,7 @@ def _generator_of_an_epoch() -> torch.Generator:
     return generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
-class LoaderReader(Reader):
+class LoaderReader(GlobalReader):
     """Of a DataLoader over a map-style dataset."""
 
     def __init__(
@@ -280,23 +265,20 @@ class LoaderReader(Reader):
         policy: AutoShardPolicy,
         communicator: Communicator,
     ) -> None:
+        super().__init__(share, policy)
         self._user = loader
-        self._share, self._policy = share, policy
         self._communicator = communicator
         self._loader: data.DataLoader[Any] | None = None
+        self._fetch = functools.partial(fetch, loader.dataset)
         self._collate = loader.collate_fn
-        if policy in SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES:
-            self.dropped = DroppedExamples(loader.collate_fn)
-            self._collate = self.dropped
+        self._may_drop = policy in SHARED and loader.collate_fn not in _OF_ALL_EXAMPLES
         self._template: Any = None
         self._random = RandomState(loader)
         self._batch_sampler = cast("Iterable[Any]", loader.batch_sampler)
         sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = next((size for size in sizes if isinstance(size, int)), None)
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
-        self.same_for_any_ranks = self.ends_together = not reads_all(share, policy)
-        check_policy(share, policy)
-        self._steps_of((), 0)  # raises for what cannot be
+        self._steps_of((), Lists(), 0)  # raises for what cannot be
 
     def steps(self, epoch: int, start: int) -> Iterator[StepAt]:
         """One epoch: of each global batch this rank's pieces, collated by the loader's function."""
@@ -305,11 +287,13 @@ class LoaderReader(Reader):
         for part in _parts_of(self._user):
             set_epoch(part, epoch)
         if self._loader is None or not self._user.persistent_workers:
-            how = {"batch_sampler": _Pieces(), "collate_fn": self._collate}
-            self._loader = _like(self._user, self._share.pieces[0], **how)
+            # In the order of the pieces, for `_Pieces.read` goes with them.
+            how = {"batch_sampler": _Pieces(), "collate_fn": self._collate, "in_order": True}
+            self._loader = _copy_of(self._user, self._share.pieces[0], **how)
+            self._loader._iterator = None  # persistent workers of the user's own
         loader, pieces = self._loader, cast("_Pieces", self._loader.batch_sampler)
         with self._random.of_epoch():
-            pieces.begin(self._steps_of(self._index_batches(pieces), start))
+            pieces.begin(self._steps_of(self._index_batches(pieces), Lists(), start))
             with starting_workers(self._user):
                 batches = iter(loader)
             if not loader.num_workers:  # otherwise the workers have their first indices
@@ -318,30 +302,23 @@ class LoaderReader(Reader):
         if not loader.num_workers and not loader.pin_memory:
             # What `batches` does, in less time.
             for step in pieces.steps:
-                yield StepAt(began, map(self._loaded, step), examples_in(step))
+                yield StepAt.of(began, step, self._loaded)
             return
         k = len(self._share.replicas)
         while len(loaded := list(itertools.islice(batches, k))) == k:
-            if not (isinstance(loaded[0], Collated) and loaded[0].dropped):
-                self._template = batch_of(loaded[0])
-            kinds, examples = pieces.read.popleft()
-            entries = zip(loaded, kinds, strict=True)
+            self._template = batch_of(loaded[0])
+            step = pieces.read.popleft()
+            entries = zip(loaded, step, strict=True)
             whole = (batch if kind is True else kind for batch, kind in entries)
-            yield StepAt(began, whole, examples)
+            yield StepAt(began, whole, step.examples)
 
-    def _steps_of(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
-        rule = Lists(), self._share, self._policy, self.batch_size, start
-        return steps_of_batches(batches, *rule)
-
-    def _loaded(self, piece: list[Any] | None) -> Any:
-        if not piece:
-            return MISSING if piece is None else EMPTY
-        return self._collate(fetch(self._user.dataset, piece))
+    def _loaded(self, indices: list[Any]) -> Any:
+        return self._collate(self._fetch(indices))
 
     def _index_batches(self, pieces: _Pieces) -> Iterator[list[Any]]:
         """The index lists of the global batches, as rank 0's sampler gives them; `pieces` learns of some examples."""
         communicator = self._communicator
-        if reads_all(self._share, self._policy):
+        if self._reads_all:
             for batch in map(list, self._batch_sampler):
                 pieces.some = pieces.some or batch
                 yield batch
@@ -373,12 +350,12 @@ class LoaderReader(Reader):
 
     def _agree(self) -> None:
         """Compare the lengths of the datasets. All ranks count the examples that came, if one of them has to."""
-        mine = length_of(self._user.dataset), self.dropped is not None
+        mine = length_of(self._user.dataset), self._may_drop
         everyone = self._communicator.all_gather_object(mine, label=_SAMPLER)
-        lengths, counting = zip(*everyone, strict=True)
+        lengths, may_drop = zip(*everyone, strict=True)
         check_alike("examples", lengths)
-        if any(counting) and self.dropped is None:
-            self.dropped = DroppedExamples(self._user.collate_fn)
+        if any(may_drop) and self.dropped is None:
+            self._collate = self.dropped = DroppedExamples(self._user.collate_fn)
 
     def cardinality(self) -> int:
         return length_of(self._user)
@@ -386,8 +363,7 @@ class LoaderReader(Reader):
     def template(self) -> Any:
         if self._template is None and self._loader is not None:
             some = cast("_Pieces", self._loader.batch_sampler).some
-            examples = first_that_came(self._user.dataset, some)
-            self._template = self._user.collate_fn(examples) if examples else None
+            self._template = batch_of_one(self._user.collate_fn, self._fetch, some)
         return self._template
 
     def state(self, communicator: Communicator, position: Any) -> dict[str, Any]:

@@ -40,29 +40,17 @@ class ServersExtended(StrategyExtended):
         strategy: AnyStrategy,
         parts: Parts,
         job: ServerJob,
-        makes_variables: bool,
         is_worker: bool,
         torch_references: Callable[[], References],
     ) -> None:
         super().__init__(strategy, parts)
         self.torch_references = torch_references
-        self.job, self.makes_variables, self._is_worker = job, makes_variables, is_worker
+        self.makes_variables = self.variables.owns_initial_values
+        self.job, self._is_worker = job, is_worker
 
     @property
     def experimental_between_graph(self) -> bool:
         return True
-
-    @property
-    def experimental_should_init(self) -> bool:
-        return self.makes_variables
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self.makes_variables
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self.checkpoints.saves
 
     def check_destination(self, destinations: Any) -> None:
         """As TensorFlow does; a server's device is as good as this worker's."""

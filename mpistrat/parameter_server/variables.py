@@ -45,7 +45,8 @@ class VariablesOnServers(VariableStore):
         super().__init__(
             [f"/job:ps/replica:0/task:{task}/device:CPU:0" for task in range(len(job.servers))]
         )
-        self._strategy, self._job, self._owns, self.partitioner = strategy, job, owns, partitioner
+        self.owns_initial_values = owns
+        self._strategy, self._job, self.partitioner = strategy, job, partitioner
         self._refuses = chief_alone_creates and job.roles.task_type == "worker"
         self._keys = itertools.count()
         self._turns = itertools.count()
@@ -151,7 +152,7 @@ class VariablesOnServers(VariableStore):
         Args: place: as `_next_place` says; dtype: None where all workers were given it.
         """
         server, key = place
-        if self._owns:
+        if self.owns_initial_values:
             try:
                 array = value()
                 address = Address(server, key, name, TensorSpec.of(array))
@@ -178,7 +179,7 @@ class VariablesOnServers(VariableStore):
 
     def _publish_failure(self, server: int, key: int, name: str, error: BaseException) -> None:
         """To those who look for the array that would have this number, from the rank that makes them."""
-        if self._owns:
+        if self.owns_initial_values:
             who = f"{self._job.name_of(self._job.rpc.rank)} has not made variable {name!r}"
             self._job.client.cannot_create(server, key, attributed_error(error, who))
 

@@ -130,7 +130,7 @@ def _with_servers(
         modules,
     )
     extended = ServersExtended(
-        strategy, parts, job, owns, is_worker=not coordinated, torch_references=torch_references
+        strategy, parts, job, is_worker=not coordinated, torch_references=torch_references
     )
     return extended
 

@@ -105,22 +105,22 @@ class StrategyExtended(abc.ABC):
     @abc.abstractmethod
     def experimental_between_graph(self) -> bool: ...
 
-    @property
-    @abc.abstractmethod
-    def experimental_should_init(self) -> bool: ...
-
-    @property
-    @abc.abstractmethod
-    def should_save_summary(self) -> bool: ...
-
-    @property
-    @abc.abstractmethod
-    def should_checkpoint(self) -> bool:
-        """Whether this rank is the one to save checkpoints."""
-
     @abc.abstractmethod
     def check_destination(self, destinations: Any) -> None:
         """Raises: ValueError where nothing can be reduced to `destinations`, a device or a distributed value."""
+
+    @property
+    def experimental_should_init(self) -> bool:
+        return self.variables.owns_initial_values
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self.variables.owns_initial_values and self.communicator.rank == 0
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank is the one to save checkpoints."""
+        return self.checkpoints.saves and self.communicator.rank == 0
 
     @property
     def worker_devices(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections import Counter
 
 from mpistrat.machine.notices import tell
 from mpistrat.replicas.group import ReplicaGroup
+from mpistrat.replicas.input_plan import StepExamples
 
 
 class FirstStep:
@@ -15,13 +16,19 @@ class FirstStep:
         self._group = group
         self._is_told = group.communicator.size == 1 or group.communicator.rank != 0
 
-    def begin(self, batch: int | None) -> None:
-        """A step begins. Not collective. Args: batch: examples of a global batch; None if that is not known."""
+    def begin(self, examples: StepExamples | None, batch_size: int | None = None) -> None:
+        """A step begins. Not collective.
+
+        Args:
+            examples: of the step; None if they are not known.
+            batch_size: those that a global batch was to have, of which some may not have come; None: as many as came.
+        """
         if self._is_told:
             return
         self._is_told = True
         ranks, nodes = self._group.communicator.size, self._group.topology.num_nodes
         text = f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
+        batch = 0 if examples is None else batch_size or int(examples[-1])
         if batch:
             replicas = self._group.num_replicas_in_sync
             most = -(-batch // replicas)  # as `input.splitting.slice_bounds` cuts it

@@ -82,8 +82,8 @@ class CentralStorageStrategy(Strategy):
             gradients,
             shared_parameters=shared,
             torch_distributed=torch_distributed,
+            comm=lambda: resolver.comm,
         )
-        wiring.share_default_group(name, lambda: resolver.comm, communicator, torch_distributed)
         extended = wiring.central_storage(
             self,
             group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NoReturn
 
 from mpistrat.context import Mode, below_all, has_strategy
@@ -57,7 +58,7 @@ class _DefaultStrategy(Strategy):
         """Changes nothing; RuntimeError inside another strategy's scope."""
         if has_strategy():
             raise RuntimeError("the default strategy's scope must not be entered inside another's")
-        return _NoScope(self)
+        return contextlib.nullcontext(self)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """`dataset` itself."""
@@ -66,17 +67,6 @@ class _DefaultStrategy(Strategy):
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
         """What `dataset_fn(InputContext())` makes."""
         return dataset_fn(InputContext())
-
-
-class _NoScope:
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> Strategy:
-        return self._strategy
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
 
 def make_default() -> None:

@@ -94,12 +94,7 @@ class MirroredStrategy(Strategy):
             deterministic=deterministic,
             shared_parameters=shared_parameters,
             torch_distributed=torch_distributed,
-        )
-        wiring.share_default_group(
-            type(self).__name__,
-            lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
-            communicator,
-            torch_distributed,
+            comm=lambda: _comm_of_node(topology.node) if is_part else resolver.comm,
         )
         extended = wiring.mirrored(
             self,

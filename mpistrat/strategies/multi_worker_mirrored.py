@@ -102,8 +102,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             deterministic=deterministic,
             shared_parameters=shared_parameters,
             torch_distributed=torch_distributed,
+            comm=lambda: over_mpi.comm,
         )
-        wiring.share_default_group(name, lambda: over_mpi.comm, communicator, torch_distributed)
         extended = wiring.mirrored(
             self,
             group,

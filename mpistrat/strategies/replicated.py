@@ -32,17 +32,5 @@ class ReplicatedExtended(StrategyExtended):
     def experimental_between_graph(self) -> bool:
         return self._between_graph
 
-    @property
-    def experimental_should_init(self) -> bool:
-        return True
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self.communicator.rank == 0
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self.communicator.rank == 0
-
     def check_destination(self, destinations: Any) -> None:
         """Each rank reduces to its own devices: all will do."""

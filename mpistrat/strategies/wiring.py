@@ -56,14 +56,19 @@ def agree(
     deterministic: bool = False,
     shared_parameters: bool = False,
     torch_distributed: bool = False,
+    comm: Callable[[], Any] | None = None,
 ) -> ReplicaGroup:
     """Agree with the other ranks on a strategy of class `what`, and share out the cores and the GPUs.
+
+    With `torch_distributed=True`, and under `mpistrat run`, torch's default group is over these ranks.
 
     Called by: every rank of `communicator`.
     Args:
         topology: of these ranks, or of more: then they are those of a node.
+        comm: gives mpi4py's communicator of these ranks, if torch's default group wants it; None: it never does.
     Raises:
         CollectiveMismatchError: on all ranks, when they make different strategies.
+        RuntimeError: on all ranks, with `torch_distributed=True`, when the program's own group is over others.
         ValueError: parameters are to be shared by several replicas of a rank, or with a wire format.
     """
     if not isinstance(shared_parameters, bool):
@@ -87,24 +92,13 @@ def agree(
             "differ"
         )
     bound = bind(communicator, topology, devices)
+    if comm is not None and (torch_distributed or default_group.is_wanted()):
+        default_group.share_default_group(what, comm(), communicator)
     if communicator.size < topology.size:
         topology = topology.part(topology.ranks_on_node(topology.node))
     return ReplicaGroup(
         communicator.by(implementation_of(options)), bound, replicas_of_ranks, threads, topology
     )
-
-
-def share_default_group(
-    what: str, comm: Callable[[], Any], communicator: Communicator, asked_for: bool
-) -> None:
-    """With `torch_distributed=True`, and under `mpistrat run`, have torch's default group over a strategy's ranks.
-
-    Called by: every rank of `communicator`.
-    Args: comm: gives mpi4py's communicator of the same ranks; it is asked where the group is wanted.
-    Raises: RuntimeError on all ranks, when it was asked for, and the program's own group is over others.
-    """
-    if asked_for or default_group.is_wanted():
-        default_group.share_default_group(what, comm(), communicator)
 
 
 def _check_shared_parameters(

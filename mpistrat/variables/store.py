@@ -22,10 +22,12 @@ class VariableStore(abc.ABC):
         mirrored: the variables with a copy on each replica that the program still has, by number in the order of their
             making.
         on_every_replica: whether each replica's device has a copy.
+        owns_initial_values: whether this rank's initial values may be everybody's.
     """
 
     mirrored: Mapping[int, MirroredVariable] = MappingProxyType({})
     on_every_replica = True
+    owns_initial_values = True
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)

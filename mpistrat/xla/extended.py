@@ -34,17 +34,5 @@ class XlaExtended(StrategyExtended):
     def experimental_between_graph(self) -> bool:
         return False
 
-    @property
-    def experimental_should_init(self) -> bool:
-        return True
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self.communicator.rank == 0
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self.communicator.rank == 0
-
     def check_destination(self, destinations: Any) -> None:
         """Each rank reduces to its own devices: all will do."""
