@@ -140,7 +140,7 @@ class CrossReplicaOps:
         return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
 
     def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
-        results: list[Any] = [None] * len(flat)
+        results: dict[int, Any] = {}
         others: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
             with self.communicator.raising_together():
@@ -150,9 +150,8 @@ class CrossReplicaOps:
                     others[i] = self._components_of_rank(leaf)
         for over_ranks, chosen in self._by_kind({i: flat[i] for i in others}):
             reduced = over_ranks.all_reduce(op, [others[i] for i in chosen], label=label)
-            for i, result in zip(chosen, reduced, strict=True):
-                results[i] = result
-        return results
+            results.update(zip(chosen, reduced, strict=True))
+        return [results[i] for i in range(len(flat))]
 
     def _reduce_axis(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
@@ -164,22 +163,11 @@ class CrossReplicaOps:
                     [extrema.over_axes(op, c, axis) for c in self.components(leaf)] for leaf in flat
                 ]
             return self.over_ranks.all_reduce(op, parts, label=label)
-        sums: list[list[Any]] = []
-        counts: list[list[Any]] = []
-        try:
-            for leaf in flat:
-                components = [
-                    accumulation.as_dense(component) for component in self.components(leaf)
-                ]
-                axes = [arrays.check_axes(component, axis) for component in components]
-                sums.append(
-                    [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
-                )
-                counts.append(
-                    [arrays.count_over(c, ax) for c, ax in zip(components, axes, strict=True)]
-                )
-        except Exception as error:
-            self.communicator.raise_together(error)
+        with self.communicator.raising_together():
+            dense = [list(map(accumulation.as_dense, self.components(leaf))) for leaf in flat]
+            axes = [[arrays.check_axes(component, axis) for component in own] for own in dense]
+            sums = [list(map(arrays.sum_over, *both)) for both in zip(dense, axes, strict=True)]
+            counts = [list(map(arrays.count_over, *both)) for both in zip(dense, axes, strict=True)]
         if op is ReduceOp.SUM:
             return self.over_ranks.all_reduce(op, sums, label=label)
         label = f"mean {label}"
@@ -279,12 +267,11 @@ class CrossReplicaOps:
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        results: list[Any] = [None] * len(pairs)
+        results: dict[int, Any] = {}
         for over_ranks, chosen in self._by_kind({i: value for i, (value, _) in enumerate(pairs)}):
             reduced = over_ranks.batch_reduce(op, [pairs[i] for i in chosen], options)
-            for i, result in zip(chosen, reduced, strict=True):
-                results[i] = result
-        return results
+            results.update(zip(chosen, reduced, strict=True))
+        return [results[i] for i in range(len(pairs))]
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
         """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""
