@@ -115,15 +115,13 @@ def _tell_of_size(extended: Any, own: int, size: int) -> None:
 
     Other sizes are the program's: it accumulates, or scales by the step of another loader.
     """
-    steps, cuts, replicas = (
-        extended.given_steps,
-        extended.sharded.cuts,
-        extended.num_replicas_in_sync,
-    )
+    steps, cuts = extended.given_steps, extended.sharded.cuts
+    replicas = extended.num_replicas_in_sync
     totals = {whole for part, whole, _ in cuts if part == own}
     examples = steps.examples_for(gradients=True)
-    *parts, total = [0, 0] if examples is None else examples.tolist()
-    totals |= {total} if total and own in parts else set()
+    *parts, total = [0] if examples is None else examples.tolist()
+    if own in parts:
+        totals.add(total)
     if len(totals) == 1 and not steps.has_given(size):
         (total,) = totals
         if size == own * replicas:
