@@ -127,10 +127,9 @@ class StoredCheckpoint:
         try:
             yield
         except Exception as error:
-            what = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
-            raise ValueError(f"{os.path.join(self.path, name)} is damaged: {what}") from None
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            path = os.path.join(self.path, name)
+            raise ValueError(f"{path} is damaged: {kind}{error}") from None
 
     def _read(self, name: str) -> np.ndarray:
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])
