@@ -59,17 +59,16 @@ def compute_average_loss(
                 f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
-    is_guess = False
-    if global_batch_size is None:
-        global_batch_size = _global_batch_size(loss, replicas)
-        contradicts_mean, is_guess = replicas > 1, not arrays.is_torch(global_batch_size)
-    else:
-        _check_positive_integer(global_batch_size)
-        # A replica's own mean is right with gradients="mean".
-        contradicts_mean = bool(replicas > 1 and global_batch_size != loss.shape[0])
+    given, own = global_batch_size, loss.shape[0]
+    if given is not None:
+        _check_positive_integer(given)
+    size = _global_batch_size(loss, replicas) if given is None else given
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
-        _check_scale(loss.shape[0], global_batch_size, contradicts_mean, is_guess)
-    return loss.sum() / global_batch_size
+        # A replica's own mean is right with gradients="mean".
+        contradicts_mean = bool(replicas > 1 and given != own)
+        is_guess = given is None and not arrays.is_torch(size)
+        _check_scale(own, size, contradicts_mean, is_guess)
+    return loss.sum() / size
 
 
 def _global_batch_size(loss: Any, replicas: int) -> Any:
