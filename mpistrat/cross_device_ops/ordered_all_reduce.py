@@ -132,9 +132,8 @@ class OrderedAllReduce(MpiAllReduce):
         length = sum(map(arrays.num_elements, like))
         # Of several replicas of a rank, 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.is_floating(like[0]) and arrays.itemsize(like[0]) < 4
-        summed = (
-            arrays.dtype_like("float32", like[0]) if short and max(counted) > 1 else like[0].dtype
-        )
+        widens = short and max(counted) > 1
+        summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
         within = window if tree.one_each else None
         sums = packer.memory(len(mine.left) * length, like[0], summed, within)
         sums = sums.reshape(len(mine.left), length)
@@ -162,7 +161,7 @@ class OrderedAllReduce(MpiAllReduce):
         host = arrays.to_host(sums)
         self.communicator.all_reduce_by_tree(host, tree, reduction)
         total = arrays.to_device_of(host[0], like[0])
-        if summed != like[0].dtype:
+        if widens:
             rounded = packer.memory(length, like[0])
             rounded[...] = total
             total = rounded
@@ -174,6 +173,5 @@ def _is_rounded(components: Sequence[Any]) -> bool:
     if accumulation.are_slices(components):
         return False
     accumulation.check_summable(components)
-    return arrays.is_floating(components[0]) or arrays.dtype_name(components[0]).startswith(
-        "complex"
-    )
+    first = components[0]
+    return arrays.is_floating(first) or arrays.dtype_name(first).startswith("complex")

@@ -125,11 +125,8 @@ class Packer:
 
 def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
-    some = (
-        like
-        if isinstance(indices, range) and len(indices) == len(like)
-        else [like[i] for i in indices]
-    )
+    is_whole = isinstance(indices, range) and len(indices) == len(like)
+    some = like if is_whole else [like[i] for i in indices]
     if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
         return [list(indices)]
     found: dict[tuple[Any, Any], list[int]] = {}

@@ -110,11 +110,8 @@ class CrossReplicaOps:
         """Reduce what the replicas of this rank gave to one `ReplicaContext.all_reduce`."""
         if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
             by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
-            self.communicator.raise_together(
-                InvalidArgumentError(
-                    f"the all_reduce calls of the replicas differ; got {by_replica}"
-                )
-            )
+            text = f"the all_reduce calls of the replicas differ; got {by_replica}"
+            self.communicator.raise_together(InvalidArgumentError(text))
         op, label = calls[0].op, calls[0].label
         values = list(zip(*(call.leaves for call in calls), strict=True))
         if self.custom is not None and op.adds_up:
