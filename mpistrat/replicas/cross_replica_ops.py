@@ -137,7 +137,7 @@ class CrossReplicaOps:
         return self._reduce_axis(op, flat, axis, f"{label} along axis {axis}".lstrip())
 
     def _reduce_elements(self, op: ReduceOp, flat: list[Any], label: str) -> list[Any]:
-        results: dict[int, Any] = {}
+        results: list[Any] = [None] * len(flat)
         others: dict[int, Sequence[Any]] = {}
         for i, leaf in enumerate(flat):
             with self.communicator.raising_together():
@@ -147,8 +147,9 @@ class CrossReplicaOps:
                     others[i] = self._components_of_rank(leaf)
         for over_ranks, chosen in self._by_kind({i: flat[i] for i in others}):
             reduced = over_ranks.all_reduce(op, [others[i] for i in chosen], label=label)
-            results.update(zip(chosen, reduced, strict=True))
-        return [results[i] for i in range(len(flat))]
+            for i, result in zip(chosen, reduced, strict=True):
+                results[i] = result
+        return results
 
     def _reduce_axis(
         self, op: ReduceOp, flat: list[Any], axis: int | Sequence[int], label: str
@@ -264,11 +265,12 @@ class CrossReplicaOps:
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        results: dict[int, Any] = {}
+        results: list[Any] = [None] * len(pairs)
         for over_ranks, chosen in self._by_kind({i: value for i, (value, _) in enumerate(pairs)}):
             reduced = over_ranks.batch_reduce(op, [pairs[i] for i in chosen], options)
-            results.update(zip(chosen, reduced, strict=True))
-        return [results[i] for i in range(len(pairs))]
+            for i, result in zip(chosen, reduced, strict=True):
+                results[i] = result
+        return results
 
     def gather(self, value: Any, axis: int, label: str = "") -> Any:
         """The work of `Strategy.gather` on one leaf of a structure that `label` describes."""

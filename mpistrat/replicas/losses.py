@@ -59,14 +59,15 @@ def compute_average_loss(
                 f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
-    given, own = global_batch_size, loss.shape[0]
-    if given is not None:
-        _check_positive_integer(given)
-    size = _global_batch_size(loss, replicas) if given is None else given
+    size, own = global_batch_size, loss.shape[0]
+    if size is None:
+        size = _global_batch_size(loss, replicas)
+    else:
+        _check_positive_integer(size)
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
         # A replica's own mean is right with gradients="mean".
-        contradicts_mean = bool(replicas > 1 and given != own)
-        is_guess = given is None and not arrays.is_torch(size)
+        contradicts_mean = bool(replicas > 1 and global_batch_size != own)
+        is_guess = global_batch_size is None and not arrays.is_torch(size)
         _check_scale(own, size, contradicts_mean, is_guess)
     return loss.sum() / size
 
