@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import operator
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
@@ -97,10 +98,7 @@ class CheckpointManager:
         if self._claimed or not self._role.saves:
             return
         sample = ""
-        with (
-            RaisingOnAll(communicator, f"could not claim {self.directory}"),
-            on_rank(communicator.rank),
-        ):
+        with self._told_by_rank(f"could not claim {self.directory}"):
             if communicator.rank == 0:
                 self._open = self._directory.open()
                 sample = self._open.sample()
@@ -259,20 +257,14 @@ class CheckpointManager:
             if communicator.rank == 0:  # others may be in other working directories
                 absolute = os.path.abspath(path)
         chosen = communicator.broadcast_object(absolute, label="checkpoint to restore")
-        with (
-            RaisingOnAll(communicator, f"could not read {chosen}"),
-            on_rank(communicator.rank),
-        ):
+        with self._told_by_rank(f"could not read {chosen}"):
             stored = _read(chosen, self.checkpoint, communicator)
         return chosen, self._load(stored)
 
     def _restore_newest(self) -> _Restored:
         communicator = self._communicator
         found: tuple[list[str], list[str]] = [], []
-        with (
-            RaisingOnAll(communicator, "could not look for checkpoints"),
-            on_rank(communicator.rank),
-        ):
+        with self._told_by_rank("could not look for checkpoints"):
             if communicator.rank == 0:
                 whole, damaged = self._directory.checkpoints()
                 found = (
@@ -300,6 +292,13 @@ class CheckpointManager:
                 "choose another directory"
             )
         return None, None
+
+    @contextlib.contextmanager
+    def _told_by_rank(self, what: str) -> Iterator[None]:
+        """As `RaisingOnAll`; an error about a file names its rank, too."""
+        rank = self._communicator.rank
+        with RaisingOnAll(self._communicator, what), on_rank(rank):
+            yield
 
     def _load(self, stored: StoredCheckpoint) -> dict[str, Any] | None:
         """Returns: what followers load, where there are any."""

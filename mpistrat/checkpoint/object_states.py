@@ -11,8 +11,8 @@ An object may also say by `state_schema(state)` and `rank_state_schema(state)` w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from mpistrat import arrays
 from mpistrat.checkpoint.replica_states import (
@@ -23,9 +23,6 @@ from mpistrat.checkpoint.replica_states import (
 from mpistrat.checkpoint.schema import Schema
 from mpistrat.reduce_op import VariableAggregation
 from mpistrat.variables.variable import SyncOnReadVariable, Variable
-
-if TYPE_CHECKING:
-    from mpistrat.replicas.extended import StrategyExtended
 
 _COMMON = ("state_dict", "load_state_dict")
 _OF_RANK = ("rank_state_dict", "load_rank_state_dicts")
@@ -38,12 +35,7 @@ class _OfVariable:
         self._variable = variable
 
     def state_dict(self) -> dict[str, Any]:
-        variable = self._variable
-        has_no_value = (
-            isinstance(variable, SyncOnReadVariable)
-            and variable.aggregation is VariableAggregation.NONE
-        )
-        return {} if has_no_value else {"value": variable.state()}
+        return {"value": self._variable.state()}
 
     def state_schema(self, state: Mapping[str, Any]) -> Schema:
         return {"value": check_array} if state else {}
@@ -58,20 +50,20 @@ class _OfCopies(_OfVariable):
 
     _variable: SyncOnReadVariable
 
-    @property
-    def _extended(self) -> StrategyExtended:
-        return self._variable.strategy.extended
+    def state_dict(self) -> dict[str, Any]:
+        has_no_value = self._variable.aggregation is VariableAggregation.NONE
+        return {} if has_no_value else super().state_dict()
 
     def rank_state_dict(self) -> dict[str, Any]:
         copies = [component.state() for component in self._variable.values]
-        return {**replicas_of_rank(self._extended), "copies": copies}
+        return {**replicas_of_rank(self._variable.strategy.extended), "copies": copies}
 
     def rank_state_schema(self, state: Mapping[str, Any]) -> Schema:
         return schema_of_replicas(state, "copies", check_array)
 
     def load_rank_state_dicts(self, states: Mapping[int, Any]) -> None:
         """The copies, where as many replicas go on; otherwise the combined value, which was loaded, is all there is."""
-        variable, extended = self._variable, self._extended
+        variable, extended = self._variable, self._variable.strategy.extended
         now = extended.num_replicas_in_sync
         saved = StatesOfReplicas(states, extended.communicator.rank)
         for replica, component in enumerate(variable.values, extended.first_replica_id):
@@ -123,5 +115,4 @@ def stays_with_rank(value: Any) -> bool:
 
 
 def _has(value: Any, methods: tuple[str, ...]) -> bool:
-    found: list[Callable[..., Any] | None] = [getattr(value, name, None) for name in methods]
-    return all(map(callable, found))
+    return all(callable(getattr(value, name, None)) for name in methods)

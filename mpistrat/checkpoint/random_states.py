@@ -70,12 +70,11 @@ class RandomStates:
             version, words, gauss = own["python"]
             random.setstate((version, tuple(words.tolist()), gauss))
             np.random.set_state(own["numpy"])
+            if own.get("device") is not None:
+                extended.replicas.set_device_random_state(own["device"])
         else:
-            own = None
             _seed_rank(some, first)
         missing = self._set_torch(some, first, of)
-        if own is not None and own.get("device") is not None:
-            extended.replicas.set_device_random_state(own["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",
@@ -137,6 +136,5 @@ def _seed_of_replica(saved: Mapping[str, Any], replica: int) -> int:
 def _seed(state: bytes, replica: int) -> int:
     import hashlib  # here, because it makes importing mpistrat slower
 
-    return int.from_bytes(
-        hashlib.sha256(state + replica.to_bytes(4, "little")).digest()[:4], "little"
-    )
+    digest = hashlib.sha256(state + replica.to_bytes(4, "little")).digest()
+    return int.from_bytes(digest[:4], "little")

@@ -39,18 +39,17 @@ class Snapshots:
 
     def of_rank(self, rank: int, states: Mapping[str, Any]) -> Files:
         """Args: states: this rank's own, by object."""
-        files: dict[str, Any] = {}
-        tree = self._encode(of_rank(rank), "", states, files)
-        return {**files, f"{of_rank(rank)}.json": map(_json, [tree])}
+        return self._files(of_rank(rank), states)
 
     def parts(self, rank: int, states: Mapping[str, Any]) -> Files:
         """Args: states: those that are the same on all ranks, by object; their sharded tensors have parts here."""
         parts = parts_of_rank(states)
-        if not parts:
-            return {}
+        return self._files(parts_of(rank), parts) if parts else {}
+
+    def _files(self, name: str, state: Any) -> Files:
         files: dict[str, Any] = {}
-        tree = self._encode(parts_of(rank), "", parts, files)
-        return {**files, f"{parts_of(rank)}.json": map(_json, [tree])}
+        tree = self._encode(name, "", state, files)
+        return {**files, f"{name}.json": map(_json, [tree])}
 
     def _encode(self, file: str, name: str, state: Any, files: dict[str, Any]) -> Any:
         encoder = Encoder()
@@ -128,10 +127,9 @@ class StoredCheckpoint:
         try:
             yield
         except Exception as error:
-            what = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
-            raise ValueError(f"{os.path.join(self.path, name)} is damaged: {what}") from None
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            path = os.path.join(self.path, name)
+            raise ValueError(f"{path} is damaged: {kind}{error}") from None
 
     def _read(self, name: str) -> np.ndarray:
         return durable_files.read(os.path.join(self.path, name), *self.manifest.files[name])

@@ -27,9 +27,8 @@ _CODES = {
     **{f"{u}int{bits}": f"{u.upper() or 'I'}{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_BYTES = {
-    code: int(re.sub(r"_.*|\D", "", code) or 8) // 8 for code in _DTYPES
-}  # "BOOL" takes one, too
+# "BOOL" takes one, too.
+_BYTES = {code: int(re.sub(r"_.*|\D", "", code) or 8) // 8 for code in _DTYPES}
 _AS_BYTES = "U8"
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64  # of NumPy's and torch's arrays

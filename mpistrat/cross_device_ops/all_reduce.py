@@ -52,7 +52,7 @@ class _PackedAllReduce(ReductionToOneDevice):
         pairs = value_destination_pairs
         dense = [i for i, (value, _) in enumerate(pairs) if self._can_pack(value, pairs[0][0])]
         if self.num_packs == 0 or len(dense) < 2:
-            return [self.reduce_implementation(reduce_op, v, d, options) for v, d in pairs]
+            return super().batch_reduce_implementation(reduce_op, pairs, options)
         replicas = range(len(pairs[0][0].values))
         columns = [[pairs[i][0].values[r] for i in dense] for r in replicas]
         for rows in zip(*columns, strict=True):
@@ -60,13 +60,13 @@ class _PackedAllReduce(ReductionToOneDevice):
         packs = [packing.concat_and_split(column, self.num_packs) for column in columns]
         reduced = [self.combine(reduce_op, pieces) for pieces in zip(*packs, strict=True)]
         unpacked = packing.unpack(arrays.concatenate(reduced), columns[0])
-        results: list[Any] = [None] * len(pairs)
-        for i, value in zip(dense, unpacked, strict=True):
-            results[i] = place(value, pairs[i][1])
-        for i, (value, where) in enumerate(pairs):
-            if i not in dense:
-                results[i] = self.reduce_implementation(reduce_op, value, where, options)
-        return results
+        totals = dict(zip(dense, unpacked, strict=True))
+        return [
+            place(totals[i], where)
+            if i in totals
+            else self.reduce_implementation(reduce_op, value, where, options)
+            for i, (value, where) in enumerate(pairs)
+        ]
 
     @staticmethod
     def _can_pack(value: PerReplica, like: PerReplica) -> bool:
@@ -87,14 +87,13 @@ class NcclAllReduce(_PackedAllReduce):
 
     between_ranks = CommunicationImplementation.NCCL
 
-    def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
+    def add(self, values: Sequence[Any]) -> Any:
         if not _on_gpus_of_their_own(values):
-            return super().combine(reduce_op, values)
+            return super().add(values)
         from torch.nn.parallel import comm
 
         accumulation.check_summable(values)
-        total = comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
-        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+        return comm.reduce_add([v.contiguous() for v in values], values[0].get_device())
 
 
 def _on_gpus_of_their_own(values: Sequence[Any]) -> bool:
@@ -113,15 +112,12 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
 
     between_ranks = CommunicationImplementation.HIERARCHICAL
 
-    def combine(self, reduce_op: ReduceOp, values: Sequence[Array]) -> Array:
-        half = len(values) // 2
+    def add(self, values: Sequence[Any]) -> Any:
+        add, half = super().add, len(values) // 2
         if half < 2 or isinstance(values[0], IndexedSlices):
-            return super().combine(reduce_op, values)
+            return add(values)
         accumulation.check_summable(values)
-        combine = super().combine
-        halves = (values[:half], values[half:])
-        total = combine(ReduceOp.SUM, [combine(ReduceOp.SUM, part) for part in halves])
-        return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+        return add([add(values[:half]), add(values[half:])])
 
 
 class MpiAllReduce(CrossDeviceOps):
@@ -245,9 +241,10 @@ class MpiAllReduce(CrossDeviceOps):
             for i, piece in zip(group, pieces):  # noqa: B905 - strict takes 0.1 us
                 results[i] = piece
         if reduce_op is ReduceOp.MEAN:
-            size = communicator.size
-            counts = [len(components) * size for components in values]
-            results = means(results, counts)
+            results = [
+                accumulation.divide(total, len(components) * communicator.size)
+                for total, components in zip(results, values, strict=True)
+            ]
         elif not reduce_op.adds_up:
             results = [
                 extrema.restored(reduce_op, total, components[0])
@@ -302,31 +299,23 @@ class MpiAllReduce(CrossDeviceOps):
                 packing.fill(pack.pieces, first)
             for values in others:
                 packing.add(pack.pieces, values)
-            host = self._host_of(pack.flat)
+            stays = communicator.takes_device_buffers or communicator.size == 1
+            host = pack.flat if stays else arrays.to_host(pack.flat)
             communicator.all_reduce(host, reduction_of(pack.indices))
             if host is not pack.flat:
                 pack.flat.copy_(host)
             sums.update(zip(pack.indices, pack.pieces, strict=True))
         return sums
 
-    def _host_of(self, flat: Array) -> Array:
-        """What of `flat` the communicator takes: itself, or a copy on the host."""
-        communicator = self.communicator
-        if communicator.takes_device_buffers or communicator.size == 1 or flat.device.type == "cpu":
-            return flat
-        return arrays.to_host(flat)
-
     @staticmethod
     def _all_gather_slices(
         communicator: Communicator, slices: IndexedSlices, label: str
     ) -> IndexedSlices:
-        values = communicator.all_gather(arrays.to_host(slices.values), label=label)
-        indices = communicator.all_gather(arrays.to_host(slices.indices), label=label)
-        return IndexedSlices(
-            arrays.to_device_of(arrays.concatenate(values), slices.values),
-            arrays.to_device_of(arrays.concatenate(indices), slices.indices),
-            slices.dense_shape,
-        )
+        def joined(part: Array) -> Array:
+            everyone = communicator.all_gather(arrays.to_host(part), label=label)
+            return arrays.to_device_of(arrays.concatenate(everyone), part)
+
+        return IndexedSlices(joined(slices.values), joined(slices.indices), slices.dense_shape)
 
     def gather_implementation(
         self,
@@ -355,11 +344,8 @@ class MpiAllReduce(CrossDeviceOps):
             front = accumulation.check_joinable(values, axis)
             local = arrays.concatenate(values, front) if len(values) > 1 else values[0]
             communicator = self.communicator.by(implementation_of(options))
-        operand = (
-            arrays.copy(local)
-            if communicator.takes_device_buffers and arrays.is_on_accelerator(local)
-            else arrays.to_host(local)
-        )
+        stays = communicator.takes_device_buffers and arrays.is_on_accelerator(local)
+        operand = arrays.copy(local) if stays else arrays.to_host(local)
         parts = communicator.all_gather(operand, label=f"{label} along axis {front}".lstrip())
         accumulation.check_joinable(parts, front, "rank")
         return arrays.to_device_of(arrays.concatenate(parts, front), values[0])
@@ -371,11 +357,6 @@ class MpiAllReduce(CrossDeviceOps):
 def name_of(reduce_op: ReduceOp, label: str) -> str:
     """What the label of a reduction begins with."""
     return f"{reduce_op.name} of {label}" if label else reduce_op.name
-
-
-def means(sums: Sequence[Any], counts: Sequence[int]) -> list[Any]:
-    """Of so many components each."""
-    return [accumulation.divide(total, count) for total, count in zip(sums, counts, strict=True)]
 
 
 def as_given(results: list[Any], values: Sequence[Sequence[Any]]) -> list[Any]:

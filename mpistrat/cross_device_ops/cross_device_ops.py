@@ -83,10 +83,11 @@ def components_of(value: Any) -> tuple[Any, ...]:
 class CrossDeviceOps:
     """How the components of values on this rank are reduced, broadcast and gathered.
 
-    Subclass it and implement `reduce_implementation` and `batch_reduce_implementation` to give a
-    strategy an algorithm of your own. Operands hold the components of this rank's replicas; a strategy
-    that spans ranks combines the results over the ranks itself. `backward()` inside `run` gives the
-    gradients of all parameters that were used to one `batch_reduce` with SUM, each with its parameter.
+    Subclass it and implement `reduce_implementation`, and `batch_reduce_implementation` where several
+    values are not to be reduced one by one, to give a strategy an algorithm of your own. Operands hold
+    the components of this rank's replicas; a strategy that spans ranks combines the results over the
+    ranks itself. `backward()` inside `run` gives the gradients of all parameters that were used to one
+    `batch_reduce` with SUM, each with its parameter.
 
     Attributes:
         between_ranks: how the results are combined over the ranks, where the strategy's options do not say.
@@ -177,9 +178,10 @@ class CrossDeviceOps:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Hook of `batch_reduce`, with checked operands."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must implement batch_reduce_implementation"
-        )
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
 
     def _check_op(self, reduce_op: Any) -> None:
         if reduce_op not in self.reduce_ops:

@@ -10,7 +10,7 @@ from mpistrat.arrays import Array
 from mpistrat.communicators import Communicator, Reduction, reducing
 from mpistrat.communicators.reduction_tree import tree_of_ranks, tree_of_replicas
 from mpistrat.cross_device_ops import accumulation, extrema, packing
-from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, as_given, means, name_of
+from mpistrat.cross_device_ops.all_reduce import MpiAllReduce, as_given, name_of
 from mpistrat.options import CommunicationOptions
 from mpistrat.reduce_op import ReduceOp
 
@@ -51,14 +51,13 @@ class OrderedAllReduce(MpiAllReduce):
         with self.communicator.raising_together():
             operands = [accumulation.operands(components) for components in values]
             rounded = [_is_rounded(components) for components in operands]
-        results: list[Any] = [None] * len(values)
+        results: dict[int, Any] = {}
         others = [i for i in range(len(values)) if not rounded[i]]
         if others:
             # A mean is divided below: the ranks may have different numbers of components.
             exact = [operands[i] for i in others]
             sums = super().all_reduce(ReduceOp.SUM, exact, options, name_of(reduce_op, label))
-            for i, total in zip(others, sums, strict=True):
-                results[i] = total
+            results.update(zip(others, sums, strict=True))
         firsts = [operands[i][0] if rounded[i] else None for i in range(len(values))]
         for group in packing.groups(firsts, merged.bytes_per_pack):
             like = [firsts[i] for i in group]
@@ -67,11 +66,12 @@ class OrderedAllReduce(MpiAllReduce):
             name = packing.name_of(name_of(reduce_op, label), like)
             reduction = reducing(label=name)
             flat = self._sum(self._packer, None, like, own, reduction, packing.unpack)
-            for i, total in zip(group, packing.unpack(flat, like), strict=True):
-                results[i] = total
+            results.update(zip(group, packing.unpack(flat, like), strict=True))
+        totals = [results[i] for i in range(len(values))]
         if reduce_op is ReduceOp.MEAN:
-            results = means(results, [sum(self._components_of_ranks)] * len(values))
-        return as_given(results, values)
+            count = sum(self._components_of_ranks)
+            totals = [accumulation.divide(total, count) for total in totals]
+        return as_given(totals, values)
 
     def all_reduce_packs(
         self,
@@ -132,9 +132,8 @@ class OrderedAllReduce(MpiAllReduce):
         length = sum(map(arrays.num_elements, like))
         # Of several replicas of a rank, 16-bit floats are summed as float32, and rounded once, at the end.
         short = arrays.is_floating(like[0]) and arrays.itemsize(like[0]) < 4
-        summed = (
-            arrays.dtype_like("float32", like[0]) if short and max(counted) > 1 else like[0].dtype
-        )
+        widens = short and max(counted) > 1
+        summed = arrays.dtype_like("float32", like[0]) if widens else like[0].dtype
         within = window if tree.one_each else None
         sums = packer.memory(len(mine.left) * length, like[0], summed, within)
         sums = sums.reshape(len(mine.left), length)
@@ -159,10 +158,10 @@ class OrderedAllReduce(MpiAllReduce):
                 packing.add(cut(total, like), values[added], absent="zero")
         for position in mine.left:
             flat_of(position)
-        host = arrays.to_host(sums) if arrays.is_on_accelerator(sums) else sums
+        host = arrays.to_host(sums)
         self.communicator.all_reduce_by_tree(host, tree, reduction)
         total = arrays.to_device_of(host[0], like[0])
-        if summed != like[0].dtype:
+        if widens:
             rounded = packer.memory(length, like[0])
             rounded[...] = total
             total = rounded
@@ -174,6 +173,5 @@ def _is_rounded(components: Sequence[Any]) -> bool:
     if accumulation.are_slices(components):
         return False
     accumulation.check_summable(components)
-    return arrays.is_floating(components[0]) or arrays.dtype_name(components[0]).startswith(
-        "complex"
-    )
+    first = components[0]
+    return arrays.is_floating(first) or arrays.dtype_name(first).startswith("complex")

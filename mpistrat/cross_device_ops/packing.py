@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 import sys
 from collections.abc import Iterator, Sequence
@@ -124,20 +125,13 @@ class Packer:
 
 def alike(like: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
     """The `indices` of each dtype and device, in their order. A tensor on "meta" stands for one of the host."""
-    some = (
-        like
-        if isinstance(indices, range) and len(indices) == len(like)
-        else [like[i] for i in indices]
-    )
+    is_whole = isinstance(indices, range) and len(indices) == len(like)
+    some = like if is_whole else [like[i] for i in indices]
     if len(set(map(_DTYPE, some))) == 1 and _are_on_host(some):
         return [list(indices)]
     found: dict[tuple[Any, Any], list[int]] = {}
     for i in indices:
-        key = (like[i].dtype, _device_of(like[i]))
-        if key in found:
-            found[key].append(i)
-        else:
-            found[key] = [i]
+        found.setdefault((like[i].dtype, _device_of(like[i])), []).append(i)
     return list(found.values())
 
 
@@ -300,13 +294,12 @@ def groups(values: Sequence[Any], bytes_per_pack: int) -> list[list[int]]:
         dense = [i for i in dense if type(values[i]) not in _WITHOUT]
     found = []
     for group in alike(values, dense):
-        start = 0
-        parts = group_by_size([values[i] for i in group], bytes_per_pack) if bytes_per_pack else ()
-        for part in parts:
-            found.append(group[start : start + len(part)])
-            start += len(part)
-        if not parts:
+        if not bytes_per_pack:
             found.append(group)
+            continue
+        rest = iter(group)
+        for part in group_by_size([values[i] for i in group], bytes_per_pack):
+            found.append(list(itertools.islice(rest, len(part))))
     return found
 
 

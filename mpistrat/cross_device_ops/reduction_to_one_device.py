@@ -46,26 +46,18 @@ class ReductionToOneDevice(CrossDeviceOps):
             return place(values[0], destinations)
         return place(self.combine(reduce_op, values), destinations)
 
-    def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        return [
-            self.reduce_implementation(reduce_op, value, destinations, options)
-            for value, destinations in value_destination_pairs
-        ]
-
     def combine(self, reduce_op: ReduceOp, values: Sequence[Any]) -> Any:
         """The sum or mean of two or more components of one value."""
-        if accumulation.are_slices(values):
-            total: Any = accumulation.add_slices(values)
-        else:
-            if self.reduce_to_device is not None:
-                values = [arrays.to_device(value, self.reduce_to_device) for value in values]
-            elif arrays.is_torch(values[0]):
-                values = [value.to(values[0].device) for value in values]
-            accumulation.check_summable(values)
-            total = self.accumulation_fn(values)
+        total = self.add(values)
         return accumulation.divide(total, len(values)) if reduce_op is ReduceOp.MEAN else total
+
+    def add(self, values: Sequence[Any]) -> Any:
+        """The sum of two or more components of one value."""
+        if accumulation.are_slices(values):
+            return accumulation.add_slices(values)
+        if self.reduce_to_device is not None:
+            values = [arrays.to_device(value, self.reduce_to_device) for value in values]
+        elif arrays.is_torch(values[0]):
+            values = [value.to(values[0].device) for value in values]
+        accumulation.check_summable(values)
+        return self.accumulation_fn(values)

@@ -87,11 +87,11 @@ def _loss_of_all(reducer: GradientReducer, extended: Any, closure: Callable[[], 
     Losses that are equal on all ranks, to the bit, stay: the program has combined them itself. Collective.
     """
     loss = closure()
-    kind, value = _kind_and_value(loss)
-    everyone = extended.communicator.all_gather_object((kind, value, reducer.share))
-    kinds, values, shares = zip(*everyone, strict=True)
-    if len(set(map(repr, zip(kinds, values, strict=True)))) == 1:  # NaN does not equal NaN
+    own = (*_kind_and_value(loss), reducer.share)
+    everyone = extended.communicator.all_gather_object(own)
+    if len({repr((kind, value)) for kind, value, _ in everyone}) == 1:  # NaN does not equal NaN
         return loss
+    kinds, values, shares = zip(*everyone, strict=True)
     if len(set(kinds)) > 1 or None in (*values, *shares):
         returned = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise CollectiveMismatchError(

@@ -110,11 +110,8 @@ class CrossReplicaOps:
         """Reduce what the replicas of this rank gave to one `ReplicaContext.all_reduce`."""
         if len({(call.op, call.label, len(call.leaves)) for call in calls}) > 1:
             by_replica = ", ".join(f"replica {i}: {call}" for i, call in enumerate(calls))
-            self.communicator.raise_together(
-                InvalidArgumentError(
-                    f"the all_reduce calls of the replicas differ; got {by_replica}"
-                )
-            )
+            text = f"the all_reduce calls of the replicas differ; got {by_replica}"
+            self.communicator.raise_together(InvalidArgumentError(text))
         op, label = calls[0].op, calls[0].label
         values = list(zip(*(call.leaves for call in calls), strict=True))
         if self.custom is not None and op.adds_up:
@@ -164,22 +161,11 @@ class CrossReplicaOps:
                     [extrema.over_axes(op, c, axis) for c in self.components(leaf)] for leaf in flat
                 ]
             return self.over_ranks.all_reduce(op, parts, label=label)
-        sums: list[list[Any]] = []
-        counts: list[list[Any]] = []
-        try:
-            for leaf in flat:
-                components = [
-                    accumulation.as_dense(component) for component in self.components(leaf)
-                ]
-                axes = [arrays.check_axes(component, axis) for component in components]
-                sums.append(
-                    [arrays.sum_over(c, ax) for c, ax in zip(components, axes, strict=True)]
-                )
-                counts.append(
-                    [arrays.count_over(c, ax) for c, ax in zip(components, axes, strict=True)]
-                )
-        except Exception as error:
-            self.communicator.raise_together(error)
+        with self.communicator.raising_together():
+            dense = [list(map(accumulation.as_dense, self.components(leaf))) for leaf in flat]
+            axes = [[arrays.check_axes(component, axis) for component in own] for own in dense]
+            sums = [list(map(arrays.sum_over, *both)) for both in zip(dense, axes, strict=True)]
+            counts = [list(map(arrays.count_over, *both)) for both in zip(dense, axes, strict=True)]
         if op is ReduceOp.SUM:
             return self.over_ranks.all_reduce(op, sums, label=label)
         label = f"mean {label}"

@@ -46,13 +46,8 @@ class _AllGather(torch.autograd.Function):
         # Where cores run one program, each has a number of its own.
         own = torch.as_tensor(context.replica_id_in_sync_group)
         starts = (sizes.cumsum(0) - sizes).to(own.device)
-        ctx.call = (
-            context,
-            axis,
-            options,
-            starts.index_select(0, own.reshape(1)),
-            value.shape[axis],
-        )
+        first = starts.index_select(0, own.reshape(1))
+        ctx.call = (context, axis, options, first, value.shape[axis])
         return gathered if extended.num_replicas_in_sync > 1 else gathered.clone()
 
     @staticmethod

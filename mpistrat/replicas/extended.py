@@ -86,17 +86,14 @@ class StrategyExtended(abc.ABC):
         self.variables, self.checkpoints = parts.variables, parts.checkpoints
         self.input, self.modules = parts.input, parts.modules
         self.communicator = group.communicator
-        self.given_steps = GivenSteps(
-            group.num_replicas_in_sync,
-            group.communicator.size,
-            is_first_rank=group.communicator.rank == 0,
-        )
-        self.sharded = ShardedArrays(group.num_replicas_in_sync, group.communicator.rank == 0)
-        self.first_step = FirstStep(group)
         self._worker_devices = group.worker_devices
         self.replicas_of_ranks = group.replicas_of_ranks
         self.num_local_replicas = group.num_local_replicas
-        self.num_replicas_in_sync = group.num_replicas_in_sync
+        self.num_replicas_in_sync = replicas = group.num_replicas_in_sync
+        rank, size = self.communicator.rank, self.communicator.size
+        self.given_steps = GivenSteps(replicas, size, is_first_rank=rank == 0)
+        self.sharded = ShardedArrays(replicas, self.given_steps.tell_once)
+        self.first_step = FirstStep(group)
         self.first_replica_id = group.first_replica_id
         self.deterministic, self.topology = group.deterministic, group.topology
         self._fixed_threads = group.fixed_threads
@@ -383,13 +380,9 @@ class StrategyExtended(abc.ABC):
         pairs = list(value_destination_pairs)
         if self.variables.on_every_replica:
             # The result is on every device, whatever single device was asked for.
-            pairs = [
-                (
-                    value,
-                    value if isinstance(to, str) and isinstance(value, DistributedValues) else to,
-                )
-                for value, to in pairs
-            ]
+            for i, (value, to) in enumerate(pairs):
+                if isinstance(to, str) and isinstance(value, DistributedValues):
+                    pairs[i] = (value, value)
         return self.cross_replica_ops.batch_reduce(op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

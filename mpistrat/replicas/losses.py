@@ -59,17 +59,17 @@ def compute_average_loss(
                 f"{list(weight.shape)} for losses of shape {list(loss.shape)}"
             )
         loss = loss * weight.reshape(tuple(weight.shape) + (1,) * (loss.ndim - weight.ndim))
-    is_guess = False
-    if global_batch_size is None:
-        global_batch_size = _global_batch_size(loss, replicas)
-        contradicts_mean, is_guess = replicas > 1, not arrays.is_torch(global_batch_size)
+    size, own = global_batch_size, loss.shape[0]
+    if size is None:
+        size = _global_batch_size(loss, replicas)
     else:
-        _check_positive_integer(global_batch_size)
-        # A replica's own mean is right with gradients="mean".
-        contradicts_mean = bool(replicas > 1 and global_batch_size != loss.shape[0])
+        _check_positive_integer(size)
     if getattr(loss, "requires_grad", False):  # not that of an evaluation
-        _check_scale(loss.shape[0], global_batch_size, contradicts_mean, is_guess)
-    return loss.sum() / global_batch_size
+        # A replica's own mean is right with gradients="mean".
+        contradicts_mean = bool(replicas > 1 and global_batch_size != own)
+        is_guess = global_batch_size is None and not arrays.is_torch(size)
+        _check_scale(own, size, contradicts_mean, is_guess)
+    return loss.sum() / size
 
 
 def _global_batch_size(loss: Any, replicas: int) -> Any:
@@ -116,15 +116,13 @@ def _tell_of_size(extended: Any, own: int, size: int) -> None:
 
     Other sizes are the program's: it accumulates, or scales by the step of another loader.
     """
-    steps, cuts, replicas = (
-        extended.given_steps,
-        extended.sharded.cuts,
-        extended.num_replicas_in_sync,
-    )
+    steps, cuts = extended.given_steps, extended.sharded.cuts
+    replicas = extended.num_replicas_in_sync
     totals = {whole for part, whole, _ in cuts if part == own}
     examples = steps.examples_with_gradients
-    *parts, total = [0, 0] if examples is None else examples.tolist()
-    totals |= {total} if total and own in parts else set()
+    *parts, total = [0] if examples is None else examples.tolist()
+    if own in parts:
+        totals.add(total)
     if len(totals) == 1 and not steps.has_given(size):
         (total,) = totals
         if size == own * replicas:

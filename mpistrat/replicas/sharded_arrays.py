@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from mpistrat.machine.notices import tell
+from collections.abc import Callable
 
 
 class ShardedArrays:
     """The arrays that this rank has cut.
+
+    Args:
+        tell_once: has the first rank say a text, once.
 
     Attributes:
         count: calls of `shard` inside `replica()`, while gradients were on.
@@ -15,17 +18,16 @@ class ShardedArrays:
             loader's step: the size of this replica's part, that of the whole, and the dimension.
     """
 
-    def __init__(self, num_replicas: int, is_first_rank: bool) -> None:
-        self._num_replicas, self._is_first_rank = num_replicas, is_first_rank
+    def __init__(self, num_replicas: int, tell_once: Callable[[str], None]) -> None:
+        self._num_replicas, self._tell_once = num_replicas, tell_once
         self.count = self.first = 0
         self.cuts: set[tuple[int, int, int]] = set()
-        self._said: set[tuple[int, int]] = set()
 
     def compared(self, *, same: bool) -> None:
         """The ranks have compared `first`. Args: same: it is equal on all of them."""
         self.first = 0
-        if not same and self._is_first_rank:
-            tell(
+        if not same:
+            self._tell_once(
                 "shard: the ranks have given it different arrays, and each has taken a part of its own. If the arrays "
                 "are random numbers, seed them alike on every rank (torch.manual_seed). If each rank is to have data "
                 "of its own, leave shard out"
@@ -40,10 +42,8 @@ class ShardedArrays:
     def tell_of_uneven(self, part: int | None = None) -> None:
         """Parts count alike, all or those of `part` examples: the first rank says so once where their sizes differ."""
         for own, size, dim in self.cuts:
-            is_new = (size, dim) not in self._said and part in (None, own)
-            if self._is_first_rank and is_new and size % self._num_replicas:
-                self._said.add((size, dim))
-                tell(
+            if size % self._num_replicas and part in (None, own):
+                self._tell_once(
                     f"shard: dimension {dim}, of size {size}, does not divide by {self._num_replicas} replicas. A mean "
                     "over a part gives the examples of short parts more weight; choose a size that divides, or scale "
                     "the loss with compute_average_loss(per_example_loss, global_batch_size=...)"

@@ -129,9 +129,8 @@ class _AsBytes:
         for group in self._groups:
             like = [self._like[i] for i in group]
             size = sum(tensor.nbytes for tensor in like)
-            yield from zip(
-                group, packing.unpack(left[:size].view(like[0].dtype), like), strict=True
-            )
+            pieces = packing.unpack(left[:size].view(like[0].dtype), like)
+            yield from zip(group, pieces, strict=True)
             left = left[size:]
 
 

@@ -64,9 +64,9 @@ class Recorder:
     def see(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """`module` gets `value`. In the scope any module counts; elsewhere, also in run, the recorded ones."""
         mode = per_thread.modes[-1] if per_thread.modes else None
-        in_scope = (
-            mode is not None and mode.replica_context is None and mode.strategy is self._strategy
-        )
+        if mode is not None and mode.strategy is not self._strategy:
+            mode = None
+        in_scope = mode is not None and mode.replica_context is None
         if isinstance(value, torch.nn.Module) and (wrapper := wrapper_of(module)):
             self._check_wrapper(wrapper, value, in_scope)
         if in_scope or self.knows(module):
@@ -74,12 +74,7 @@ class Recorder:
             self.record(module)
             if isinstance(value, torch.nn.Module):
                 self.record(value)
-        elif (
-            isinstance(value, torch.nn.Parameter)
-            and mode is not None
-            and mode.in_run
-            and mode.strategy is self._strategy
-        ):
+        elif mode is not None and mode.in_run and isinstance(value, torch.nn.Parameter):
             self._made_in_run[value] = f"{type(module).__name__}.{name}"
 
     def _check_wrapper(self, wrapper: str, module: torch.nn.Module, in_scope: bool) -> None:

@@ -119,11 +119,6 @@ class Doubling(ms.CrossDeviceOps):
         values = per_replica_value.values
         return ms.Mirrored([2 * sum(values) for _ in values])
 
-    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-        return [
-            self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs
-        ]
-
 
 def test_a_strategy_uses_the_user_s_algorithm():
     mine = Doubling()
