@@ -53,8 +53,7 @@ class DistributedIterator(Iterator[Any]):
         strategy = self._extended.strategy
         combined = strategy.num_replicas_in_sync * strategy.workers_combined
         self._combines_all = combined == self._extended.input.share.num_replicas
-        reader = source.reader
-        self.divides = reader.drop_last and (reader.batch_size or 1) % combined == 0
+        self.divides = source.reader.drop_last and (source.reader.batch_size or 1) % combined == 0
         self._begin(source.epoch, source.start)
 
     @property

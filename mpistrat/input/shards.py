@@ -33,14 +33,13 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
 
 def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
     """The parts may be those of a loss."""
-    extended = strategy.extended
-    sharded = extended.sharded
+    sharded = strategy.extended.sharded
     if in_replica_block(strategy):
         sharded.count += 1
         if sharded.count == 1:
             sharded.first = _checksum(values)
     # A loader that gave the step's batch, whose noise this may be, says how large the parts are.
-    examples = extended.given_steps.examples
+    examples = strategy.extended.given_steps.examples
     known = None if examples is None else examples[-1]
     for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
         if leaf.shape[dim] != known:

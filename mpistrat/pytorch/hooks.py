@@ -94,17 +94,14 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
     handle = parameter.register_post_accumulate_grad_hook(not_compiled(hook))
     parameter.requires_grad_(required)
     others = parameter._post_accumulate_grad_hooks
-    if len(others) > 1:
-        # The engine goes by the order in which a dictionary was filled, not by what `move_to_end` says.
-        kept = [(handle.id, others.pop(handle.id)), *others.items()]
-        others.clear()
-        others.update(kept)
+    # The engine goes by the order in which a dictionary was filled, not by what `move_to_end` says.
+    kept = [(handle.id, others.pop(handle.id)), *others.items()]
+    others.clear()
+    others.update(kept)
 
 
-def has_hooks_of_program(parameter: torch.Tensor | None) -> bool:
+def has_hooks_of_program(parameter: torch.Tensor) -> bool:
     """Whether something beside `first_when_accumulated` is called when its gradient comes."""
-    if parameter is None:
-        return False
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 

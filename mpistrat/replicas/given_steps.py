@@ -105,10 +105,9 @@ class GivenSteps:
         iteration = self._iteration_of(iterator)
         if iteration is not None:
             iteration.is_only, iteration.has_ended = False, True
-            if iteration.ahead is None and any(
-                i.order for i in self._iterations if i is not iteration
-            ):
-                self._keep([i for i in self._iterations if i is not iteration])
+            others = [i for i in self._iterations if i is not iteration]
+            if iteration.ahead is None and any(i.order for i in others):
+                self._keep(others)
 
     def _iteration_of(self, iterator: Any) -> _Iteration | None:
         return next((i for i in self._iterations if i.iterator() is iterator), None)
@@ -141,7 +140,7 @@ class GivenSteps:
                 "drop_last=True; or scale the loss with compute_average_loss(…, global_batch_size=…). A step for an "
                 "evaluation is asked for inside torch.no_grad()"
             )
-        if any(i.ahead and _may_be_uneven(i.iterator()) for i in current):
+        if any(i.ahead and not getattr(i.iterator(), "divides", True) for i in current):
             self.tell_once(
                 "backward() inside replica(): a loader gave several steps before the first backward(). If the program "
                 "reads ahead, gradients are wrong where a step has another size than the next, and does not divide by "
@@ -178,7 +177,3 @@ class GivenSteps:
         if self._is_first_rank and text not in self._said:
             tell(text)
         self._said.add(text)
-
-
-def _may_be_uneven(iterator: Any) -> bool:
-    return iterator is not None and not iterator.divides

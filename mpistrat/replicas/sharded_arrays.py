@@ -48,4 +48,3 @@ class ShardedArrays:
                     "over a part gives the examples of short parts more weight; choose a size that divides, or scale "
                     "the loss with compute_average_loss(per_example_loss, global_batch_size=...)"
                 )
-        self.cuts.clear()

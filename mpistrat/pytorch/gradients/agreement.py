@@ -107,7 +107,8 @@ class StepAgreement:
             self._used = used_at_all
             self._frozen = self._checksum_of_frozen()
         equal = [*facts, self._frozen, zlib.crc32(used_at_all) >> 1]
-        header = np.array([communicated, *equal, *(_opposite(n) for n in equal)], np.int32)
+        opposite = [number if number == _NOT_KNOWN else -number for number in equal]
+        header = np.array([communicated, *equal, *opposite], np.int32)
         written = np.zeros(buffers.FLAGS_PER_BUFFER * len(snapshots[0]), np.int32)
         buffers.flag_written(snapshots, written)
         parts = [header, used, written, *words]
@@ -115,12 +116,9 @@ class StepAgreement:
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
         ends = np.cumsum([len(part) for part in parts])
         header, used, written, *maxima = np.split(flags, ends[:-1])
-        communicates, *bounds = header.tolist()
         # Where all numbers are equal, the greatest and the greatest opposite add up to 0.
-        differ = [
-            a + b > 0 for a, b in zip(bounds[: len(equal)], bounds[len(equal) :], strict=True)
-        ]
-        *counts_differ, batches_differ, frozen_differ, uses_differ = differ
+        differ = header[1:].reshape(2, -1).sum(0, dtype=np.int64) > 0
+        *counts_differ, batches_differ, frozen_differ, uses_differ = differ.tolist()
         if any(counts_differ):
             raise CollectiveMismatchError(self._who_is_where(facts))
         if frozen_differ:
@@ -129,7 +127,7 @@ class StepAgreement:
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),
             frozenset(np.flatnonzero(used == _AGAIN).tolist()),
-            bool(communicates),
+            bool(header[0]),
             not uses_differ,
             not batches_differ,
             buffers.to_average(written),
@@ -138,14 +136,11 @@ class StepAgreement:
 
     def _checksum_of_frozen(self) -> int:
         """`_NOT_KNOWN` where the program has dropped a parameter here, but perhaps not on other ranks."""
-        slots = [slot for slot, is_used in enumerate(self._used) if not is_used]
-        parameters = self._registry.parameters()
-        unused = [parameters[slot] for slot in slots]
-        if any(parameter is None for parameter in unused):
+        parameters: list[Any] = self._registry.parameters()
+        unused = [slot for slot, is_used in enumerate(self._used) if not is_used]
+        if any(parameters[slot] is None for slot in unused):
             return _NOT_KNOWN
-        frozen = [
-            s for s, p in zip(slots, unused, strict=True) if p is not None and not p.requires_grad
-        ]
+        frozen = [slot for slot in unused if not parameters[slot].requires_grad]
         return zlib.crc32(np.array(frozen, np.int32).tobytes()) >> 1
 
     def _who_has_frozen(self) -> str:
@@ -186,7 +181,3 @@ def _used(contributions: Sequence[Sequence[Any]], sent: frozenset[int]) -> np.nd
     for slot in sent:
         used[slot] = _AGAIN if used[slot] else _DENSE
     return used
-
-
-def _opposite(number: int) -> int:
-    return number if number == _NOT_KNOWN else -number

@@ -23,10 +23,12 @@ class _Backward:
 
     Attributes:
         buckets: take gradients as they come.
+        unmirrored: parameters of `made_in_run` that had no gradient.
         arrived: parameters whose gradients have come; the version of each; whether it has kept the gradient.
     """
 
     buckets: Buckets | None
+    unmirrored: list[torch.Tensor]
     arrived: list[tuple[torch.Tensor, int, bool]] = dataclasses.field(default_factory=list)
 
 
@@ -94,44 +96,39 @@ class Arrivals:
         Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
         """
         if self._hooked[0] != len(parameters):
-            self._hooked = len(parameters), any(map(hooks.has_hooks_of_program, parameters))
-        backward = self._backwards[replica] = _Backward(buckets)
+            present = [parameter for parameter in parameters if parameter is not None]
+            self._hooked = len(parameters), any(map(hooks.has_hooks_of_program, present))
         unmirrored = [p for p in self.made_in_run if p.grad is None and p not in self._registry]
+        backward = self._backwards[replica] = _Backward(buckets, unmirrored)
         try:
             with hooks.noticing_data(self._hooked[1]) as written:
-                yield functools.partial(self._check, backward.arrived, written, unmirrored)
+                yield functools.partial(self._check, backward, written)
         finally:
             del self._backwards[replica]
 
     def _check(
-        self,
-        arrived: Sequence[tuple[torch.Tensor, int, bool]],
-        written: Callable[[], frozenset[int]],
-        unmirrored: Sequence[torch.Tensor],
-        *,
-        in_run: bool,
+        self, backward: _Backward, written: Callable[[], frozenset[int]], *, in_run: bool
     ) -> None:
         """
         Args:
-            arrived: as of `_Backward`.
             written: gives the ids of the parameters that were written through `.data`.
-            unmirrored: the parameters of `made_in_run` that had no gradient.
             in_run: inside `run`, and not in a `replica()`, where whole programs live.
         Raises:
             RuntimeError: a parameter was updated, or its gradient is gone, or no strategy keeps it equal.
         """
         through_data = written()
-        for parameter, version, had_gradient in arrived:
+        for parameter, version, had_gradient in backward.arrived:
             is_gone = had_gradient and parameter.grad is None
             if is_gone or parameter._version != version or id(parameter) in through_data:
-                name = self._registry.name_of(parameter)
+                slots = self._registry.slots
+                name = next(slot.name for slot in slots if slot.reference() is parameter)
                 happened = "lost its gradient" if is_gone else "was changed"
                 raise RuntimeError(
                     f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "
                     "rank would make another update. Update parameters after backward(); or call backward() inside "
                     "strategy.no_sync(), and give the hook's gradient to get_replica_context().all_reduce first"
                 )
-        reached = [self.made_in_run[p] for p in unmirrored if p.grad is not None]
+        reached = [self.made_in_run[p] for p in backward.unmirrored if p.grad is not None]
         if in_run and reached:
             raise RuntimeError(
                 f"backward() inside run reached {reached[0]}, of a module that was made inside run: it is no variable "

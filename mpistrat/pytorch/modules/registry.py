@@ -81,11 +81,6 @@ class Registry:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """As mirroring has named it: "Net.layer.weight"."""
-        name: str = self._slot_of[parameter].name
-        return name
-
     def parameters(self) -> list[torch.Tensor | None]:
         """All parameters by slot; None where the program has dropped one."""
         return [slot.reference() for slot in self.slots]
