@@ -24,10 +24,9 @@ def shard(strategy: AnyStrategy, values: Any, dim: int) -> Any:
     share = extended.input.share
     piece = share.pieces[_local_replica(strategy)]
     parts = nest.map_structure(lambda leaf: _part(leaf, dim, piece, share.num_replicas), values)
-    if not _is_compiling():
-        extended.given_steps.distributed = True
-        if arrays.gradients_are_on():
-            _remember(strategy, values, parts, dim)
+    extended.given_steps.distributed = True
+    if not _is_compiling() and arrays.gradients_are_on():
+        _remember(strategy, values, parts, dim)
     return parts
 
 
@@ -43,6 +42,7 @@ def _remember(strategy: AnyStrategy, values: Any, parts: Any, dim: int) -> None:
     known = None if examples is None else examples[-1]
     for leaf, part in zip(nest.flatten(values), nest.flatten(parts), strict=True):
         if leaf.shape[dim] != known:
+            strategy.extended.given_steps.shard()
             sharded.cuts.add((int(part.shape[dim]), int(leaf.shape[dim]), dim))
 
 

@@ -100,14 +100,9 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
     others.update(kept)
 
 
-def has_hooks_of_program(parameter: torch.Tensor) -> bool:
-    """Whether something beside `first_when_accumulated` is called when its gradient comes."""
-    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
-
-
 @contextlib.contextmanager
-def noticing_data(notices: bool) -> Iterator[Callable[[], frozenset[int]]]:
-    """Inside, if `notices`, `.data` of parameters is watched, unless `replace_data` has replaced it.
+def noticing_data() -> Iterator[Callable[[], frozenset[int]]]:
+    """Inside, `.data` of parameters is watched, unless `replace_data` has replaced it.
 
     Gives: a function that returns the ids of the parameters that were written through a `.data` taken inside. Torch
     counts such writes in that tensor alone, not in the parameter.
@@ -116,10 +111,11 @@ def noticing_data(notices: bool) -> Iterator[Callable[[], frozenset[int]]]:
 
     def data(parameter: torch.nn.Parameter) -> torch.Tensor:
         tensor = original_data(parameter)
-        taken.append((id(parameter), tensor, tensor._version))
+        if not tensor.is_inference():
+            taken.append((id(parameter), tensor, tensor._version))
         return tensor
 
-    notices = notices and "data" not in vars(torch.nn.Parameter)
+    notices = "data" not in vars(torch.nn.Parameter)
     if notices:
         replace_data(data)
     try:

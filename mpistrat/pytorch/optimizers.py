@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpistrat import arrays
 from mpistrat.context import AnyReplicaContext, current_mode
@@ -130,8 +130,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _before_other_step(value: torch.amp.GradScaler | LRScheduler) -> None:
     here = replica_here()
-    # A scheduler of an optimizer that does not train may be one rank's alone, which prints its rates.
-    if here is not None and (not isinstance(value, LRScheduler) or value.optimizer in _checked):
+    # A scheduler may be one rank's alone: it prints rates, or decides by a metric and broadcasts the rate.
+    is_shared = not isinstance(value, LRScheduler) or value.optimizer in _checked
+    if here is not None and is_shared and not isinstance(value, ReduceLROnPlateau):
         _compare(value, *here)
 
 

@@ -10,7 +10,7 @@ from mpistrat.machine.notices import tell
 from mpistrat.replicas.input_plan import StepExamples
 
 
-@dataclass
+@dataclass(eq=False)
 class _Iteration:
     """The steps of an iterator.
 
@@ -18,8 +18,9 @@ class _Iteration:
         examples: of its last step.
         training: of its last step that was given while gradients were on; None if that is not known.
         order: grows with each step that any iterator gives while gradients are on; that of the last such step.
-        sizes: examples over all replicas, of such steps; the last ones alone are kept.
-        since: how many of them came since the last backward.
+        sizes: examples over all replicas, of such steps.
+        recent: those of the steps that came since the last backward.
+        since: how many such steps.
         ahead: how many of them, beside one, came before the first backward; None before that backward.
         is_only: it has given no other step, and has not ended.
         has_ended: it has no more.
@@ -29,21 +30,26 @@ class _Iteration:
     examples: StepExamples | None = None
     training: StepExamples | None = None
     order: int = 0
-    sizes: list[int] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)
+    recent: set[int] = field(default_factory=set)
     since: int = 0
     ahead: int | None = None
     is_only: bool = True
     has_ended: bool = False
 
-    def take_sizes(self) -> list[int]:
+    @property
+    def is_evaluation(self) -> bool:
+        """No backward came from its first step to its end."""
+        return self.has_ended and self.ahead is None
+
+    def take_sizes(self) -> set[int]:
         """A backward begins. Returns: the sizes of the steps that its loss may be of."""
-        if self.ahead is None and self.since:
-            self.ahead = self.since - 1
-        ahead = self.ahead or 0
-        # A program that skips its first step looks like one that reads ahead, until the end comes before a backward.
-        sizes = self.sizes[-max(self.since, 1) - (ahead if self.has_ended else 0) :]
-        self.sizes, self.since = self.sizes[-1 - ahead :], 0
-        return sizes
+        if self.since:
+            self.ahead = self.since - 1 if self.ahead is None else self.ahead
+        elif self.has_ended:  # a program that has read ahead
+            return self.sizes
+        recent, self.recent, self.since = self.recent, set(), 0
+        return recent
 
 
 class GivenSteps:
@@ -69,6 +75,10 @@ class GivenSteps:
         self.examples_with_gradients: StepExamples | None = None
         self._iterations: list[_Iteration] = []
         self._order = 0
+        self._shard_is_last = False  # after the steps of iterators
+        self._left_uneven = (
+            False  # parts of different sizes were given in steps that weigh no backward
+        )
         self._said: set[str] = set()
 
     @property
@@ -88,13 +98,25 @@ class GivenSteps:
         iteration.examples = examples
         if gradients:
             self._order += 1
+            self._shard_is_last = False
+            others = [i for i in others if not i.is_evaluation]
             iteration.training, iteration.order = examples, self._order
             if examples is not None:
                 iteration.since += 1
-                iteration.sizes.append(int(examples[-1]))
+                iteration.recent.add(int(examples[-1]))
+                iteration.sizes.add(int(examples[-1]))
+        elif examples is not None:
+            self._left_uneven |= bool(examples[-1] % self._num_replicas)
         self._keep([*others, iteration])
 
+    def shard(self) -> None:
+        """Arrays are sharded that are no step of an iterator. What comes next may be of them."""
+        self._shard_is_last = True
+        self._keep([i for i in self._iterations if not i.is_evaluation])
+
     def _keep(self, iterations: list[_Iteration]) -> None:
+        left = {size for i in self._iterations if i not in iterations for size in i.sizes}
+        self._left_uneven |= any(size % self._num_replicas for size in left)
         self._iterations = iterations
         last = self._last_of_training
         self.examples = iterations[-1].examples if iterations else None
@@ -106,39 +128,38 @@ class GivenSteps:
         if iteration is not None:
             iteration.is_only, iteration.has_ended = False, True
             others = [i for i in self._iterations if i is not iteration]
-            if iteration.ahead is None and any(i.order for i in others):
+            if iteration.is_evaluation and any(i.order for i in others):
                 self._keep(others)
 
     def _iteration_of(self, iterator: Any) -> _Iteration | None:
         return next((i for i in self._iterations if i.iterator() is iterator), None)
 
     def _forget(self, iterator: weakref.ref[Any]) -> None:
-        iteration = next((i for i in self._iterations if i.iterator is iterator), None)
-        is_last = iteration is not None and iteration is self._iterations[-1]
-        if iteration is not None and not (iteration.is_only and is_last):
-            self._keep([i for i in self._iterations if i is not iteration])
+        last = self._iterations[-1]
+        stays = last.is_only and last.iterator is iterator
+        self._keep([i for i in self._iterations if i.iterator is not iterator or stays])
 
-    def begin_backward(self, *, weighs: bool, sharded: bool) -> StepExamples | None:
+    def begin_backward(self, *, weighs: bool) -> StepExamples | None:
         """A backward begins. Returns: the examples of the step by which a replica's loss counts; None: all count alike.
 
         Args:
             weighs: whether they count by examples.
-            sharded: the loss may be of arrays that were sharded.
         Raises:
             RuntimeError: they do, and it is not known by which step. All ranks raise it.
         """
         last = self._last_of_training
         current = [i for i in self._iterations if i.since or i is last]
+        is_of_shard = self._shard_is_last and not any(i.since for i in current)
         sizes = {size for i in current for size in i.take_sizes()}
-        if not weighs:
+        if not weighs or is_of_shard:
             return None
         if len(sizes) > 1 and any(size % self._num_replicas for size in sizes):
             raise RuntimeError(
                 f"backward() inside replica(): loaders gave steps of {sorted(sizes)} examples before it, not all of "
                 f"which divide by {self._num_replicas} replicas, and a replica's gradient counts by its part of one "
-                "step: the strategy does not know which. Call backward() before the next step is asked for; or use "
-                "drop_last=True; or scale the loss with compute_average_loss(…, global_batch_size=…). A step for an "
-                "evaluation is asked for inside torch.no_grad()"
+                "step: the strategy does not know which. Ask inside torch.no_grad() for a step that is only looked at "
+                "or evaluated. Else call backward() before the next step is asked for; or use drop_last=True; or scale "
+                "the loss with compute_average_loss(…, global_batch_size=…)"
             )
         if any(i.ahead and not getattr(i.iterator(), "divides", True) for i in current):
             self.tell_once(
@@ -148,11 +169,11 @@ class GivenSteps:
                 "backward() before the next step is asked for; or use drop_last=True; or scale the loss with "
                 "compute_average_loss(…, global_batch_size=…)"
             )
-        examples = self.examples if last is None and not sharded else None
-        if examples is not None and examples[-1] % self._num_replicas:
+        if last is None and self._left_uneven:
             self.tell_once(
                 "backward() inside replica(): all replicas' gradients count alike, though a loader gave parts of "
-                "different sizes inside torch.no_grad(). If the loss is of that step, ask for the step outside it"
+                "different sizes, inside torch.no_grad() or in an iteration that is over. If the loss is of such a "
+                "step, scale it with compute_average_loss(…, global_batch_size=…)"
             )
         return None if last is None else last.training
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from mpistrat.communicators import Communicator, reducing
 from mpistrat.errors import CollectiveMismatchError
-from mpistrat.machine.notices import ranks_in_words
 from mpistrat.pytorch.gradients.piggyback import Piggyback
 from mpistrat.pytorch.modules import buffers
 from mpistrat.pytorch.modules.registry import Registry
@@ -23,8 +22,6 @@ from mpistrat.pytorch.modules.registry import Registry
 _SPARSE, _DENSE = 1, 2
 # Dense, and accumulated once more after its bucket had left.
 _AGAIN = 3
-# Of a number that this rank does not know: the others' decide.
-_NOT_KNOWN = -(2**31) + 1
 _NAMED = 5  # parameters that a message names
 
 
@@ -77,8 +74,6 @@ class StepAgreement:
 
     def __init__(self, communicator: Communicator, registry: Registry) -> None:
         self._communicator, self._registry = communicator, registry
-        self._used = b""  # by the last backward: a byte for each slot
-        self._frozen = 0  # a checksum of the slots that are frozen
 
     def agree(
         self,
@@ -97,32 +92,30 @@ class StepAgreement:
             snapshots: for each replica of this rank its buffers.
             communicated: the program has, inside backward().
         Raises:
-            CollectiveMismatchError: the ranks are not in the same step, or have frozen different parameters.
+            CollectiveMismatchError: the ranks are not in the same step. RuntimeError: this rank has frozen parameters
+                that others train; they hear of it.
         """
         with self._communicator.raising_together():
             words = [piggyback.words() for piggyback in piggybacks]
         used = _used(contributions, sent)
-        used_at_all = (used != 0).tobytes()
-        if used_at_all != self._used:
-            self._used = used_at_all
-            self._frozen = self._checksum_of_frozen()
-        equal = [*facts, self._frozen, zlib.crc32(used_at_all) >> 1]
-        opposite = [number if number == _NOT_KNOWN else -number for number in equal]
-        header = np.array([communicated, *equal, *opposite], np.int32)
+        unused = used == 0
+        equal = np.array([*facts, zlib.crc32(unused.tobytes()) >> 1], np.int32)
+        header = np.array([communicated, *equal, *-equal], np.int32)
         written = np.zeros(buffers.FLAGS_PER_BUFFER * len(snapshots[0]), np.int32)
         buffers.flag_written(snapshots, written)
         parts = [header, used, written, *words]
         flags = np.concatenate(parts)
         self._communicator.all_reduce(flags, reducing("max", "gradients of mirrored parameters"))
-        ends = np.cumsum([len(part) for part in parts])
-        header, used, written, *maxima = np.split(flags, ends[:-1])
+        ends = np.cumsum([len(part) for part in parts[:-1]])
+        header, used, written, *maxima = np.split(flags, ends)
         # Where all numbers are equal, the greatest and the greatest opposite add up to 0.
         differ = header[1:].reshape(2, -1).sum(0, dtype=np.int64) > 0
-        *counts_differ, batches_differ, frozen_differ, uses_differ = differ.tolist()
+        *counts_differ, batches_differ, uses_differ = differ.tolist()
         if any(counts_differ):
             raise CollectiveMismatchError(self._who_is_where(facts))
-        if frozen_differ:
-            raise CollectiveMismatchError(self._who_has_frozen())
+        if uses_differ:
+            with self._communicator.raising_together():
+                self._check_not_frozen(np.flatnonzero(unused & (used != 0)).tolist())
         return Agreement(
             np.flatnonzero(used >= _DENSE).tolist(),
             np.flatnonzero(used == _SPARSE).tolist(),
@@ -134,28 +127,18 @@ class StepAgreement:
             maxima,
         )
 
-    def _checksum_of_frozen(self) -> int:
-        """`_NOT_KNOWN` where the program has dropped a parameter here, but perhaps not on other ranks."""
+    def _check_not_frozen(self, slots: Sequence[int]) -> None:
+        """Raises: RuntimeError: one of `slots`, which other ranks have used, is frozen here."""
         parameters: list[Any] = self._registry.parameters()
-        unused = [slot for slot, is_used in enumerate(self._used) if not is_used]
-        if any(parameters[slot] is None for slot in unused):
-            return _NOT_KNOWN
+        unused = [slot for slot in slots if parameters[slot] is not None]
         frozen = [slot for slot in unused if not parameters[slot].requires_grad]
-        return zlib.crc32(np.array(frozen, np.int32).tobytes()) >> 1
-
-    def _who_has_frozen(self) -> str:
-        parameters, slots = self._registry.parameters(), self._registry.slots
-        trainable = [p is None or p.requires_grad for p in parameters]
-        everyone = np.array(self._communicator.all_gather_object(trainable))
-        different = np.flatnonzero(everyone.any(0) & ~everyone.all(0)).tolist()
-        names = ", ".join(slots[slot].name for slot in different[:_NAMED])
-        more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
-        ranks = np.flatnonzero(~everyone[:, different].all(1)).tolist()
-        return (
-            f"backward() on rank {self._communicator.rank}: some ranks alone have frozen parameters (requires_grad is "
-            f"False): {names}{more}, on {ranks_in_words(ranks)} of {len(everyone)}. A rank that has frozen a parameter "
-            "contributes nothing to its gradient, which would be too small. Call requires_grad_ on every rank alike"
-        )
+        if frozen:
+            names = ", ".join(self._registry.slots[slot].name for slot in frozen[:_NAMED])
+            raise RuntimeError(
+                f"rank {self._communicator.rank} has frozen {len(frozen)} parameters (requires_grad is False) that "
+                f"other ranks train, such as {names}. It contributes nothing to their gradients, which would be too "
+                "small. Call requires_grad_ on every rank alike"
+            )
 
     def _who_is_where(self, facts: StepFacts) -> str:
         everyone = self._communicator.all_gather_object(facts)

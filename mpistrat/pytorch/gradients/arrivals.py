@@ -24,7 +24,8 @@ class _Backward:
     Attributes:
         buckets: take gradients as they come.
         unmirrored: parameters of `made_in_run` that had no gradient.
-        arrived: parameters whose gradients have come; the version of each; whether it has kept the gradient.
+        arrived: parameters that may not change any more; the version of each; whether it has its gradient, not in a
+            bucket.
     """
 
     buckets: Buckets | None
@@ -48,7 +49,6 @@ class Arrivals:
         self._backwards: dict[
             int, _Backward
         ] = {}  # by local replica, those that the engine computes now
-        self._hooked = (0, False)  # of so many parameters, whether any has a hook of the program's
 
     def guard(self, parameter: torch.Tensor) -> None:
         """Watch for gradients that reach a mirrored parameter by a way that is not reduced."""
@@ -95,13 +95,14 @@ class Arrivals:
             buckets: take gradients as they come.
         Gives: `_check`, to be called when the engine has ended, and before gradients are reduced.
         """
-        if self._hooked[0] != len(parameters):
-            present = [parameter for parameter in parameters if parameter is not None]
-            self._hooked = len(parameters), any(map(hooks.has_hooks_of_program, present))
         unmirrored = [p for p in self.made_in_run if p.grad is None and p not in self._registry]
         backward = self._backwards[replica] = _Backward(buckets, unmirrored)
+        present = [parameter for parameter in parameters if parameter is not None]
+        # By hooks beside ours the program may write any parameter.
+        if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in present):
+            backward.arrived = [(p, p._version, False) for p in present if not p.is_inference()]
         try:
-            with hooks.noticing_data(self._hooked[1]) as written:
+            with hooks.noticing_data() as written:
                 yield functools.partial(self._check, backward, written)
         finally:
             del self._backwards[replica]

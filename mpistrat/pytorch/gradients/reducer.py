@@ -250,7 +250,7 @@ class GradientReducer:
         """
         extended, is_mean = self._parts.strategy.extended, self._parts.rule.is_mean
         steps, sharded = extended.given_steps, extended.sharded
-        examples = steps.begin_backward(weighs=in_block and is_mean, sharded=bool(sharded.cuts))
+        examples = steps.begin_backward(weighs=in_block and is_mean)
         sharded.combine(alike=is_mean and (examples if in_block else steps.examples) is None)
         if examples is None:
             return 1.0

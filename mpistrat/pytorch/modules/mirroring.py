@@ -70,9 +70,8 @@ class Mirroring(StrategyModules):
         slice_steps = None if self._shared is None else SliceSteps(self._shared)
         registry = Registry()
         super().__init__(parts, registry, gradients.GradientReducer(parts, registry, slice_steps))
-        self.recorder = Recorder(
-            parts.strategy, registry.__contains__, self.reducer.arrivals.made_in_run
-        )
+        made_in_run = self.reducer.arrivals.made_in_run
+        self.recorder = Recorder(parts.strategy, registry.__contains__, made_in_run)
         optimizers.know(self)
         if not self._is_alone:
             gradients.install()

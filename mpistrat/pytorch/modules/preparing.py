@@ -97,7 +97,7 @@ def check_alike(
     error = ValueError(
         f"{first} on rank 0, and {other} on rank {rank}. Optimizers, schedulers and gradient scalers must be alike on "
         "all ranks: give each rank the same parameters in the same order (a set of names has another order in each "
-        "process: sort it), the same options, and the same loaded state"
+        "process: sort it), the same options, loaded states and metrics"
     )
     mark_raised_by_all(error)
     raise error

@@ -112,8 +112,8 @@ def test_parameters_that_one_rank_has_frozen(strategy: ms.Strategy, step: int) -
 
     with strategy.replica():
         model = strategy.prepare(net())
-        named = "Sequential.0.weight, Sequential.0.bias, on rank"
-        raised_everywhere(loop, named, f"{LAST} of {SIZE}", "on every rank alike")
+        named = f"rank {LAST} has frozen", "such as Sequential.0.weight, Sequential.0.bias. It"
+        raised_everywhere(loop, *named, "on every rank alike")
         model[0].requires_grad_(True)
         backward(model, strategy.shard(examples()))
     expected = net()
@@ -154,6 +154,23 @@ def test_parameters_that_ranks_may_leave_out(strategy: ms.Strategy) -> None:
     expected = net()
     backward(expected, examples())
     torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad)
+
+
+def test_parameters_that_become_frozen_and_used(strategy: ms.Strategy) -> None:
+    """Frozen on all ranks while none used them is right; on one rank it is found when another uses them."""
+
+    def loss(uses: bool) -> torch.Tensor:
+        return body(x).mean() + (head(x).mean() if uses else 0)
+
+    with strategy.replica():
+        body, head = strategy.prepare(torch.nn.Linear(4, 1).double(), net())
+        x = strategy.shard(examples())
+        loss(False).backward()
+        head[0].requires_grad_(False)
+        loss(RANK == 0).backward()
+        head[0].requires_grad_(RANK == 0)
+        if SIZE > 1:
+            raised_everywhere(lambda: loss(True).backward(), "such as Sequential.0.weight")
 
 
 # Updates inside backward()
@@ -231,6 +248,30 @@ def test_an_update_of_all_parameters_by_the_hook_of_one() -> None:
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
         raised_everywhere(lambda: backward(model, strategy.shard(examples())), "inside backward()")
     assert_usable(strategy)
+
+
+@several
+@pytest.mark.parametrize("kind", ["another's hook", "late", "of a module", "of a node"])
+def test_updates_by_other_hooks(strategy: ms.Strategy, kind: str) -> None:
+    with strategy.replica():
+        model: Any = strategy.prepare(net())
+
+        @torch.no_grad()
+        def update(*_: Any) -> None:
+            weight = model[0].weight
+            (weight if kind == "another's hook" else weight.data).sub_(0.1)
+
+        backward(model, strategy.shard(examples()))
+        if kind == "of a module":
+            model[2].register_full_backward_hook(update)
+        elif kind == "of a node":
+            bias = model[2].bias
+            node = bias.view_as(bias).grad_fn.next_functions[0][0]
+            node.register_hook(update)
+        else:
+            model[2].bias.register_post_accumulate_grad_hook(update)
+        texts = "parameter Sequential.0.weight was changed inside backward()", "after backward()"
+        raised_everywhere(lambda: backward(model, strategy.shard(examples(1))), *texts)
 
 
 def test_hooks_that_may_stay(strategy: ms.Strategy) -> None:
@@ -400,6 +441,61 @@ def test_a_validation_that_is_held_and_has_ended(strategy: ms.Strategy) -> None:
         model = loop(*strategy.prepare(net(), *loaders))
     expected = loop(net(), *loaders)
     torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad)
+
+
+def test_an_evaluation_before_the_training(strategy: ms.Strategy, notices: list[str]) -> None:
+    """Without `torch.no_grad()`, and held; the training then goes by a loader, or by `shard`."""
+
+    def loop(model: Any, batches: Any, evaluated: Any, whole: torch.Tensor) -> Any:
+        for data in (batches, [(whole,)]):
+            others = iter(evaluated)
+            while next(others, None) is not None:
+                pass
+            for (x,) in data:
+                backward(model, strategy.shard(x) if data is not batches and in_block else x)
+        return model
+
+    loaders, in_block = (loader(UNEVEN, UNEVEN), loader(3 * SIZE, SIZE + 1, 1)), True
+    with strategy.replica():
+        model = loop(*strategy.prepare(net(), *loaders), examples(2))
+    in_block = False
+    expected = loop(net(), *loaders, examples(2))
+    torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad)
+    assert not [text for text in notices if text.startswith("backward")]
+
+
+def test_a_loss_of_sharded_noise_between_steps(strategy: ms.Strategy) -> None:
+    """As a GAN's: its size is not that of the loader's step, which is uneven."""
+
+    def loop(model: Any, batches: Any, part: Callable[[Any], Any]) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in batches:
+            backward(model, x)
+            optimizer.step()
+            noise = part(examples(5, 4 * SIZE))
+            for _ in range(2):
+                backward(model, noise)
+                optimizer.step()
+        return model
+
+    with strategy.replica():
+        model, batches = strategy.prepare(net(), loader(2 * UNEVEN, UNEVEN))
+        loop(model, batches, strategy.shard)
+    assert_equal(model, loop(net(), loader(2 * UNEVEN, UNEVEN), lambda noise: noise))
+
+
+@several
+@pytest.mark.parametrize("collect", [list, iter])
+def test_a_backward_after_the_end(
+    strategy: ms.Strategy, notices: list[str], collect: Callable[[Any], Any]
+) -> None:
+    """Of a step that is kept, or of the sum of all."""
+    with strategy.replica():
+        model, batches = strategy.prepare(net(), loader(2 * UNEVEN + 2, UNEVEN))
+        losses = [model(x).mean() for (x,) in collect(batches)]
+        sum(losses).backward()
+    said_once = [text for text in notices if "in an iteration that is over" in text]
+    assert len(said_once) == (RANK == 0)
 
 
 @several
