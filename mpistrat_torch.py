@@ -1,15 +1,16 @@
 """What torch calls when it is imported: its entry point for backends. It makes "mpistrat" known.
 
-A module of its own, which imports nothing: one in the package `mpistrat` would bring all of that with every
+A module of its own, which imports nothing of ours: one in the package `mpistrat` would bring all of that with every
 `import torch`.
 """
 
 import sys
+from typing import Any
 
 _NAME, _SCHEME = "mpistrat", "mpi"
 
 
-def register():
+def register() -> None:
     """Make the backend and `init_method="mpi://"` known. Raises nothing: `import torch` must not fail for it."""
     try:
         dist = sys.modules["torch"].distributed
@@ -26,13 +27,13 @@ def register():
         )
 
 
-def _create(options, backend_options=None):
+def _create(options: Any, backend_options: Any = None) -> Any:
     from mpistrat.torch_distributed.backend import create
 
     return create(options, backend_options)
 
 
-def _rendezvous(url, **arguments):
+def _rendezvous(url: str, **arguments: Any) -> Any:
     from mpistrat.torch_distributed.backend import rendezvous
 
     return rendezvous(url, **arguments)

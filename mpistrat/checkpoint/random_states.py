@@ -70,11 +70,13 @@ class RandomStates:
             version, words, gauss = own["python"]
             random.setstate((version, tuple(words.tolist()), gauss))
             np.random.set_state(own["numpy"])
-            if own.get("device") is not None:
-                extended.replicas.set_device_random_state(own["device"])
         else:
+            own = {}
             _seed_rank(some, first)
         missing = self._set_torch(some, first, of)
+        # Torch's generators, when they are set, seed those of devices.
+        if own.get("device") is not None:
+            extended.replicas.set_device_random_state(own["device"])
         if missing and of(missing[0] - 1) is not None:  # once for all ranks
             warnings.warn(
                 f"the checkpoint has no random states of replicas {missing}, which draw numbers of their own",

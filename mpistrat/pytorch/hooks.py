@@ -102,27 +102,29 @@ def first_when_accumulated(parameter: torch.Tensor, hook: Callable[[torch.Tensor
 
 @contextlib.contextmanager
 def noticing_data() -> Iterator[Callable[[], frozenset[int]]]:
-    """Inside, `.data` of parameters is watched, unless `replace_data` has replaced it.
+    """Inside, on all threads, `.data` of parameters is watched; on one thread at a time.
 
     Gives: a function that returns the ids of the parameters that were written through a `.data` taken inside. Torch
     counts such writes in that tensor alone, not in the parameter.
     """
     taken: list[tuple[int, torch.Tensor, int]] = []
+    before: Any = vars(torch.nn.Parameter).get("data")
+    getter = original_data if before is None else before.fget
 
     def data(parameter: torch.nn.Parameter) -> torch.Tensor:
-        tensor = original_data(parameter)
+        tensor: torch.Tensor = getter(parameter)
         if not tensor.is_inference():
             taken.append((id(parameter), tensor, tensor._version))
         return tensor
 
-    notices = "data" not in vars(torch.nn.Parameter)
-    if notices:
-        replace_data(data)
+    replace_data(data)
     try:
         yield lambda: frozenset(p for p, tensor, version in taken if tensor._version != version)
     finally:
-        if notices:
+        if before is None:
             del torch.nn.Parameter.data
+        else:
+            torch.nn.Parameter.data = before
 
 
 def around_calls(

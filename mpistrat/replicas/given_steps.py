@@ -190,8 +190,7 @@ class GivenSteps:
 
     def has_given(self, size: int) -> bool:
         """Whether the last step of an iterator has so many examples over all replicas."""
-        examples = (iteration.examples for iteration in self._iterations)
-        return any(known is not None and known[-1] == size for known in examples)
+        return any(i.examples is not None and i.examples[-1] == size for i in self._iterations)
 
     def tell_once(self, text: str) -> None:
         """Have the first rank say `text`."""

@@ -43,7 +43,7 @@ def share_default_group(what: str, comm: Any, communicator: Communicator) -> Non
     groups = communicator.all_gather_object(_known(), label="torch's default groups")
     if not any(groups):
         with _over(comm):
-            _make_default_group()
+            make_default_group()
     elif difference := _difference(groups):
         raise RuntimeError(
             f"{what}(torch_distributed=True) on rank {communicator.rank} of {communicator.size}: the program's default "
@@ -81,7 +81,7 @@ def move_default_group(comm: Any, *, again: bool) -> None:
     if again:
         if has_default_group():
             sys.modules["torch.distributed"].destroy_process_group()
-        _make_default_group()
+        make_default_group()
 
 
 def leave_default_group() -> None:
@@ -97,7 +97,7 @@ def make_known_to_torch() -> None:
     mpistrat_torch.register()
 
 
-def _make_default_group() -> None:
+def make_default_group() -> None:
     """Collective over the ranks that `ranks` gives."""
     import torch.distributed as dist
 

@@ -13,10 +13,8 @@ import mpistrat as ms
 from support.rank_errors import assert_usable, errors_of_ranks
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-BATCH, EXAMPLES = (
-    3 * SIZE,
-    7 * SIZE,
-)  # the last rank has no example of the last step, where there are several
+# The last rank has no example of the last step, where there are several ranks.
+BATCH, EXAMPLES = 3 * SIZE, 7 * SIZE
 # Of the first step, all that the first rank was to have, where others have some.
 BROKEN = {0, 4} if SIZE == 1 else {0, 1, 2, 3 * SIZE + 1, EXAMPLES - 1}
 
@@ -186,3 +184,20 @@ def test_sizes_of_batches_are_only_told(strategy, case, notices):
             in lines[0]
         )
         assert "let the dataset give None" in lines[0]
+
+
+@pytest.mark.parametrize("collate", [None, keep])
+def test_one_collective_counts_the_examples_of_a_step(strategy, collate):
+    """None where torch's own function collates: it leaves nothing out."""
+    contract = strategy.extended.communicator.contract
+    steps = iter(
+        strategy.prepare(
+            DataLoader(Pictures({3}) if collate else Pictures(()), SIZE, collate_fn=collate)
+        )
+    )
+    next(steps)
+    before = contract.calls
+    for _ in range(3):
+        next(steps)
+    assert contract.calls - before == (3 if collate and SIZE > 1 else 0)
+    assert len([*steps]) == 3

@@ -129,9 +129,8 @@ class StepAgreement:
 
     def _check_not_frozen(self, slots: Sequence[int]) -> None:
         """Raises: RuntimeError: one of `slots`, which other ranks have used, is frozen here."""
-        parameters: list[Any] = self._registry.parameters()
-        unused = [slot for slot in slots if parameters[slot] is not None]
-        frozen = [slot for slot in unused if not parameters[slot].requires_grad]
+        parameters = self._registry.parameters()  # None where the program has dropped one
+        frozen = [slot for slot in slots if not getattr(parameters[slot], "requires_grad", True)]
         if frozen:
             names = ", ".join(self._registry.slots[slot].name for slot in frozen[:_NAMED])
             raise RuntimeError(

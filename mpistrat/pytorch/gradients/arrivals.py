@@ -102,7 +102,8 @@ class Arrivals:
         if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in present):
             backward.arrived = [(p, p._version, False) for p in present if not p.is_inference()]
         try:
-            with hooks.noticing_data() as written:
+            alone = len(self._backwards) == 1  # replicas may leave in another order
+            with hooks.noticing_data() if alone else contextlib.nullcontext(frozenset) as written:
                 yield functools.partial(self._check, backward, written)
         finally:
             del self._backwards[replica]
@@ -121,8 +122,7 @@ class Arrivals:
         for parameter, version, had_gradient in backward.arrived:
             is_gone = had_gradient and parameter.grad is None
             if is_gone or parameter._version != version or id(parameter) in through_data:
-                slots = self._registry.slots
-                name = next(slot.name for slot in slots if slot.reference() is parameter)
+                name = next(s.name for s in self._registry.slots if s.reference() is parameter)
                 happened = "lost its gradient" if is_gone else "was changed"
                 raise RuntimeError(
                     f"parameter {name} {happened} inside backward(), before gradients are reduced over replicas: each "

@@ -15,7 +15,7 @@ from mpistrat.machine.devices import seen_accelerators
 from mpistrat.tools.bench.errors import CannotTakePart
 from mpistrat.tools.bench.rounds import all_ranks
 from mpistrat.tools.bench.work import Step, Work, step_of
-from mpistrat.torch_distributed.default_group import make_known_to_torch
+from mpistrat.torch_distributed.default_group import make_default_group
 
 GLOO, MPISTRAT = "gloo", "mpistrat"
 
@@ -27,8 +27,7 @@ def group_on(backend: str) -> dist.ProcessGroup:
     All meet by one store, which is a file where the ranks are on one node: a port would need a name server.
     """
     if not dist.is_initialized():
-        make_known_to_torch()
-        dist.init_process_group(MPISTRAT, init_method="mpi://")
+        make_default_group()
     return dist.new_group(backend=backend)
 
 

@@ -402,7 +402,9 @@ def test_steps_of_two_loaders_at_a_time(strategy: ms.Strategy, notices: list[str
         uneven = strategy.prepare(loader(3 * UNEVEN, UNEVEN, 1))
         text = f"steps of {sorted([3, UNEVEN])} examples before it"
         if UNEVEN != 3:
+            model.zero_grad()
             raised_everywhere(lambda: loop(model, equal, uneven), text, "torch.no_grad()")
+            assert model[0].weight.grad is None  # the engine has not run
     assert not [text for text in notices if text.startswith("backward")]
     assert_usable(strategy)
 
@@ -578,3 +580,17 @@ def test_shards_of_arrays_that_differ(
             backward(model, torch.as_tensor(x))
     said_once = [text for text in notices if "the ranks have given it different arrays" in text]
     assert len(said_once) == (RANK == 0 and SIZE > 1 and not seeded)
+
+
+def test_replicas_that_take_turns_inside_backward() -> None:
+    """What watches `.data` while one of them computes is gone afterwards."""
+    strategy = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], gradients="mean")
+    with strategy.scope():
+        norm = torch.nn.BatchNorm1d(5)
+        model = ms.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 5), norm))
+    model[0].weight.register_hook(lambda gradient: None)
+    x = examples().float()
+    before = vars(torch.nn.Parameter)["data"]
+    for _ in range(3):
+        strategy.run(lambda: backward(model, x))
+    assert vars(torch.nn.Parameter)["data"] is before
