@@ -1,6 +1,5 @@
 """Broken examples, which a dataset gives as None and `collate_fn` leaves out: gradients are those of one process."""
 
-import logging
 from collections import namedtuple
 
 import numpy as np
@@ -22,16 +21,6 @@ BROKEN = {0, 4} if SIZE == 1 else {0, 1, 2, 3 * SIZE + 1, EXAMPLES - 1}
 @pytest.fixture(scope="module")
 def strategy():
     return ms.MultiWorkerMirroredStrategy()
-
-
-@pytest.fixture
-def notices():
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("mpistrat").addHandler(handler)
-    yield said
-    logging.getLogger("mpistrat").removeHandler(handler)
 
 
 def example(i):

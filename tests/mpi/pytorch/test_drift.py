@@ -1,8 +1,7 @@
 """What would make ranks drift apart in silence is an error on all of them, or is said once."""
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,6 @@ several = pytest.mark.mpi(min_size=2)
 @pytest.fixture
 def strategy() -> ms.Strategy:
     return ms.MultiWorkerMirroredStrategy()
-
-
-@pytest.fixture
-def notices() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mpistrat").addHandler(handler)
-    yield said
-    logging.getLogger("mpistrat").removeHandler(handler)
 
 
 def net() -> torch.nn.Sequential:

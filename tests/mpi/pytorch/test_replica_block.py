@@ -1,7 +1,6 @@
 """`with strategy.replica():` — the program's own loop is the replica's work, and trains as one process would."""
 
 import copy
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,16 +35,6 @@ def double_precision() -> Iterator[None]:
 @pytest.fixture
 def strategy() -> ms.Strategy:
     return ms.MultiWorkerMirroredStrategy()
-
-
-@pytest.fixture
-def notices() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mpistrat").addHandler(handler)
-    yield said
-    logging.getLogger("mpistrat").removeHandler(handler)
 
 
 def net(*more: torch.nn.Module) -> torch.nn.Module:
