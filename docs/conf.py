@@ -1,12 +1,26 @@
 """How Sphinx builds these pages: `sphinx-build -W --keep-going docs build/docs`. Needs neither MPI nor a GPU."""
 
+import re
 import sys
 from pathlib import Path
 
 from mpistrat import __version__
 from mpistrat.settings import SETTINGS
 
-sys.path.append(str(Path(__file__).parent))  # for docstrings.py
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))  # for docstrings.py
+
+# The areas of the file, each with its name in a comment before it.
+_, *areas = re.split(
+    r"^# --- (.+) ---$",
+    (HERE.parent / "tests/conformance/differences.toml").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
 
 project = "mpistrat"
 version = release = __version__
@@ -30,7 +44,12 @@ myst_substitutions = {
                 if not row.internal
             ),
         )
-    )
+    ),
+    "differences": "\n\n".join(
+        f"**{area.capitalize()}**\n\n"
+        + "\n".join(f"- {rule['reason']}." for rule in tomllib.loads(rules)["difference"])
+        for area, rules in zip(areas[::2], areas[1::2], strict=True)
+    ),
 }
 
 default_role = "py:obj"  # `name` in a docstring is code, and a link where the name has a page

@@ -1,8 +1,6 @@
 """Names of earlier versions of tf.distribute."""
 
-from mpistrat.compat import contrib, moved_modules, v1
-
-moved_modules.install()
+from mpistrat.compat import contrib, v1
 
 __all__ = ["contrib", "v1"]
 

@@ -61,7 +61,7 @@ class TPUStrategy(Strategy):
             )
         if assignment is not None and not isinstance(assignment, DeviceAssignment):
             raise ValueError(
-                f"experimental_device_assignment must be a tpu.DeviceAssignment, got {assignment!r:.60}"
+                f"the device assignment must be a tpu.DeviceAssignment, got {assignment!r:.60}"
             )
         over_mpi = MPIClusterResolver(comm)
         topology = over_mpi.topology()

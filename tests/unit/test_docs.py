@@ -5,6 +5,8 @@ import importlib
 import inspect
 import operator
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 import mpistrat as ms
+from conformance import differences
 from mpistrat import wire_formats
 from mpistrat.settings import SETTINGS
 from support.documentation import OPEN_NAMES
@@ -135,14 +138,29 @@ def takes(thing: Any, call: ast.Call) -> bool:
 def test_names_that_are_left_out_are_not_there() -> None:
     """Those of modules that have a place here."""
     text = text_of(DOCS / "coming_from.md").split("\nLeft out:\n")[1].split("\n\n")[0]
-    doors = {"tf.compat.v1.distribute.": "compat.v1.", "tf.contrib.distribute.": "compat.contrib."}
+    doors = {
+        "tf.compat.v1.distribute.": "compat.v1.",
+        "tf.contrib.distribute.": "compat.contrib.",
+        "tf.distribute.": "",
+        "tf.tpu.experimental.": "tpu.",
+    }
     left_out = [
         door + name
         for prefix, door in doors.items()
         for name in re.findall(rf"`{re.escape(prefix)}([\w.]+)`", text)
     ]
-    assert len(left_out) == 4
+    assert len(left_out) == 12
     assert not any(map(exists, left_out))
+
+
+def test_all_differences_are_on_their_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = runpy.run_path(str(DOCS / "conf.py"))["myst_substitutions"]["differences"]
+    reasons = [rule.reason for rule in differences.load()]
+    assert re.findall(r"^- (.*)\.$", made, re.MULTILINE) == reasons
+    assert "\n{{ differences }}\n" in text_of(DOCS / "differences.md")
+    for entrance in (README, DOCS / "coming_from.md", DOCS / "index.md"):
+        assert re.search(r"differences(\.md\)|\n)", text_of(entrance)), entrance.name
 
 
 def programs_of(page: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The doors of the package: what a program sees of it, and what it could once import from elsewhere."""
+"""The doors of the package: the names that a program sees."""
 
 import importlib
 import subprocess
@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import mpistrat as ms
-from mpistrat.compat.moved_modules import MOVED
 
 DOORS = (
     "mpistrat",
@@ -46,26 +45,28 @@ def test_a_star_import_has_the_public_names() -> None:
     assert set(names) - {"__builtins__"} == set(ms.__all__)
 
 
-@pytest.mark.parametrize("old", MOVED)
-def test_a_module_that_moved_still_works_and_warns(old: str) -> None:
-    for name in [name for name in sys.modules if f"{name}.".startswith(f"{old}.")]:
-        del sys.modules[name]
-    with pytest.warns(DeprecationWarning, match=f"{old} is now {MOVED[old]}"):
-        module = importlib.import_module(old)
-    assert module is importlib.import_module(MOVED[old])
-    assert module.__spec__ is not None
-    assert module.__spec__.name == MOVED[old]
+def test_names_of_experimental_are_those_of_the_package() -> None:
+    for door in (ms.experimental, ms.compat.v1.experimental):
+        assert door.CollectiveCommunication is ms.CommunicationImplementation
+        assert door.CommunicationImplementation is ms.CommunicationImplementation
+        assert door.CommunicationOptions is ms.CommunicationOptions
+        assert door.CollectiveHints(4, 2.0) == ms.CommunicationOptions(4, 2.0)
+    assert ms.experimental.ValueContext is ms.ValueContext
+    assert ms.experimental.coordinator is ms.coordinator
+    assert issubclass(ms.experimental.TPUStrategy, ms.TPUStrategy)
+    with pytest.raises(ValueError, match=r"^the device assignment must be .* got 'all'"):
+        ms.experimental.TPUStrategy(None, device_assignment="all")  # type: ignore[arg-type]
+
+
+def test_older_methods_of_a_tpu_resolver() -> None:
+    resolver = ms.cluster_resolver.TPUClusterResolver("10.0.0.1", job_name="hosts")
+    assert resolver.get_master() == resolver.master() == "grpc://10.0.0.1:8470"
+    assert resolver.get_job_name() == "hosts"
 
 
 def test_what_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"mpistrat\.nothing"):
         importlib.import_module("mpistrat.nothing")
-
-
-def test_a_moved_command_still_works() -> None:
-    command = [sys.executable, "-W", "error::ImportWarning", "-m", "mpistrat.bench", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert shown.startswith("usage: mpistrat-bench")
 
 
 def test_version() -> None:

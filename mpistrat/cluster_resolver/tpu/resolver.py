@@ -34,8 +34,8 @@ class TPUClusterResolver(ClusterResolver):
         job_name: of the hosts, in `cluster_spec`.
         coordinator_name, coordinator_address: of a further job, with one task.
     The constructor asks nobody. The first use of a member that needs the slice asks, for some seconds at most.
-    What tf.distribute has beyond that is not here: no Cloud TPU API is asked (credentials, service, discovery_url), no
-    server is started for a coordinator without an address, and `connect` has nothing to connect to.
+    What tf.distribute has beyond that is not here: no Cloud TPU API is asked (credentials, service, discovery_url), and
+    no server is started for a coordinator without an address.
     Raises: ValueError for addresses that cannot be read; by other members, NotFoundError when this is no TPU host, and
         ValueError when what is told of the slice cannot be, or it is another one.
     """
@@ -103,6 +103,14 @@ class TPUClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             task_type, task_id = self.task_type, self.task_id
         return super().master(task_type or "worker", task_id or 0, _GRPC)
+
+    def get_master(self) -> str:
+        """The older name of `master()`."""
+        return self.master()
+
+    def get_job_name(self) -> str | None:
+        """The older name of `task_type`."""
+        return self.task_type
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

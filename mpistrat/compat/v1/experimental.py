@@ -5,8 +5,19 @@ from mpistrat.compat.v1.strategy import (
     MultiWorkerMirroredStrategy,
     ParameterServerStrategy,
 )
+from mpistrat.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 
-__all__ = ["CentralStorageStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+CollectiveCommunication = CommunicationImplementation
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+]
 
 
 def __dir__() -> list[str]:
