@@ -11,7 +11,7 @@ import numpy as np
 import mpistrat as ms
 from conformance.outcomes import CannotInterpret
 from conformance.programs import run_programs
-from conformance.stage import Handler, Stage, type_name
+from conformance.stage import Handler, Stage, replica_id, type_name
 
 
 def run(stage: Stage) -> Any:
@@ -138,11 +138,24 @@ def per_replica_misuse(stage: Stage) -> Any:
         "len": lambda: len(value),
         "values_attr": lambda: value.values,
         "str_ok": lambda: isinstance(str(value), str) and len(str(value)) > 0,
+        "tfadd": lambda: stage.function("add")(value, stage.array(1.0)),
     }
     how = stage.program["how"]
     if how not in uses:
         raise CannotInterpret(f"how {how!r}")
     return {"value": uses[how]()}
+
+
+def per_replica_captured(stage: Stage) -> Any:
+    """`value` is 1.0 on the first replica, 2.0 on the second; each converts it to an array, and adds that to itself."""
+    strategy = stage.strategy()
+    value = strategy.run(lambda: stage.array(1.0 + replica_id()))
+
+    def twice() -> Any:
+        array = stage.function("asarray")(value)
+        return array + array
+
+    return {"local_results": strategy.experimental_local_results(strategy.run(twice))}
 
 
 HANDLERS: dict[str, Handler] = {
@@ -153,4 +166,5 @@ HANDLERS: dict[str, Handler] = {
     "distribute_values_from_function": distribute_values_from_function,
     "value_context_str": value_context_str,
     "per_replica_misuse": per_replica_misuse,
+    "per_replica_captured": per_replica_captured,
 }

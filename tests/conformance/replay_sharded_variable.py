@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
-from conformance.outcomes import CannotInterpret
+from conformance.outcomes import CannotInterpret, attempt
 from conformance.stage import Handler, Stage
 from mpistrat.experimental import partitioners
 
@@ -120,6 +120,15 @@ def construct(stage: Stage) -> Any:
     return ms.ShardedVariable(makers[kind]())
 
 
+def iteration(stage: Stage) -> Any:
+    sharded = _sharded(stage)
+    return {
+        "n": len(list(sharded)),
+        "name": sharded.name,
+        "len": attempt(lambda: len(sharded)),  # type: ignore[arg-type]
+    }
+
+
 PARTITIONERS: dict[str, Handler] = {
     "partitioner": partitioner,
 }
@@ -128,6 +137,7 @@ HANDLERS: dict[str, Handler] = {
     "sharded_sparse_read": sparse_read,
     "sharded_arith": arithmetic,
     "sharded_ctor": construct,
+    "sharded_iter": iteration,
     **dict.fromkeys(("sharded_assign", "sharded_assign_add", "sharded_assign_sub"), assign),
     **dict.fromkeys(
         (

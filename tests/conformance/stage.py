@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class Stage:
     def array(self, value: Any, dtype: str = "float32") -> Any:
         """`t(value)` of golden/README.md, in any dtype."""
         return encoding.array(self.library, value, dtype)
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function of this name that NumPy and torch both have."""
+        return getattr(importlib.import_module(self.library), name)
 
     def decode(self, encoded: Any) -> Any:
         return encoding.decode(encoded, self.library)

@@ -84,11 +84,11 @@ def _as_recorded(stage: Stage) -> bool:
 def test_all_recorded_cases_are_there() -> None:
     """Those that are replayed here, and those that REPLAYED_ELSEWHERE has other tests for."""
     recorded = list(cases.read(cases.RECORDED))
-    assert len(recorded) == len({case["id"] for case in recorded}) == 1832
+    assert len(recorded) == len({case["id"] for case in recorded}) == 1835
     here = [case for case in cases.load(cases.RECORDED) if splits.fits(case, 1)]
     over_ranks = [case for case in cases.load(cases.RECORDED) if not splits.fits(case, 1)]
     elsewhere = [case for case in recorded if case not in (here + over_ranks)]
-    assert (len(here), len(over_ranks), len(elsewhere)) == (1730, 96, 6)
+    assert (len(here), len(over_ranks), len(elsewhere)) == (1733, 96, 6)
     assert all(any(splits.fits(case, size) for size in (2, 3, 4)) for case in over_ranks)
 
 
