@@ -10,6 +10,9 @@ import pytest
 
 HEAVY = ("mpi4py.MPI", "torch", "cupy", "torch_xla", "scipy", "matplotlib")
 SECONDS = 0.2
+TIMES_NUMPY = (
+    3.3  # SECONDS, where NumPy's import takes 0.06 s; a slower machine is slower with NumPy, too
+)
 TRIES = 9
 
 # CPU seconds of the import itself, which a busy machine stretches less than those of the clock; the
@@ -48,13 +51,13 @@ def test_import_loads_nothing_heavy(compiled: dict[str, str]) -> None:
 
 
 def test_import_is_fast(compiled: dict[str, str]) -> None:
-    """The best of several tries: noise on a busy machine only ever adds. One that is slow is slow with NumPy, too."""
+    """The best of several tries: noise on a busy machine only ever adds."""
     import_in_new_process(compiled)
     tries = []
     for _ in range(TRIES):
         tries.append(import_in_new_process(compiled))
         best = min(measured["seconds"] for measured in tries)
-        allowed = max(SECONDS, 2 * min(measured["numpy"] for measured in tries))
+        allowed = max(SECONDS, TIMES_NUMPY * min(measured["numpy"] for measured in tries))
         if best < allowed:
             break
     assert best < allowed
