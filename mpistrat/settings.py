@@ -89,7 +89,7 @@ stall_seconds = Setting(
     name="MPISTRAT_STALL_SECONDS",
     default="60",
     unit="seconds",
-    read_by="each rank, when it builds a strategy",
+    read_by="each rank, when it builds a strategy, and when `mpistrat run` starts it",
     meaning="How long a collective may last, transfers included; 0 waits for ever. Not set: a group of "
     "`torch.distributed` that has a longer `timeout` waits as long as that.",
     parse=_seconds,
@@ -99,7 +99,7 @@ raises_on_stall = Setting(
     name="MPISTRAT_ON_STALL",
     default="end",
     unit="`end` or `raise`",
-    read_by="each rank, when it builds a strategy",
+    read_by="each rank, when it builds a strategy, and when `mpistrat run` starts it",
     meaning="What follows when a collective lasts too long: `end` ends the job; `raise` raises "
     "`mpistrat.errors.StallError` on the ranks that wait.",
     parse=_is_raise,

@@ -19,9 +19,8 @@ from mpistrat.settings import rank_pid
 from mpistrat.topology import Topology
 
 _started: Any = None  # mpi4py.MPI, once it is initialized and agrees with the launcher
-_kept_with_comm: int | None = (
-    None  # the key of the MPI attribute that holds a communicator's Topology
-)
+# The key of the MPI attribute that holds a communicator's Topology.
+_kept_with_comm: int | None = None
 
 
 class MPIClusterResolver(ClusterResolver):

@@ -109,15 +109,18 @@ class Survivors:
             job_end().end_without_finalize()
 
     @contextlib.contextmanager
-    def recovering(self) -> Iterator[None]:
-        """Those that do not come are reported as if they did not come to a collective."""
+    def told_as(self, what: str, call: int = _LAST_CALL) -> Iterator[None]:
+        """Those that do not come to the block are reported as if it were a collective.
+
+        Args: call: its number among the calls on `communicator`; that of the last one, where more are made after it.
+        """
         communicator: Communicator | None = getattr(self, "communicator", None)
         watch = None if communicator is None else communicator.contract.watch
         if watch is None:
             yield
             return
-        text, length = text_of("going on without the ranks that were lost", "run_elastic")
-        watch.record.enter(watch.board, _LAST_CALL, text, length)
+        text, length = text_of(what, "run_elastic")
+        watch.record.enter(watch.board, call, text, length)
         try:
             yield
         finally:

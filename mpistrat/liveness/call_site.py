@@ -15,11 +15,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Where Python and what was installed for it are; "<frozen runpy>" starts modules.
 _INSTALLED = (sys.prefix + os.sep, sys.base_prefix + os.sep, "<frozen ")
 
-_OF_DECORATORS = (
-    "contextlib",
-    "typing_extensions",
-    "warnings",
-)  # the latter two mark what is deprecated
+# Of decorators (the latter two mark what is deprecated), and our entry point for torch, which is not in this package.
+_CALL_TORCH = "contextlib", "typing_extensions", "warnings", "mpistrat_torch"
 
 # Whose a frame is. Between the program's and us: of this package, torch, and what calls torch.
 _BETWEEN, _OF_LIBRARY, _OF_PROGRAM = range(3)
@@ -94,7 +91,7 @@ def places_of(error: BaseException) -> list[str]:
 def _owner_of(file: str) -> int:
     # A library is loaded by the time that a frame of it is seen.
     folders = [os.path.dirname(library) + os.sep for library in _files_of("torch", "torch_xla")]
-    if file in _files_of(*_OF_DECORATORS) or file.startswith((_PACKAGE, *folders)):
+    if file in _files_of(*_CALL_TORCH) or file.startswith((_PACKAGE, *folders)):
         return _BETWEEN
     installed = file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
     return _OF_LIBRARY if installed else _OF_PROGRAM

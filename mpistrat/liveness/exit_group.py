@@ -76,9 +76,8 @@ class ExitGroup:
         stuck = False
         for calls in self.calls():
             call, collective = calls.calls, calls.waiting_in
-            since = calls.watch.record.words[
-                calls.watch.board + SINCE
-            ]  # last: it begins anew with each call
+            # Last: it begins anew with each call.
+            since = calls.watch.record.words[calls.watch.board + SINCE]
             if collective is None or not since or now - since < SECONDS_UNTIL_STUCK * 1e9:
                 continue
             if self._reported.get(calls.name) != call:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mpistrat.liveness.job_folder import line_of, ranks_in, record_of, stacks_of
+from mpistrat.liveness.job_folder import line_of, members_of, ranks_in, record_of, stacks_of
 from mpistrat.liveness.processes import (
     DEAD,
     KILLED_BY_LAUNCHERS,
     RUNS,
+    catches,
+    command_of,
     exit_status,
     is_exiting,
     launched,
@@ -47,6 +49,7 @@ class Rank:
     lost: bool = False  # dead, and the others went on without it
     closed: int = 0  # when it closed its files: counts from 1
     closed_alive: bool = False  # and lived on
+    became: str = ""  # the other program for which it closed them
 
     @property
     def number(self) -> int:
@@ -55,6 +58,21 @@ class Rank:
     @property
     def pid(self) -> int:
         return self.record.pid
+
+    @property
+    def letter(self) -> str:
+        """The state of its process; see `processes.state_of`."""
+        return state_of(self.pid, self.record.began)
+
+    @property
+    def other_program(self) -> str:
+        """The command of the program that the process has become, by exec; "" if it is still the rank's.
+
+        It no longer catches the signal by which the rank is asked for its stack.
+        """
+        number = self.record.stack_signal
+        is_the_rank = not number or self.letter in DEAD or catches(self.pid, number)
+        return "" if is_the_rank else command_of(self.pid)
 
     @property
     def who(self) -> str:
@@ -97,7 +115,7 @@ class Rank:
 
     @property
     def stands_still(self) -> bool:
-        return self.dead or state_of(self.pid) not in RUNS
+        return self.dead or self.letter not in RUNS
 
 
 def find_ranks(folder: str, known: Collection[int] = ()) -> list[Rank]:
@@ -133,6 +151,7 @@ class Wait:
     first: int  # the number in the job of its communicator's rank 0
     timeout: float  # after so many seconds the waiting ranks raise an error; 0: never
     elsewhere: int  # how many of its communicator's ranks are on other nodes
+    members: set[int]  # by numbers in the job; empty where they were not noted
 
     @property
     def limit(self) -> float:
@@ -174,6 +193,8 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
         inside = {rank: board for rank, board in alive if board.since and board.calls == call}
         if inside:
             missing, board = [rank for rank, board in members if board.calls < call], members[0][1]
+            noted = members_of(members[0][0].record.folder, group)
+            strangers = [r for r in ranks if r.number in noted and r not in dict(members)]
             found.append(
                 Wait(
                     call,
@@ -181,11 +202,12 @@ def waits(ranks: Sequence[Rank], *, of_the_dead: bool = False) -> list[Wait]:
                     min(each.since for each in inside.values()),
                     [*inside],
                     [each.entry for each in inside.values()],
-                    missing,
+                    missing + strangers,
                     group,
                     board.first,
                     min((each.timeout for each in inside.values() if each.timeout), default=0.0),
-                    board.size - len(members),
+                    board.size - len(members) - len(strangers),
+                    noted,
                 )
             )
     return sorted(found, key=lambda wait: wait.since)
@@ -310,12 +332,13 @@ class FailureDetector:
             elif rank.status is None:  # a second event, when it was reaped
                 rank.status = exit_status(rank.pid, pidfd)
         for rank in self._without_pidfd:
-            if not rank.dead and state_of(rank.pid) in DEAD:
+            if not rank.dead and rank.letter in DEAD:
                 self._dies(rank, exit_status(rank.pid, None))
 
     def _closes(self, rank: Rank) -> None:
         rank.closed = next(self._closings)
         rank.closed_alive = not is_exiting(rank.pid)
+        rank.became = rank.other_program
         if self.ranks[rank.number] is rank:
             self._when_one_dies(rank)
 

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpistrat.machine.private_files import create, make_folder
 
@@ -51,6 +51,20 @@ def words_of(folder: str, rank: int) -> str:
 def report_of(folder: str) -> str:
     """Where the observer's words are kept while the job lives."""
     return os.path.join(folder, "report")
+
+
+def note_members(folder: str, group: int, ranks: Sequence[int]) -> None:
+    """Note who is in a group, by numbers in the job: those who never come to it say nothing of it."""
+    with create(os.path.join(folder, f"members-{group:x}")) as file:
+        file.write(" ".join(map(str, ranks)))
+
+
+def members_of(folder: str, group: int) -> set[int]:
+    """What was noted; empty where nothing was."""
+    path = os.path.join(folder, f"members-{group:x}")
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+        return set(map(int, file.read().split()))
+    return set()
 
 
 # What the MPI libraries and what they stand on make in /dev/shm, and nobody removes when they are killed

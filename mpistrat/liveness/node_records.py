@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from typing import cast
 
 from mpi4py import MPI
 
 from mpistrat.liveness import observation
-from mpistrat.liveness.job_folder import JobFolder, remove_leftovers
+from mpistrat.liveness.job_folder import JobFolder, note_members, remove_leftovers
 from mpistrat.liveness.processes import job_of
 from mpistrat.liveness.record import END, RAISE, RankRecord
 from mpistrat.liveness.revocable_group import revocable_group_of
@@ -49,6 +51,20 @@ class NodeRecords:
         crowded = cpu_share(cpus, node.allgather(cpus)) < 1
         node.Free()
         return CommunicatorWatch(record, board, peers, crowded, revocable_group_of(comm))
+
+    def watch_of_some(
+        self, watch: CommunicatorWatch, ranks: Sequence[int], name: str
+    ) -> CommunicatorWatch:
+        """This rank's watch in a group of those that `watch` is of, who have no communicator yet. Not collective.
+
+        Args: ranks: of the group, by their numbers in the job.
+        """
+        board = self.own.new_board(_hash(name), len(ranks), ranks[0])
+        if board is None:  # the record is full: nobody observes the group
+            return dataclasses.replace(watch, record=_start(RankRecord(None)), board=-1, peers=None)
+        with contextlib.suppress(OSError):  # nobody else sees the record
+            note_members(self.own.folder, _hash(name), ranks)
+        return dataclasses.replace(watch, record=self.own, board=board, peers=None)
 
     def see_each_other(self, node: MPI.Intracomm, record: RankRecord) -> bool:
         """Whether all ranks of `node` can read each other's `record`. Collective."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from mpistrat.cluster_resolver import launcher
 from mpistrat.errors import TopologyError
 from mpistrat.liveness.job_folder import JobFolder, line_of, record_of, stacks_of, words_of
-from mpistrat.liveness.processes import DEAD, job_of, state_of
+from mpistrat.liveness.processes import DEAD, command_of, job_of, signals_of, state_of
 from mpistrat.liveness.record import ANNOUNCED, LEFT, RUNNING, RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.machine.private_files import create, private
@@ -103,8 +103,8 @@ def join(folder: JobFolder, rank: int, size: int) -> Observed:
     path = record_of(folder.path, rank)
     with contextlib.suppress(FileNotFoundError):
         # Of a program that the launcher's script ran before, or that this process ran before an exec.
-        before = RankRecord(path).pid
-        if before == os.getpid() or state_of(before) in DEAD:
+        before = RankRecord(path)
+        if before.pid == os.getpid() or state_of(before.pid, before.began) in DEAD:
             os.unlink(path)
     line = line_of(folder.path, rank)
     with contextlib.suppress(FileExistsError):
@@ -192,7 +192,7 @@ def announce_exit() -> Observed | None:
 
 def wake_observer(record: RankRecord) -> None:
     """If it is stopped: it would stay for ever."""
-    if state_of(record.observer) == "T":
+    if state_of(record.observer) == "T" and command_of(record.observer).endswith(record.folder):
         with contextlib.suppress(OSError):
             os.kill(record.observer, signal.SIGCONT)
 
@@ -220,7 +220,8 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
     file = private(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # open until the process ends
     if not faulthandler.is_enabled():
         faulthandler.enable(file)
-    taken = _signals_in_use()
+    # By handlers that Python does not know of, too.
+    taken = signals_of(os.getpid(), "SigCgt", "SigIgn")
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if not taken >> (number - 1) & 1:
             # Of the thread that gets the signal, which is the main thread while it lives: those of threads that go on
@@ -228,13 +229,3 @@ def speak_on_signal(record: RankRecord, stacks: str) -> None:
             faulthandler.register(number, file, all_threads=False, chain=False)
             record.stack_signal = number
             return
-
-
-def _signals_in_use() -> int:
-    """A bit for each signal that this process catches or ignores, also by handlers that Python does not know of."""
-    taken = 0
-    with open("/proc/self/status", encoding="utf-8") as status:
-        for line in status:
-            if line.startswith(("SigCgt:", "SigIgn:")):
-                taken |= int(line.split()[1], 16)
-    return taken

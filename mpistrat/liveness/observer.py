@@ -34,14 +34,7 @@ from mpistrat.liveness.failure_detector import (
 )
 from mpistrat.liveness.job_folder import JobFolder, report_of, words_of
 from mpistrat.liveness.other_accounts import Account, find_accounts, forget_accounts
-from mpistrat.liveness.processes import (
-    DEAD,
-    describe_exit,
-    end_launcher,
-    exit_code,
-    launcher_of,
-    state_of,
-)
+from mpistrat.liveness.processes import DEAD, describe_exit, end_launcher, exit_code, launcher_of
 from mpistrat.liveness.record import ANNOUNCED, END, ENDING, LEAVING, LEFT, RAISE, SEEN
 from mpistrat.liveness.report import absence_report, death_report, leaving_notice, stall_report
 from mpistrat.liveness.unwaited import within
@@ -80,9 +73,8 @@ class Observer:
         self._reported = 0.0  # when; 0.0: nothing was reported
         self._ending_since = 0.0  # when a rank was seen to end the job
         self._killed = False
-        self._absent_since = (
-            0.0  # when ranks at their end were seen, while others wait for all to start
-        )
+        # When ranks at their end were seen, while others wait for all to start.
+        self._absent_since = 0.0
         self._leaving_since = 0.0  # when ranks were seen to wait at their end
         self._noticed_leaving = False
         self._has_noticed_wait = False
@@ -257,7 +249,7 @@ class Observer:
 
     def _stall_report(self, wait: Wait, waited: float) -> str:
         accounts = self._ask_other_nodes(wait)
-        missing = [rank for other in accounts for rank in other.missing(wait.group, wait.call)]
+        missing = [n for a in accounts for n in a.missing(wait.group, wait.call, wait.members)]
         lines = [line for other in accounts for line in other.lines]
         return stall_report(self._detector.going_on, wait, waited, missing, lines)
 
@@ -341,7 +333,7 @@ class Observer:
             return
         self._killed = True
         for rank in ranks:
-            if not rank.dead and state_of(rank.pid) not in DEAD:
+            if not rank.dead and rank.letter not in DEAD:
                 with contextlib.suppress(OSError):
                     os.kill(rank.pid, signal.SIGKILL)
 

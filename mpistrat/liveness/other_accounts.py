@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from mpistrat.machine.private_files import create
@@ -23,10 +24,15 @@ class Account:
     calls: dict[str, dict[str, int]]  # by rank; keys are text, as in JSON
     lines: list[str]
 
-    def missing(self, group: int, call: int) -> list[int]:
-        """The ranks of the communicator that have not come to its call number `call`."""
+    def missing(self, group: int, call: int, members: Collection[int] = ()) -> list[int]:
+        """The ranks of the communicator that have not come to its call number `call`.
+
+        Args: members: ranks that are to be in it, and may not have made it yet.
+        """
         return [
-            int(rank) for rank, calls in self.calls.items() if calls.get(str(group), call) < call
+            int(rank)
+            for rank, calls in self.calls.items()
+            if calls.get(str(group), 0 if int(rank) in members else call) < call
         ]
 
 

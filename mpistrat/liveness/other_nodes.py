@@ -67,9 +67,8 @@ class OtherNodes:
             if first != self._node:
                 self._others.setdefault(first, []).append(rank)
         self._accounts: dict[int, Account] = {}  # by node
-        self._asked_at = (
-            0.0  # when the other nodes were asked what they have not answered yet; 0.0: nothing
-        )
+        # When the other nodes were asked what they have not answered yet; 0.0: nothing.
+        self._asked_at = 0.0
         self._has_asked = self._raised = False
 
     @property

@@ -31,10 +31,38 @@ _LAUNCHERS = re.compile(r"(mpiexec|mpirun|mpiexec\.\w+|prterun|orterun)$")
 _DAEMONS = re.compile(r"(hydra_pmi_proxy|hydra_bstrap_pr\w*|prted|orted|slurmstepd|flux-shell)$")
 
 
-def state_of(pid: int) -> str:
-    """Its letter in /proc/PID/stat; "" when it is gone."""
+def state_of(pid: int, began: int = 0) -> str:
+    """Its letter in /proc/PID/stat; "" when it is gone.
+
+    Args: began: as of `began_at`: a process that began at another time has got the number since. 0: any.
+    """
     fields = _stat(pid)
-    return fields[0] if fields else ""
+    return fields[0] if fields and began in (0, int(fields[19])) else ""
+
+
+def began_at(pid: int) -> int:
+    """When the process began, in ticks since the machine's start; an exec changes nothing. 0 when it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def signals_of(pid: int, *kinds: str) -> int:
+    """A bit for each signal that the process catches (SigCgt), or ignores (SigIgn); 0 when it is gone."""
+    taken = 0
+    for line in _read(pid, "status").splitlines():
+        kind, _, mask = line.partition(":")
+        taken |= int(mask, 16) if kind in kinds else 0
+    return taken
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, which would else end it."""
+    return bool(signals_of(pid, "SigCgt") >> (number - 1) & 1)
+
+
+def command_of(pid: int) -> str:
+    """The program that it runs, and its arguments."""
+    return _read(pid, "cmdline").replace("\0", " ").strip()
 
 
 def is_exiting(pid: int) -> bool:
@@ -100,26 +128,26 @@ def exit_code(status: int | None) -> int:
 
 
 class StackRequest:
-    """Asks a process for the Python frames of its main thread.
+    """Asks a process for the Python frames of its main thread. `sent`: whether it was asked.
 
     The process must have registered `stack_signal` with faulthandler, to the file `stacks`: the C handler speaks even
-    while the GIL is held.
+    while the GIL is held. It is not asked if it no longer catches the signal, by which it would be killed.
     """
 
     def __init__(self, pid: int, stack_signal: int, stacks: str) -> None:
         self._stacks, self._before = stacks, 0  # bytes that were there before
-        self._sent = False
+        self.sent = False
         self._deadline = time.monotonic() + SECONDS_FOR_A_STACK
-        if stack_signal and state_of(pid) in RUNS:
+        if stack_signal and state_of(pid) in RUNS and catches(pid, stack_signal):
             with contextlib.suppress(OSError):
                 self._before = os.path.getsize(stacks)
                 os.kill(pid, stack_signal)
-                self._sent = True
+                self.sent = True
 
     def frames(self) -> list[str]:
         """Innermost first; [] when it does not answer."""
         answer = ""
-        while self._sent:
+        while self.sent:
             before, answer = answer, self._answer()
             # A process without a core may stop in the middle of its answer.
             if answer == before and _frames(answer):
@@ -181,17 +209,14 @@ def job_of(pid: int) -> str:
     for ancestor, name in _ancestors(pid):
         fields = _stat(ancestor)
         if fields and (_LAUNCHERS.match(name) or _DAEMONS.match(name)):
-            return f"{ancestor}-{fields[19]}-{zlib.crc32(_pmix_namespace(pid)):08x}"
+            return f"{ancestor}-{fields[19]}-{zlib.crc32(_pmix_namespace(pid).encode()):08x}"
     return ""
 
 
-def _pmix_namespace(pid: int) -> bytes:
+def _pmix_namespace(pid: int) -> str:
     """What the launcher gave the process; it may have taken it out of its own environment since."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        for variable in file.read().split(b"\0"):
-            if variable.startswith(b"PMIX_NAMESPACE="):
-                return variable
-    return b""
+    variables = _read(pid, "environ").split("\0")
+    return next((each for each in variables if each.startswith("PMIX_NAMESPACE=")), "")
 
 
 def _ancestors(pid: int) -> Iterator[tuple[int, str]]:
@@ -202,20 +227,20 @@ def _ancestors(pid: int) -> Iterator[tuple[int, str]]:
 
 
 def _name(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return _read(pid, "comm").strip()
 
 
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the state on (proc_pid_stat(5) counts it as the third)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
+    return _read(pid, "stat").rpartition(")")[2].split() or None
+
+
+def _read(pid: int, file: str) -> str:
+    """A file of the process in /proc; "" when it is gone, or does not show it."""
+    path = f"/proc/{pid}/{file}"
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as opened:
+        return opened.read()
+    return ""
 
 
 def _frames(dump: str) -> list[str]:

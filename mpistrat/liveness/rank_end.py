@@ -25,7 +25,7 @@ from mpistrat.liveness.borrowed_stderr import say_on_launcher
 from mpistrat.liveness.failure_detector import Rank, find_ranks
 from mpistrat.liveness.failure_log import FailureLog, Nodes, as_of_any_rank
 from mpistrat.liveness.interrupts import unheeded
-from mpistrat.liveness.processes import DEAD, launched, state_of
+from mpistrat.liveness.processes import DEAD, launched
 from mpistrat.liveness.program_exit import exit_status, program_exit, remember_exits
 from mpistrat.liveness.record import ENDING, LEFT, SEEN
 from mpistrat.liveness.unwaited import soon, within
@@ -243,7 +243,7 @@ def announce_exits() -> None:
 
 
 def _is_gone(rank: Rank) -> bool:
-    return rank.has_left or state_of(rank.pid) in DEAD
+    return rank.has_left or rank.letter in DEAD
 
 
 @functools.cache

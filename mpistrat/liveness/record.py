@@ -20,6 +20,8 @@ import struct
 import time
 from dataclasses import dataclass
 
+from mpistrat.liveness.processes import began_at
+
 MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
 # Header words
 (
@@ -46,7 +48,8 @@ MAGIC = 0x31_74_72_74_73_69_70_6D  # "mpistrt1"
     EXITS,  # whether the rank is about to end by os._exit(0)
     LIMIT_IS_SET,  # 1: LIMIT is the user's choice; else the timeout of a group takes its place
     NOTICED,  # the ring entry of a call of this rank that was reported when its timeout had passed
-) = range(23)
+    BEGAN,  # when the process began: another one may get its pid
+) = range(24)
 # STATE. LEAVING: at the program's end, waiting for the other ranks to come to theirs.
 # ENDING: this rank ends the job, or has failed: the observer need not explain its death.
 RUNNING, LEAVING, LEFT, ENDING = range(4)
@@ -109,7 +112,7 @@ class RankRecord:
     abort, code, on_stall, stalled = map(_Word, (ABORT, CODE, ON_STALL, STALLED))
     looked, ask, asked = map(_Word, (LOOKED, ASK, ASKED))
     observer, say, starting, exits = map(_Word, (OBSERVER, SAY, STARTING, EXITS))
-    limit_is_set, noticed = map(_Word, (LIMIT_IS_SET, NOTICED))
+    limit_is_set, noticed, began = map(_Word, (LIMIT_IS_SET, NOTICED, BEGAN))
     host = _Text(1024, 256)
     end = _Text(1280, 512)  # how the rank came to its end, as `ProgramExit.how`
 
@@ -148,6 +151,7 @@ class RankRecord:
     ) -> None:
         """Fill in the header; from here on others may read. Called again when the limit is known."""
         self.pid, self.rank, self.size = os.getpid(), rank, size
+        self.began = began_at(self.pid)
         self.words[LIMIT], self.on_stall = int(limit * 1e9), on_stall
         self.limit_is_set = int(limit_is_set)
         self.host = host

@@ -13,7 +13,6 @@ from mpistrat.liveness.processes import (
     cpu_seconds,
     describe_exit,
     describe_state,
-    state_of,
 )
 from mpistrat.liveness.record import LEAVING, Entry
 
@@ -76,7 +75,9 @@ def stall_report(
 
 def death_report(ranks: list[Rank], first: Rank) -> str:
     how = describe_exit(first.status)
-    if first.closed_alive:
+    if first.became:
+        how = f"became another program, by exec ({first.became}), and then {how}"
+    elif first.closed_alive:
         how = "closed files that it had not opened, as os.closerange() does, and died: the launcher had lost it"
     lines = [f"{first.who} {how}", f"  it {_last_words(first)}"]
     spoken = _spoken_at_death(first)
@@ -166,7 +167,9 @@ def _state(rank: Rank, busy: float) -> str:
         return describe_exit(rank.status)
     if rank.has_left:
         return "has come to the end of its program"
-    letter = state_of(rank.pid)
+    if program := rank.other_program:
+        return f"has become another program, by exec: {program}"
+    letter = rank.letter
     if letter not in ("R", "S"):
         return f"is {describe_state(letter)}"
     how = "busy" if busy > _BUSY or letter == "R" else "idle"
@@ -195,7 +198,7 @@ def _describe(rank: Rank, entry: Entry) -> str:
 
 
 def _stack(rank: Rank, request: StackRequest | None) -> list[str]:
-    if request is None or rank.stands_still:
+    if request is None or not request.sent or rank.stands_still:
         return []
     frames = _of_the_program(request.frames())
     if not frames:

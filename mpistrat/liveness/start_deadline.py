@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 
 from mpistrat.cluster_resolver.launcher import environment_of_children
 from mpistrat.liveness import observation
+from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.rank_end import rank_end
+from mpistrat.liveness.record import RankRecord
 from mpistrat.machine.interpreter import IMPORT_WITHOUT_INIT, python_of_helpers
 from mpistrat.settings import start_seconds
 
@@ -83,14 +86,13 @@ def init_deadline(*, rank: int | None = None, size: int | None = None) -> Iterat
 def _starting(size: int | None) -> Iterator[None]:
     """The observer knows that this rank waits for all ranks of the job, if those are `size`."""
     observed = observation.observed()
-    record = observed.record if observed and observed.record.size == size else None
-    if record is not None:
-        record.starting = time.monotonic_ns()
+    record = observed.record if observed and observed.record.size == size else RankRecord(None)
+    before = record.starting  # of a block around this one
+    record.starting = before or time.monotonic_ns()
     try:
         yield
     finally:
-        if record is not None:
-            record.starting = 0
+        record.starting = before
 
 
 def _message(what: str, seconds: float, rank: int | None, size: int | None) -> str:
@@ -98,7 +100,8 @@ def _message(what: str, seconds: float, rank: int | None, size: int | None) -> s
     started = "started processes" if size is None else f"{size} started processes"
     return (
         f"{who} waited {seconds:g} s in {what} for the other ranks: some of the {started} never got "
-        "there.\nEvery rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a "
+        f"there. It waits at {call_site(sys._getframe())}.\n"
+        "Every rank must build the strategy (or call MPI_Init). Does an `if rank == 0:` stand around it, did a "
         "rank end or fail before, or is one still busy? "
         f"{start_seconds.name}=N allows N seconds (0: no limit). Ending the job."
     )

@@ -86,11 +86,11 @@ class ServerJob:
         self, comm: MPI.Intracomm, topology: Topology, roles: JobRoles, replicated: bool = False
     ) -> None:
         self.topology, self.roles = topology, roles
-        with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
-            duplicate = comm.Dup()
         self.why_not_fault_tolerant = _why_not_fault_tolerant()
         self.outlives_ranks = comm.Get_size() > 1 and not self.why_not_fault_tolerant
-        channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=shared_bytes() > 0)
+        with start_deadline("the duplication of a communicator", rank=comm.rank, size=comm.size):
+            pipes, duplicate = shared_bytes() > 0, comm.Dup()
+            channel = Channel(duplicate, outlives_ranks=self.outlives_ranks, pipes=pipes)
         self.rpc = RpcEndpoint(channel, self.name_of, stall_seconds())
         self.servers, self.workers = roles.ranks["ps"], roles.ranks["worker"]
         self.clients = tuple(rank for rank in range(comm.Get_size()) if rank not in self.servers)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mpistrat.cluster_resolver import MPIClusterResolver
 from mpistrat.communicators import Communicator
 from mpistrat.cross_device_ops import CrossDeviceOps
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.devices import check_devices
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies import wiring
@@ -26,6 +27,7 @@ def _of_node(communicator: Communicator, node: int) -> Communicator:
 
 
 @functools.cache
+@start_deadline("the division of all ranks into nodes")
 def _comm_of_node(node: int) -> MPI.Intracomm:
     """As `_of_node`, mpi4py's, of all ranks."""
     world = MPIClusterResolver().comm

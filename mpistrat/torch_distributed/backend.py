@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
             LocalCommunicator(), None, native, options.group_id, lambda: None
         )
     else:
-        pool, used = pools.take(rank, ranks)
+        pool, used = pools.take(rank, ranks, options.timeout)
         watch = used.collectives.contract.watch
         if watch is not None and watch.revocable_group is not None:
             watch.revocable_group.before_telling(native.abort)
@@ -51,7 +52,10 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
     return group
 
 
-def rendezvous(url: str, **_: Any) -> Iterator[tuple[c10d.Store, int, int]]:
+def rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[c10d.Store, int, int]]:
     """For `init_method="mpi://"`: a store, this process's rank and the number of ranks, all from MPI."""
     here = base()
-    yield store_of(here), here.rank, here.size
+    pools = here.pools
+    with pools.meeting(timeout, "init_process_group") if pools else contextlib.nullcontext():
+        store = store_of(here)
+    yield store, here.rank, here.size

@@ -8,16 +8,25 @@ mpi4py is imported at the top of this file, and this file on first use: `import 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpi4py import MPI
 
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.construction import new_communicator
+from mpistrat.communicators.contract.call_signature import signature_of
+from mpistrat.communicators.contract.contract import Contract
 from mpistrat.communicators.local import LocalCommunicator
-from mpistrat.liveness.start_deadline import start_deadline
+from mpistrat.communicators.transports.mpi import MpiTransport
+from mpistrat.liveness.job_end import job_end
+from mpistrat.liveness.waiting import wait_until
+from mpistrat.liveness.watch import CommunicatorWatch
 from mpistrat.torch_distributed.messages import Messages, Traffic
 
 _LARGEST_TAG = 32767  # that every MPI has
@@ -79,34 +88,69 @@ def _is_at_rest(everyone: Sequence[Traffic | None]) -> bool:
 
 
 class CommunicatorPools:
-    """All groups of a program, whose default group is over the ranks of `comm`."""
+    """All groups of a program, whose default group is over the ranks of `comm`. Collective over them."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self._private = comm.Dup()
         self._pools: dict[tuple[int, ...], _Pool] = {}
-        self._world = tuple(range(comm.size))  # by rank of the default group: the rank in `comm`
+        self._all = self._world = tuple(range(comm.size))  # `_world`: by rank of the default group
+        self._numbers = self._private.allgather(MPI.COMM_WORLD.rank)  # in the job
+        mpi, name = MpiTransport(self._private), self._private.bcast(uuid.uuid4().hex)
+        watch = job_end().records.watch_of(self._private, name)
+        # Of meetings, by who meets.
+        self._contracts = {self._all: Contract(mpi, name, watch, "never")}
+        job_end().watch(self._contracts[self._all], self._private)
 
-    def take(self, rank: int, ranks: Sequence[int]) -> tuple[_Pool, GroupCommunicators]:
+    def take(
+        self, rank: int, ranks: Sequence[int], timeout: Any
+    ) -> tuple[_Pool, GroupCommunicators]:
         """What a group uses; collective over its ranks.
 
         Args:
             rank: this process's in the group.
             ranks: those of the default group that are in it, in its order; none: it is the default group.
+            timeout: of the group, as of `meeting`.
         """
-        with start_deadline("init_process_group or new_group", rank=rank, size=len(ranks) or None):
+        members = tuple(self._world[each] for each in ranks)
+        with self.meeting(timeout, "new_group" if ranks else "init_process_group", members):
             if not ranks:
                 order = self._private.allgather(rank)
-                self._world = tuple(sorted(range(len(order)), key=order.__getitem__))
                 if sorted(order) != list(range(len(order))):
                     raise ValueError(
                         f"init_process_group got rank= {order}, by rank of MPI, but each rank must have its own"
                     )
-            members = tuple(self._world[each] for each in ranks or range(self.comm.size))
+                members = self._world = tuple(sorted(range(len(order)), key=order.__getitem__))
             pool = self._pools.get(members)
             if pool is None:
                 pool = self._pools[members] = _Pool(self._comm_of(members))
             return pool, pool.take()
+
+    @contextlib.contextmanager
+    def meeting(self, timeout: Any, call: str, members: tuple[int, ...] = ()) -> Iterator[None]:
+        """Collective over `members`: in the block, all have come. Whoever does not come is reported as if the block
+        were a collective.
+
+        Args:
+            timeout: a `datetime.timedelta`, after which the ranks that wait raise StallError; None: as of the settings.
+            call: of the program, for that report.
+            members: their ranks in `comm`; none: all.
+        """
+        contract = self._contract_of(members if 0 < len(members) < self.comm.size else self._all)
+        seconds = timeout.total_seconds() if timeout else 0.0
+        signature = signature_of((call, str(list(members)) if members else ""))
+        with contract.watch.waiting(seconds), contract.enter(signature):
+            _come_together(self._private, members or self._all, contract.watch)
+            yield
+
+    def _contract_of(self, members: tuple[int, ...]) -> Contract:
+        """For meetings of `members`, who may have no communicator yet. Not collective."""
+        if members not in self._contracts:
+            of_all, numbers = self._contracts[self._all], [self._numbers[each] for each in members]
+            name = f"{of_all.name}/{members}"
+            watch = job_end().records.watch_of_some(of_all.watch, numbers, name)
+            self._contracts[members] = of_all.of_part(MpiTransport(self._private), name, watch)
+        return self._contracts[members]
 
     def _comm_of(self, members: tuple[int, ...]) -> MPI.Intracomm:
         everybody = self._private.Get_group()
@@ -116,3 +160,12 @@ class CommunicatorPools:
         group.Free()
         everybody.Free()
         return comm
+
+
+def _come_together(comm: MPI.Intracomm, members: Sequence[int], watch: CommunicatorWatch) -> None:
+    """Return once all `members` have called this: each tells the first, and that one tells each that all have."""
+    is_first = comm.rank == members[0]
+    for begin in (comm.Irecv, comm.Isend) if is_first else (comm.Isend, comm.Irecv):
+        whom = members[1:] if is_first else members[:1]
+        requests = [begin([bytearray(), MPI.BYTE], rank) for rank in whom]
+        wait_until(functools.partial(MPI.Request.Testall, requests), watch)

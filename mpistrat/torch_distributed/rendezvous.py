@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import secrets
 import select
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.communicators.torch_store import Ranks, store_at
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.addresses import listen
 from mpistrat.machine.cpu_share import cpu_share
 from mpistrat.torch_distributed import default_group
@@ -24,7 +26,7 @@ class Base(Ranks):
     """The ranks of the default group.
 
     Attributes:
-        pools: the communicators of groups; None for one rank without MPI.
+        pools: the communicators of groups; None for one rank.
         cpu_share: the CPUs that this rank has, those that it shares with others in part.
     """
 
@@ -32,7 +34,9 @@ class Base(Ranks):
         super().__init__(comm)
         self.pools: CommunicatorPools | None = None
         self.cpu_share = math.inf
-        if self.comm is not None:
+        if self.size == 1:
+            return
+        with start_deadline("the start of torch.distributed", rank=self.rank, size=self.size):
             mine = os.sched_getaffinity(0)
             masks = self.comm.allgather(mine)
             here = self.topology.ranks_on_node(self.topology.node)
@@ -82,13 +86,17 @@ class _AgentStore:
             self._thread.join()
 
 
-def start_agent_store(base: Base) -> tuple[str, int]:
-    """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT. Collective over the ranks."""
-    address, port = base.address, 0
+@start_deadline("the start of `mpistrat run`")
+def start_agent_store(base: Base) -> tuple[tuple[str, int], str]:
+    """The address and port of a store for whoever asks for MASTER_ADDR and MASTER_PORT, and a name for this run.
+
+    Collective over the ranks.
+    """
+    address, port, run_id = base.address, 0, secrets.token_hex(8)
     if base.rank == 0:
         listener = listen(address)
         port = listener.getsockname()[1]
         _AgentStore(listener, base.size)
     if base.comm is not None:
-        port = base.comm.bcast(port)
-    return address, port
+        port, run_id = base.comm.bcast((port, run_id))
+    return (address, port), run_id

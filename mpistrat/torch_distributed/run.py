@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import secrets
 import sys
 import types
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import NoReturn
 from mpistrat.cluster_resolver.mpi import MPIClusterResolver
 from mpistrat.cluster_resolver.torchrun import have_accelerate_use_cpus, set_torchrun_environment
 from mpistrat.liveness.program_exit import remember_raised
+from mpistrat.liveness.start_deadline import start_deadline
 from mpistrat.machine.cpu_share import intra_op_threads, user_set_threads
 from mpistrat.torch_distributed import default_group
 
@@ -30,19 +30,19 @@ def run_program(
     _share_cores()
     # Only here, for torch reads OMP_NUM_THREADS when it is imported.
     from mpistrat.torch_distributed.default_backend import replace_default_backend
+    from mpistrat.torch_distributed.own_ranks import look_for_own_ranks
     from mpistrat.torch_distributed.rendezvous import base, start_agent_store
 
     default_group.make_known_to_torch()
     ranks = base()
-    run_id = secrets.token_hex(8)
-    if ranks.comm is not None:
-        run_id = ranks.comm.bcast(run_id)
-    set_torchrun_environment(ranks.topology, start_agent_store(ranks), run_id)
+    set_torchrun_environment(ranks.topology, *start_agent_store(ranks))
     if not _has_accelerator():
         have_accelerate_use_cpus()
     if not keeps_backend:
         replace_default_backend()
         default_group.with_every_strategy = True
+    if ranks.rank == 0:
+        look_for_own_ranks()
     sys.argv = [program, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # of Python 3.11: -P, PYTHONSAFEPATH
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
@@ -60,6 +60,7 @@ def run_program(
     raise SystemExit  # not by sys.exit, which would be taken for the program's
 
 
+@start_deadline("the start of `mpistrat run`")
 def _share_cores() -> None:
     """Give this rank its share of the node's cores, unless the user has set how many threads it is to compute with."""
     comm = MPIClusterResolver().comm

@@ -5,6 +5,7 @@ from pathlib import Path
 from mpistrat.liveness import job_folder
 from mpistrat.liveness.failure_detector import find_ranks, waits
 from mpistrat.liveness.job_folder import JobFolder
+from mpistrat.liveness.other_accounts import Account
 from mpistrat.liveness.record import (
     text_of,
 )
@@ -39,3 +40,19 @@ def test_who_has_come_and_does_not_wait_is_on_this_node(folders: Path) -> None:
             record.leave(board)
     (wait,) = waits(find_ranks(folder.path))
     assert ([rank.number for rank in wait.waiting], wait.missing, wait.elsewhere) == ([0], [], 1)
+
+
+def test_who_has_never_come_to_a_group_that_was_noted(folders: Path) -> None:
+    """Rank 1, on this node, and rank 6, on another; rank 0 is in no such group."""
+    folder, _ = JobFolder.create("job-1234")
+    records = [new_record(job_folder.record_of(folder.path, rank), rank) for rank in range(3)]
+    board = records[2].new_board(7, 4, first=1)
+    assert board is not None
+    records[2].enter(board, 1, *text_of("new_group([1, 2, 5, 6])", "x.py:1 in f"))
+    job_folder.note_members(folder.path, 7, [1, 2, 5, 6])
+    (wait,) = waits(find_ranks(folder.path))
+    assert [rank.number for rank in wait.waiting] == [2]
+    assert [rank.number for rank in wait.missing] == [1]
+    assert wait.elsewhere == 2
+    account = Account({"4": {}, "5": {"7": 1}, "6": {"8": 3}}, [])
+    assert account.missing(wait.group, wait.call, wait.members) == [6]

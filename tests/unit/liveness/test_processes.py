@@ -30,6 +30,25 @@ def test_how_a_process_died() -> None:
     os.close(pidfd)
 
 
+def test_a_number_that_another_process_has_got() -> None:
+    began = processes.began_at(os.getpid())
+    assert processes.state_of(os.getpid(), began) in processes.RUNS
+    assert processes.state_of(os.getpid(), began + 1) == ""
+    assert began > processes.began_at(1)
+
+
+def test_a_process_that_would_be_killed_is_not_asked_for_its_stack(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks"
+    stacks.touch()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        request = processes.StackRequest(child.pid, signal.SIGRTMAX - 1, str(stacks))
+        assert not request.sent
+        assert request.frames() == []
+        assert child.poll() is None
+        assert processes.command_of(child.pid) == "sleep 600"
+        child.kill()
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [(None, "without a word"), (0, "exit code 0"), (3 << 8, "exit code 3"), (11, "SIGSEGV")],
@@ -66,6 +85,7 @@ def test_a_stack_that_came_in_time_is_read_late(
     asked: list[int] = []
     monkeypatch.setattr(processes, "SECONDS_FOR_A_STACK", 0.0)
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(processes, "catches", lambda pid, number: True)
         patched.setattr(processes.os, "kill", lambda pid, number: asked.append(number))
         request = processes.StackRequest(os.getpid(), 10, str(stacks))
     assert asked == [10]

@@ -55,3 +55,4 @@ def test_a_block_that_takes_too_long_ends_the_process_with_a_message(monkeypatch
         f"rank 1 waited 0.3 s in {what} for the other ranks: some of the 4 started processes"
         in done.stderr
     )
+    assert "It waits at <string>:3 in <module>.\n" in done.stderr
