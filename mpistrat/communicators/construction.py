@@ -94,6 +94,7 @@ def ways_of(mpi: MpiTransport, name: str) -> tuple[Ways, CommunicatorWatch]:
     Args: name: of the communicator.
     """
     watch = job_end().records.watch_of(mpi.comm, name)
+    watch.tell_others = job_end().tell_others
     compressed: list[Transport] = []
     if watch.peers is not None:
         window = WindowTransport(mpi, watch, shared_bytes())

@@ -41,7 +41,10 @@ _standing_for = _StandingFor()
 
 @contextlib.contextmanager
 def standing_for(place: Place) -> Iterator[None]:
-    """In the block, calls of this thread, which is one of our own, count as made at `place`."""
+    """In the block, calls of this thread, which is one of our own, count as made at `place`.
+
+    Calls in frames of the program, such as a callback of a future, count as made there.
+    """
     _standing_for.place = place
     try:
         yield
@@ -56,7 +59,6 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
     called, are not the user's. Nor are those of installed libraries, such as Lightning: where there are no others, it
     is the innermost of these, and else the outermost frame.
     """
-    frame = _standing_for.place or frame
     of_library = None
     while True:
         file = frame.f_code.co_filename
@@ -68,7 +70,7 @@ def outside(frame: FrameType | Place) -> FrameType | Place:
         if owner == _OF_LIBRARY and of_library is None:
             of_library = frame
         if frame.f_back is None:
-            return of_library or frame
+            return _standing_for.place or of_library or frame
         frame = frame.f_back
 
 

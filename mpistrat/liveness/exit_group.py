@@ -87,6 +87,12 @@ class ExitGroup:
         self._receive()
         return stuck
 
+    def tell(self, message: Raise) -> None:
+        """Tell all other ranks."""
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank and not self.lost:
+                self._send(message, rank)
+
     def verdict(self) -> tuple[str, int] | None:
         """Why the job is over and its exit code, if this rank has the exit coordinator and the job is over."""
         if (

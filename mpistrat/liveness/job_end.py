@@ -27,7 +27,9 @@ from mpistrat.liveness import observation
 from mpistrat.liveness.call_site import call_site
 from mpistrat.liveness.exit_group import ExitGroup
 from mpistrat.liveness.interrupts import Interrupts
+from mpistrat.liveness.job_folder import report_of
 from mpistrat.liveness.node_records import NodeRecords
+from mpistrat.liveness.other_nodes import Raise
 from mpistrat.liveness.program_exit import ProgramExit, program_exit, remember_exits
 from mpistrat.liveness.rank_end import rank_end
 from mpistrat.liveness.rank_losses import RankLosses
@@ -95,6 +97,16 @@ class JobEnd:
         nodes = (group.other_nodes for group in self._groups if group.other_nodes.are_some)
         self._rank.other_nodes = next(nodes, None)
         group.add(calls)
+
+    def tell_others(self, report: str, group: int, call: int) -> None:
+        """This rank has left a collective for an error. Other ranks that stay in the collective raise `report`.
+
+        Args:
+            group: the hash of the communicator's name.
+            call: the number of the collective.
+        """
+        for watched in self._groups:
+            watched.tell(Raise(report, group, call))
 
     def leave_together(self) -> None:
         """All ranks have agreed to end the program now, with whatever exit code: none that does so has failed."""
@@ -174,8 +186,12 @@ class JobEnd:
         if inside and now - max(min(inside), self._raises_since) > SECONDS_TO_RAISE * 1e9:
             waiting = (call for group in self._groups for call in group.calls() if call.waiting_in)
             site = next((call.called_at for call in waiting), "an unknown place")
+            why = ""
+            with contextlib.suppress(OSError), open(report_of(record.folder)) as report:
+                why = f":\n{report.readline().rstrip()}"
             self.end_job(
-                f"ending the job: {self._rank.who} cannot raise StallError inside MPI, at {site}", 1
+                f"ending the job: {self._rank.who} cannot raise StallError inside MPI, at {site}{why}",
+                1,
             )
 
     def _leave(self) -> None:

@@ -24,6 +24,7 @@ from mpistrat.liveness.report import account_of
 from mpistrat.machine.private_files import create
 
 SECONDS_TO_ANSWER = 2.0
+SECONDS_TO_LEAVE_TOO = 1.0  # a collective that another rank has left for an error
 RANKS_TO_ASK = 2  # of each node, in case the first cannot speak
 
 
@@ -42,6 +43,9 @@ class Answer:
 class Raise:
     report: str
     group: int  # the hash of the stalled communicator's name
+    call: int = (
+        0  # the collective that a rank has left for an error; 0: the observer has found the stall
+    )
 
 
 Message = Ask | Answer | Raise | Failure
@@ -70,6 +74,7 @@ class OtherNodes:
         # When the other nodes were asked what they have not answered yet; 0.0: nothing.
         self._asked_at = 0.0
         self._has_asked = self._raised = False
+        self._left: Raise | None = None
 
     @property
     def is_first_node(self) -> bool:
@@ -95,15 +100,33 @@ class OtherNodes:
         elif isinstance(message, Failure):
             with contextlib.suppress(OSError):  # there is no folder
                 FailureLog(record.folder, record.rank, record.size).note(message)
+        elif message.call:
+            self._left = message
         else:
-            with contextlib.suppress(OSError), create(report_of(record.folder)) as file:
-                file.write(message.report)
-            record.stalled = message.group
-            record.abort = RAISE  # last: the rank acts on it
+            self._raise(message)
+
+    def _raise(self, message: Raise) -> None:
+        record = self._record
+        with contextlib.suppress(OSError), create(report_of(record.folder)) as file:
+            file.write(message.report)
+        record.stalled = message.group
+        record.abort = RAISE  # last: the rank acts on it
+
+    def _raise_if_inside(self, message: Raise) -> None:
+        """Raise on this rank if it stays in the collective that another has left; it may be about to leave, too."""
+        wanted = message.group, message.call
+        inside = [b.since for b in self._record.boards() if (b.group, b.calls) == wanted]
+        if not any(inside):
+            self._left = None
+        elif time.monotonic_ns() - max(inside) > SECONDS_TO_LEAVE_TOO * 1e9:
+            self._left = None
+            self._raise(message)
 
     def look(self, now: float) -> None:
         """Called a few times a second, with `time.monotonic()`."""
         record = self._record
+        if self._left is not None:
+            self._raise_if_inside(self._left)
         if not self._others or not record.folder:
             return
         if self._has_asked and not self._raised and record.abort == RAISE:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from mpistrat.liveness.record import TIMEOUT, RankRecord
+from mpistrat.liveness.record import SINCE, TIMEOUT, RankRecord
 
 if TYPE_CHECKING:
     from mpistrat.liveness.revocable_group import RevocableGroup
@@ -28,6 +29,7 @@ class CommunicatorWatch:
             can be read by all; else None.
         crowded: the communicator has more ranks on this node than the node has cores for them.
         revocable_group: of the communicator, where it outlives its ranks; else None.
+        tell_others: as of `JobEnd`.
     """
 
     record: RankRecord = field(default_factory=_private)
@@ -35,6 +37,7 @@ class CommunicatorWatch:
     peers: list[tuple[memoryview, int]] | None = None
     crowded: bool = False
     revocable_group: RevocableGroup | None = None
+    tell_others: Callable[[str, int, int], object] = lambda *_: None
 
     def __post_init__(self) -> None:
         if self.board < 0:
@@ -55,6 +58,10 @@ class CommunicatorWatch:
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self.record.words[self.board + TIMEOUT] = int(seconds * 1e9)
+
+    def stay_inside(self, stays: bool) -> None:
+        """Whether this rank is still inside the collective that it has left: a callback of the program may hang."""
+        self.record.words[self.board + SINCE] = time.monotonic_ns() if stays else 0
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:

@@ -48,6 +48,7 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
             lambda: pool.give_back(used),
             base().cpu_share,
         )
+    group.options.global_ranks_in_group = ranks
     group.set_timeout(options.timeout)
     return group
 

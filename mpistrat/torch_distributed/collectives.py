@@ -10,7 +10,15 @@ import torch
 from mpistrat.communicators.communicator import Communicator
 from mpistrat.communicators.recycled_buffers import RecycledBuffers
 from mpistrat.torch_distributed.reductions import combination_of, operand
-from mpistrat.torch_distributed.tensors import by_dtype, flat, read, unflatten, written
+from mpistrat.torch_distributed.tensors import (
+    apart,
+    by_dtype,
+    flat,
+    read,
+    unflatten,
+    unwritten,
+    written,
+)
 
 
 class Collectives:
@@ -57,20 +65,23 @@ class Collectives:
                 self.communicator.broadcast(buffer, root)
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        own = read(tensor)
         with written(out) as buffer:
-            self.communicator.all_gather_into(read(tensor), buffer)
+            if own.data_ptr() != buffer.data_ptr() + self._rank * own.nbytes:  # its part of `out`
+                own = apart(own, buffer)
+            self.communicator.all_gather_into(own, buffer)
 
     def all_gather_singles(
         self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> None:
-        for out, tensor in zip(outs, tensors, strict=True):
+        for out, tensor in zip(outs, unwritten(tensors, [[out] for out in outs]), strict=True):
             self.all_gather_single(out, tensor)
 
     def all_gather(
         self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
     ) -> None:
         """The r-th tensor of each list becomes rank r's; shapes may differ between ranks."""
-        for outs, tensor in zip(lists, tensors, strict=True):
+        for outs, tensor in zip(lists, unwritten(tensors, lists), strict=True):
             self._check_one_a_rank("all_gather", outs)
             if all(out.shape == tensor.shape and out.dtype == tensor.dtype for out in outs):
                 gathered = self._buffers.empty((self._size, *tensor.shape), tensor.dtype)
@@ -124,7 +135,7 @@ class Collectives:
             source = source * how.factor
         with written(out) as buffer:
             parts = buffer.reshape(-1)
-            whole = source.reshape(-1)
+            whole = apart(source, buffer).reshape(-1)
             if whole.dtype is torch.bool:
                 whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
             self.communicator.reduce_scatter(whole, parts, how.reduction)
@@ -134,7 +145,7 @@ class Collectives:
     def reduce_scatter_singles(
         self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
     ) -> None:
-        for out, tensor in zip(outs, tensors, strict=True):
+        for out, tensor in zip(outs, unwritten(tensors, [[out] for out in outs]), strict=True):
             self.reduce_scatter_single(out, tensor, op)
 
     def reduce_scatter(
@@ -158,7 +169,8 @@ class Collectives:
         with written(out) as buffer:
             sent = sent or _equal_parts(tensor, self._size, "input")
             received = received or _equal_parts(out, self._size, "output")
-            self.communicator.all_to_all(read(tensor), buffer, list(sent), list(received))
+            own = apart(read(tensor), buffer)
+            self.communicator.all_to_all(own, buffer, list(sent), list(received))
 
     def all_to_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """The r-th tensor goes to rank r; the shapes may differ."""

@@ -111,8 +111,7 @@ class Messages:
 
         RuntimeError if the other rank has come to the end of its program.
         """
-        limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
-        limit = min(filter(None, limits), default=0.0)
+        limit = self.limit(seconds)
         started = time.monotonic()
         alone_since = 0.0
 
@@ -130,14 +129,22 @@ class Messages:
                     "to the end of its program. Did it skip the matching call?"
                 )
             if limit and time.monotonic() - started > limit:
-                raise StallError(
-                    f"rank {self._comm.rank} waited {limit:g} s in {message.what}, at {message.called_at}. Does the "
-                    "other rank make the matching call, with this tag and group? It may be stuck, or have sent it "
-                    "elsewhere"
-                )
+                raise self.stalled(message, limit)
             return False
 
         wait_until(arrived, self._watch)
+
+    def limit(self, seconds: float = 0.0) -> float:
+        """How many seconds a message may take that is waited for, by somebody who allows `seconds`; 0: any number."""
+        limits = (seconds, self.timeout, self._watch.record.limit_of(self.timeout))
+        return min(filter(None, limits), default=0.0)
+
+    def stalled(self, message: Message, limit: float) -> StallError:
+        """The error for a message that has taken longer."""
+        return StallError(
+            f"rank {self._comm.rank} waited {limit:g} s in {message.what}, at {message.called_at}. Does the "
+            "other rank make the matching call, with this tag and group? It may be stuck, or have sent it elsewhere"
+        )
 
     def _has_left(self, peer: int | None) -> bool:
         """Whether `peer`, or with None every other rank, is at its end, as far as is seen from this node."""
@@ -184,6 +191,7 @@ class Message(UnfinishedWork):
         self._messages, self._request, self._buffer = messages, request, buffer
         self._receives, self._status = receives, MPI.Status()
         self._lock = threading.Lock()
+        self._limit = self._asked_for = 0.0  # in seconds, and when, if somebody has the future
         if not self.test():
             messages.begun(self)
 
@@ -197,8 +205,10 @@ class Message(UnfinishedWork):
                 return True
             try:
                 if not self._request.Test(self._status):
-                    return False
-                if self._receives:
+                    if not self._limit or time.monotonic() - self._asked_for < self._limit:
+                        return False
+                    error = self._messages.stalled(self, self._limit)
+                elif self._receives:
                     self._take()
             except MPI.Exception as failure:
                 error = self._explained(failure)
@@ -214,6 +224,8 @@ class Message(UnfinishedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             self.wait()  # nobody else would make progress
+        # Whoever waits for a future of torch's has no limit.
+        self._asked_for, self._limit = time.monotonic(), self._messages.limit()
         return super().get_future()
 
     def source_rank(self) -> int:

@@ -14,14 +14,14 @@ from mpistrat.communicators.transports.accelerator.torch_groups import abort_gro
 class NativeGroups:
     """torch's own groups over the same ranks, each made when the first tensor of its device comes; that is collective.
 
-    Args:
+    Attributes:
         store: of this group alone.
     """
 
     def __init__(
         self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: str
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self.store, self._rank, self._size = store, rank, size
         self._timeout, self._name = timeout, name
         self._groups: dict[str, Any] = {}
 
@@ -30,7 +30,7 @@ class NativeGroups:
         group = self._groups.get(device.type)
         if group is None:
             group = self._groups[device.type] = make_group(
-                device.type, self._store, self._rank, self._size, self._timeout, self._name
+                device.type, self.store, self._rank, self._size, self._timeout, self._name
             )
         return group
 

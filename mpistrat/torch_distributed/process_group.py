@@ -61,6 +61,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
         name: torch's name of the group.
         give_back: called once, when the group is destroyed and its calls have ended.
         cpu_share: the CPUs that this rank has, as `machine.cpu_share` shares them out.
+
+    Attributes:
+        options: as of torch's own backends.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class MpistratProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._communicator, self._messages, self._native = communicator, messages, native
-        self._name, self._give_back = name, give_back
+        self.options = c10d.Backend.Options(NAME)
+        self.options.group_name = name
+        self._give_back = give_back
         self._cpu_share = cpu_share
         self._collectives = Collectives(communicator)
         self._order = threading.RLock()  # of the calls of several threads of the program
@@ -91,11 +96,11 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return self._name
+        return self.options.group_name
 
     @property
-    def group_desc(self) -> str:
-        return NAME
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in dist.Backend.backend_capability[NAME]]
 
     @property
     def communicator(self) -> Communicator:
@@ -118,11 +123,28 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> MpistratProcessGroup:
         return self
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    def get_group_store(self) -> c10d.Store:
+        return self._native.store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._communicator.contract.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The ranks' numbers are equal."""
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    use_pg_for_symm_mem_rendezvous = False
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks."""
         seconds = max(0.0, timeout.total_seconds())
+        before = self.options
+        self.options = c10d.Backend.Options(NAME, timeout)
+        self.options.group_name = before.group_name
+        self.options.global_ranks_in_group = before.global_ranks_in_group
         watch = self._communicator.contract.watch
         if watch is not None:
             watch.timeout = seconds
@@ -158,23 +180,20 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = _SUM, timeout: Any = None) -> dist.Work:
         tensors = _listed(tensors)
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.allreduce(tensors, opts)
         op = getattr(opts, "reduceOp", opts)
         return self._run(opts, tensors, self._collectives.all_reduce, tensors, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _SUM) -> dist.Work:
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.allreduce_coalesced(tensors, opts)
         call = self._collectives.all_reduce_coalesced
         return self._run(opts, tensors, call, tensors, opts.reduceOp)
 
     def reduce(self, tensors: Tensors, opts: Any, op: Any = None) -> dist.Work:
         tensors = _listed(tensors)
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.reduce(tensors, opts)
         root = getattr(opts, "rootRank", opts)
         op = getattr(opts, "reduceOp", op or dist.ReduceOp.SUM)
@@ -182,8 +201,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = 0, timeout: Any = None) -> dist.Work:
         tensors = _listed(tensors)
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.broadcast(tensors, opts)
         root = getattr(opts, "rootRank", opts)
         return self._run(opts, tensors, self._collectives.broadcast, tensors, root)
@@ -191,8 +209,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def allgather(self, lists: Any, tensors: Tensors, opts: Any = None) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             lists, tensors = [lists], [tensors]
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.allgather(lists, tensors, opts or c10d.AllgatherOptions())
         result = [out for outs in lists for out in outs]
         return self._run(opts, result, self._collectives.all_gather, lists, tensors)
@@ -204,16 +221,14 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def all_gather_single(
         self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        native = self._native_of([tensor])
-        if native is not None:
+        if native := self._native_of([tensor]):
             return native._allgather_base(out, tensor, opts or c10d.AllgatherOptions())
         return self._run(opts, [out], self._collectives.all_gather_single, out, tensor)
 
     def all_gather_single_coalesced(
         self, outs: Tensors, tensors: Tensors, opts: Any = None
     ) -> dist.Work:
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             opts = opts or c10d.AllgatherOptions()
             return _as_one(native, native._allgather_base, outs, tensors, opts)
         return self._run(opts, outs, self._collectives.all_gather_singles, outs, tensors)
@@ -221,8 +236,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def gather(self, lists: Any, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             lists, tensors = [lists], [tensors]
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.gather(lists, tensors, opts)
         root = getattr(opts, "rootRank", opts)
         result = [out for outs in lists for out in outs]
@@ -231,8 +245,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
     def scatter(self, outs: Any, lists: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         if isinstance(outs, torch.Tensor):
             outs, lists = [outs], [lists]
-        native = self._native_of(outs)
-        if native is not None:
+        if native := self._native_of(outs):
             return native.scatter(outs, lists, opts)
         root = getattr(opts, "rootRank", opts)
         return self._run(opts, outs, self._collectives.scatter, outs, lists, root)
@@ -241,8 +254,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         if isinstance(outs, torch.Tensor):
             outs, lists = [outs], [lists]
-        native = self._native_of(outs)
-        if native is not None:
+        if native := self._native_of(outs):
             return native.reduce_scatter(outs, lists, opts)
         op = getattr(opts, "reduceOp", opts)
         return self._run(opts, outs, self._collectives.reduce_scatter, outs, lists, op)
@@ -251,8 +263,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
-        native = self._native_of([tensor])
-        if native is not None:
+        if native := self._native_of([tensor]):
             return native._reduce_scatter_base(out, tensor, opts)
         call = self._collectives.reduce_scatter_single
         return self._run(opts, [out], call, out, tensor, opts.reduceOp)
@@ -261,8 +272,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
         self, outs: Tensors, tensors: Tensors, opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return _as_one(native, native._reduce_scatter_base, outs, tensors, opts)
         call = self._collectives.reduce_scatter_singles
         return self._run(opts, outs, call, outs, tensors, opts.reduceOp)
@@ -275,16 +285,14 @@ class MpistratProcessGroup(dist.ProcessGroup):
         sent: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        native = self._native_of([tensor])
-        if native is not None:
+        if native := self._native_of([tensor]):
             opts = opts or dist.AllToAllOptions()
             return native.alltoall_base(out, tensor, received, sent, opts)
         call = self._collectives.all_to_all_single
         return self._run(opts, [out], call, out, tensor, received, sent)
 
     def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> dist.Work:
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.alltoall(outs, tensors, opts or dist.AllToAllOptions())
         return self._run(opts, outs, self._collectives.all_to_all, outs, tensors)
 
@@ -308,15 +316,13 @@ class MpistratProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.send(tensors, rank, tag)
         return self._collect(self._peers().send(tensor, rank, tag, self._note_failure))
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
-        native = self._native_of(tensors)
-        if native is not None:
+        if native := self._native_of(tensors):
             return native.recv(tensors, rank, tag)
         return self._collect(self._peers().receive(tensor, rank, tag, self._note_failure))
 
@@ -347,13 +353,16 @@ class MpistratProcessGroup(dist.ProcessGroup):
     ) -> DoneWork:
         """Make a call here, or on the communication thread if the program does not wait for it."""
         self._check_usable()
+        is_nested = self._is_in_callback()
         # A program that calls a group's own method, without options, waits for the result.
-        waits = not getattr(opts, "asyncOp", True) or self._after_backward.is_making()
-        if waits or not self._communicator.thread_multiple:
-            if self._thread is not None:
+        waits = not getattr(opts, "asyncOp", True)
+        if waits or is_nested or not self._communicator.thread_multiple:
+            if self._thread is not None and not is_nested:
                 self._after_backward.make()
                 self._thread.wait_until_idle()
             self._make(call, operands)
+            if is_nested:
+                self._stay_inside(True)
             return self._collect(DoneWork(result))
         with self._order:
             if self._thread is None:
@@ -373,7 +382,7 @@ class MpistratProcessGroup(dist.ProcessGroup):
             except BaseException as error:
                 work.end(error)
             else:
-                work.end(None)
+                self._end(work)
 
         frame = outside(sys._getframe(2))
         if holds:
@@ -381,6 +390,15 @@ class MpistratProcessGroup(dist.ProcessGroup):
         else:
             self._thread.submit(make, frame)
         return self._collect(work)
+
+    def _is_in_callback(self) -> bool:
+        """Whether this thread has just made a call, and is now in a callback of the call's future.
+
+        The calls of the callback come next, on all ranks: whether the communication thread or the thread of backward()
+        makes the calls, is each rank's own choice. They must not wait for calls that this thread has yet to make.
+        """
+        thread = self._thread
+        return self._after_backward.is_making() or (thread is not None and thread.is_current())
 
     def _has_no_core_to_spare(self) -> bool:
         """Whether a communication thread would take a core from the program, and for nothing but memory."""
@@ -396,16 +414,29 @@ class MpistratProcessGroup(dist.ProcessGroup):
                     raise
                 self._communicator.raise_together(error)
 
+    def _end(self, work: UnfinishedWork) -> None:
+        """The call of `work` is made. Callbacks of its future run, on this thread."""
+        self._stay_inside(True)
+        try:
+            work.end(None)
+        finally:
+            self._stay_inside(False)
+
+    def _stay_inside(self, stays: bool) -> None:
+        watch = self._communicator.contract.watch
+        if watch is not None:
+            watch.stay_inside(stays)
+
     def _check_usable(self) -> None:
         """Raises: RuntimeError where no call can be made; the error of an earlier call that nobody waited for."""
         if self._is_shut_down:
             raise RuntimeError(
-                f"rank {self.rank()}: the process group {self._name!r} was destroyed"
+                f"rank {self.rank()}: the process group {self.group_name!r} was destroyed"
             )
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"the process group {self._name!r} was used in a forked child of rank {self.rank()}; MPI belongs to "
-                "the parent: return what the child computed, and communicate there"
+                f"the process group {self.group_name!r} was used in a forked child of rank {self.rank()}; MPI belongs "
+                "to the parent: return what the child computed, and communicate there"
             )
         if self._failed:
             self._raise_unobserved()

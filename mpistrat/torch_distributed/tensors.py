@@ -25,6 +25,28 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
     return _plain(tensor.detach())
 
 
+def apart(buffer: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """`buffer`, to read; a copy where it has memory in common with another buffer, `written`, as MPI forbids."""
+    first, other = buffer.data_ptr(), written.data_ptr()
+    overlap = first < other + written.nbytes and other < first + buffer.nbytes
+    return buffer.clone() if overlap else buffer
+
+
+def unwritten(
+    tensors: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """The inputs of calls that are made one after another; copies of inputs that `outs` of earlier calls may overwrite.
+
+    Args: outs: of each call.
+    """
+    storages: set[int] = set()
+    kept = []
+    for tensor, results in zip(tensors, outs, strict=True):
+        kept.append(tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor)
+        storages.update(out.untyped_storage().data_ptr() for out in results)
+    return kept
+
+
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous buffer for other elements of `tensor`: its own memory, or else new."""
     own = tensor.detach()

@@ -52,6 +52,8 @@ def describe(words: tuple[Any, ...]) -> str:
     operation, *rest = words
     if operation == "raise":
         return f"raised {': '.join(rest)}"
+    if f"{operation}()" in rest:  # the program's call, which has no operands
+        return f"{operation}()"
     return f"{operation}({', '.join(str(part) for part in rest if part != '')})"
 
 

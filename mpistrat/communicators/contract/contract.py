@@ -15,11 +15,11 @@ from mpistrat.communicators.contract.call_signature import (
     explain_difference,
     signature_of,
 )
-from mpistrat.communicators.contract.joint_errors import mark_raised_by_all
+from mpistrat.communicators.contract.joint_errors import is_raised_by_all, mark_raised_by_all
 from mpistrat.communicators.contract.unchecked import Unchecked
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.liveness.call_site import call_site, outside
-from mpistrat.liveness.record import ABORT
+from mpistrat.liveness.record import ABORT, GROUP
 from mpistrat.liveness.waiting import raise_if_stalled
 from mpistrat.liveness.watch import CommunicatorWatch
 
@@ -172,11 +172,29 @@ class Contract(Unchecked):
     def __enter__(self) -> None:
         """A contract surrounds the call that this rank is in."""
 
-    def __exit__(self, *_: object) -> None:
-        self.waiting_in = None
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
+        signature, self.waiting_in = self.waiting_in, None
         if self._spans is not None:
             self._spans.end(self.calls)
         self._record.leave(self._board)
+        if isinstance(error, Exception) and not is_raised_by_all(error):
+            self._tell_others(f"{signature}", error)
+
+    def _tell_others(self, call: str, error: Exception) -> None:
+        """This rank leaves a call for `error`, when all have agreed on the call. Ranks that wait for its part raise."""
+        watch = self.watch
+        if watch.revocable_group is not None:
+            return  # which tells them
+        if watch.peers is None or self.agreement is None:
+            self._abandoned = error  # its next message would be taken for one of this call
+        watch.tell_others(
+            f"rank {self.rank} of {self.size} left collective number {self.calls}, {call}, for "
+            f"{type(error).__name__}: {error}\n      at {self.called_at}\nThe others cannot go on without its part: "
+            "mend the error of that rank",
+            self._record.words[self._board + GROUP],
+            self.calls,
+        )
+        mark_raised_by_all(error)
 
 
 # All contracts of this process. In a forked child their calls are errors.

@@ -2,12 +2,14 @@
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from mpistrat.torch_distributed import after_backward
@@ -144,3 +146,56 @@ def test_a_future_that_backward_waits_for(
     monkeypatch.setattr(after_backward, "PATIENCE", 3600.0)
     assert a_gradient(summed).tolist() == [2.0 * size] * 3
     assert [thread.name for thread in callers] == ["mpistrat communication"] * 2
+
+
+Hook = tuple[Any, Any]  # the state and the function of a communication hook of DDP
+
+
+def powersgd(group: Any) -> Hook:
+    return PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5), powerSGD_hook
+
+
+def scaled_by_the_largest(group: Any) -> Hook:
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def scaled(done: torch.futures.Future[Any]) -> torch.Tensor:
+            (total,) = done.value()
+            largest = total.abs().max() * (dist.get_rank() + 1)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            return total / largest
+
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None
+        return work.get_future().then(scaled)
+
+    return None, hook
+
+
+@pytest.mark.parametrize("make_hook", [powersgd, scaled_by_the_largest])
+def test_calls_in_callbacks_are_in_one_order(
+    make_hook: Callable[[Any], Hook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether no rank, each rank or one rank has a core to spare; or one rank's backward() is slow in one step."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def trained(free: bool, slow: bool = False) -> list[torch.Tensor]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: -1 if free else 1_000_000)
+        group: Any = dist.new_group()
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        wrapped = DistributedDataParallel(module, bucket_cap_mb=0.001, process_group=group)
+        wrapped.register_comm_hook(*make_hook(group))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            outputs = wrapped(torch.ones(2, 16) + dist.get_rank())
+            if slow and last and step == 2:
+                module[1].weight.register_hook(lambda _: time.sleep(0.2))
+            outputs.square().mean().backward()
+            optimizer.step()
+        dist.destroy_process_group(group)
+        return [parameter.detach() for parameter in module.parameters()]
+
+    monkeypatch.setattr(after_backward, "PATIENCE", 0.05)
+    without = trained(False)
+    for free, slow in ((True, False), (last, False), (False, True)):
+        torch.testing.assert_close(trained(free, slow), without, rtol=0, atol=0)

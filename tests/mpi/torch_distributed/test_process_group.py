@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from mpistrat.errors import CollectiveMismatchError, StallError
+from mpistrat.torch_distributed import work as works_of_torch
 from support.rank_errors import errors_of_ranks
 
 pytestmark = pytest.mark.usefixtures("default_group")
@@ -319,6 +321,25 @@ def test_a_message_that_does_not_come():
         ):
             dist.recv(torch.empty(2), 1, group, tag=7)
     dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@several
+def test_the_future_of_a_message_that_does_not_come(monkeypatch):
+    """It has nobody to raise to: the job ends."""
+    errors, ended = [], threading.Event()
+    monkeypatch.setattr(
+        works_of_torch, "end_job_for", lambda error: (errors.append(error), ended.set())
+    )
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.1))
+    if RANK == 0:
+        dist.irecv(torch.empty(2), 1, group, tag=7).get_future().then(lambda done: done.value())
+        assert ended.wait(10)
+        (error,) = errors
+        assert isinstance(error, StallError)
+        assert re.search(
+            r"0.1 s in recv\(float32, \(2,\)\) from rank 1, tag 7, at .*" + HERE, str(error)
+        )
     dist.barrier()
 
 
